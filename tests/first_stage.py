@@ -1,6 +1,7 @@
 """A stand-in for the committed table of q_text's first stage, for tests of its readers."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,28 @@ BEST = {"softmax": 0.005, "softmax + bias": 0.002, "elastic": 0.01, "lazy": 0.00
 LOSS = Column("loss/bits_per_byte", "loss")
 
 
-def write_table(results: Path, failed: dict[str, int] | None = None) -> Path:
-    """Write a table.json to a results folder in which each row is best at `BEST`. failed: a failed seed per row."""
+def write_table(
+    results: Path,
+    failed: dict[str, int] | None = None,
+    name: str = NAME,
+    best: Mapping[str, float] = BEST,
+    rates: Sequence[float] = RATES,
+) -> Path:
+    """Write a table.json to a results folder in which each row is best at `best`. failed: a failed seed per row."""
     infos, cells = [], []
-    for name, best in BEST.items():
-        for rate in RATES:
-            row = at_rate(name, rate)
-            infos.append(RowInfo(row, "ours", (10, 11), "stdlib_small"))
+    ablation, _, base = name.partition("-")
+    for variant, lowest in best.items():
+        for rate in rates:
+            row = at_rate(variant, rate)
+            infos.append(RowInfo(row, "ours", (10, 11), base))
             for seed in (10, 11):
-                loss = 2.0 + 0.01 * seed + abs(rate - best)
+                loss = 2.0 + 0.01 * seed + abs(rate - lowest)
                 status = "failed" if (failed or {}).get(row) == seed else "complete"
                 cells.append(Observation(row, seed, status, {LOSS.key: loss}))
     primary = (LOSS.key,)
-    spec = TableSpec("q_text_rates", "stdlib_small", infos[0].variant, infos, [LOSS], [], "command", primary=primary)
+    spec = TableSpec(ablation, base, infos[0].variant, infos, [LOSS], [], "command", primary=primary)
     table = build_table(spec, cells)
-    path = results / NAME / "table.json"
+    path = results / name / "table.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(table.to_json()))
     return path

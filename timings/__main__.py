@@ -1,4 +1,4 @@
-"""`python3 -m timings step|cells|grid|diagnostics|looks [--out FILE.json]`, also run by `make bench` and `make bench-*`."""
+"""`python3 -m timings step|cells|grid|diagnostics|looks [--out FILE.json]`, also by `make bench` and `make bench-*`."""
 
 import argparse
 import sys

@@ -1,14 +1,12 @@
 """`lit-lazy ablate questions`"""
 
-import argparse
-import re
 import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
 from lit_lazy.command.grid_helpers import default_workers
-from lit_lazy.command.options import Commands, add_command
+from lit_lazy.command.options import Commands, add_command, duration
 
 if TYPE_CHECKING:
     from lit_lazy.grid.jobs.launch import Grid
@@ -21,17 +19,9 @@ def add_to(commands: Commands) -> None:
         "--limit",
         metavar="90m",
         type=duration,
-        help="skip questions that by the estimate would not finish in this time, in m or h",
+        help="skip questions that by the estimate would not finish in this time, in m or h, and start no cell after it",
     )
     add_run_options(parser)
-
-
-def duration(text: str) -> float:
-    """Seconds of `90m` or `1.5h`."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([mh])", text)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be minutes or hours above 0, such as 90m or 1.5h")
-    return float(found[1]) * {"m": 60, "h": 3600}[found[2]]
 
 
 def ablate_questions(options: Namespace, overrides: list[str]) -> int:
@@ -58,7 +48,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
             left_out.append(name)
             continue
         print(f"\n{name}", flush=True)
-        status = max(status, ablate_run(_make_run_options(options, name), overrides))
+        status = max(status, ablate_run(_make_run_options(options, name, left), overrides))
     if left_out:
         print(f"\nskipped by --limit: {', '.join(left_out)}; run the same command again with more time")
     return status
@@ -84,8 +74,9 @@ def list_questions() -> tuple[list[str], list[str]]:
     return ready, waiting
 
 
-def _make_run_options(options: Namespace, name: str) -> Namespace:
-    return Namespace(**vars(options) | {"ablation": name, "rows": []})
+def _make_run_options(options: Namespace, name: str, limit: float | None = None) -> Namespace:
+    own = {"ablation": name, "rows": [], "results": [], "mixed": False, "limit": limit}
+    return Namespace(**vars(options) | own)
 
 
 def _estimate_seconds(grid: "Grid") -> float:

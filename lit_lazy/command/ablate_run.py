@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +23,11 @@ from lit_lazy.command.options import (
     add_storage,
     add_workers,
     append_init_from,
+    duration,
     int_list,
     make_execution,
     name_list,
+    path,
     positive_int,
 )
 
@@ -41,6 +44,26 @@ def add_to(commands: Commands) -> None:
     parser = add_command(commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True)
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=path,
+        action="append",
+        default=[],
+        help="take finished cells from this file of `ablate pack` and train only what it lacks; repeatable",
+    )
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="also take cells of another backend, torch or Python, from --results and from other grids of --runs: "
+        "their rounding differs",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="90m",
+        type=duration,
+        help="start no cell after this time, in m or h; those that run are finished, and the same command resumes",
+    )
     add_run_options(parser)
 
 
@@ -80,10 +103,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
+    until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
     execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
+    if options.results and options.keep_checkpoint:
+        raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
     from lit_lazy.grid.jobs.job import LaunchOptions
 
     if options.dry_run:
@@ -99,7 +125,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
-    from lit_lazy.grid.jobs.launch import run_grid
+    from lit_lazy.grid.jobs.launch import count_waiting, run_grid
+    from lit_lazy.grid.queue.queue import Queue
+    from lit_lazy.grid.queue.storage import default_storage
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import render_markdown
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
@@ -119,21 +147,27 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             gpus=gpus,
             execution=execution,
             loggers=tuple(options.loggers),
+            mixed=options.mixed,
+            until=until,
         )
         console = plain_console()
-        run = partial(run_grid, launch=launch, console=console, publish=partial(publish, console=console))
-        table, finished, executed = run(grid)
+        run = partial(run_grid, console=console, publish=partial(publish, console=console))
+        table, finished, executed = run(grid, launch)
         if has_looks(request.question, options):
             made = int(executed)
             while finished and find_next_look(table, options.looks, made) is not None:
                 grid = make_grid(options, overrides, table.verdict)
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
-                table, finished, executed = run(grid)
+                table, finished, executed = run(grid, replace(launch, fresh=False))
                 made += int(executed)
     if options.brief:
         print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")
     else:
         print_results(render_markdown(table), grid.folder, options.runs)
+    if not finished and until is not None:
+        queue = Queue(options.storage or default_storage(options.runs), grid.id)
+        if waiting := count_waiting(grid, queue):
+            print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
     return 0 if finished else 1
 
 
@@ -210,14 +244,14 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     from lit_lazy.grid.ablation import select_rows
     from lit_lazy.grid.question import load_ablation_or_question
 
-    path = find("ablations", options.ablation)
-    ablation, question = load_ablation_or_question(path)
+    file = find("ablations", options.ablation)
+    ablation, question = load_ablation_or_question(file)
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
         chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
-    return GridRequest((path, base_path), ablation, question, base_name, base, overridden, chosen)
+    return GridRequest((file, base_path), ablation, question, base_name, base, overridden, chosen)
 
 
 def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
@@ -238,6 +272,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     ablation, base, chosen = request.ablation, request.base, request.chosen
     cells = expand(chosen, base, request.overridden)
     from lit_lazy.grid.jobs.launch import Grid
+    from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan
     from lit_lazy.support.secrets import format_command_line
     from lit_lazy.training.prepare import load_data
@@ -262,6 +297,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         declaration=request.declaration,
         primary=ablation.primary,
     )
+    folder = None if options.fresh else options.runs / request.grid
     return Grid(
         id=request.grid,
         plan=plan,
@@ -270,6 +306,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         base_config=to_dict(base),
         runs=options.runs,
         files=request.files,
+        taken=take_from_files(cells, options.results, folder, options.mixed),
     )
 
 

@@ -334,6 +334,14 @@ def int_list(text: str, least: int = 0) -> list[int]:
     return require_distinct(text, numbers)
 
 
+def duration(text: str) -> float:
+    """Option type: the seconds of `90m` or `1.5h`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([mh])", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be minutes or hours above 0, such as 90m or 1.5h")
+    return float(found[1]) * {"m": 60, "h": 3600}[found[2]]
+
+
 def require_distinct(text: str, values: list[T]) -> list[T]:
     """The values of an option. Raises ArgumentTypeError if one is repeated."""
     seen: set[T] = set()

@@ -1,4 +1,4 @@
-"""Shared code of the synthetic tasks: size checks, one random stream per split, sequences with certain answers."""
+"""Shared code of the synthetic tasks: size checks, one random stream per split, sequences with their answers."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
@@ -25,17 +25,23 @@ class SyntheticTask(Protocol):
 
 
 class AnsweredSequences(NamedTuple):
-    """Sequences `[n, L + 1]` (the model never sees the last token), targets `[n, L]`, row groups as bool `[n, L]`."""
+    """Sequences `[n, L + 1]` (the model never sees the last token), targets `[n, L]`, row groups as bool `[n, L]`.
+
+    oracle_nll: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
+    """
 
     sequences: np.ndarray
     targets: np.ndarray
     groups: dict[str, np.ndarray]
+    oracle_nll: np.ndarray | None = None
 
     def make_dataset(self) -> TokenDataset:
-        """Dataset with `oracle_nll` 0 everywhere: a predictor that knows the task is certain of each answer."""
+        """Dataset with the row groups and `oracle_nll`."""
         groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
-        oracle = {"oracle_nll": torch.zeros(()).expand(self.targets.shape)}
-        return TokenDataset(torch.from_numpy(self.sequences), groups | oracle, torch.from_numpy(self.targets))
+        certain = torch.zeros(()).expand(self.targets.shape)
+        oracle = certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)
+        positions = groups | {"oracle_nll": oracle}
+        return TokenDataset(torch.from_numpy(self.sequences), positions, torch.from_numpy(self.targets))
 
 
 AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
@@ -73,6 +79,7 @@ def make_source(
 ) -> DataSource:
     """Data source of the two splits; `baseline` adds the losses of weak predictors to its info, `chance_nats` first."""
     train, validation = splits
+    oracle = validation.oracle_nll
     return DataSource(
         name=name,
         vocab_size=vocab_size,
@@ -81,7 +88,7 @@ def make_source(
         info={
             "train_tokens": task.train_sequences * task.context_length,
             "validation_tokens": task.validation_sequences * task.context_length,
-            "optimum_nats": 0.0,
+            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
             **baseline,
         },
         train=train.make_dataset(),

@@ -107,7 +107,7 @@ class TakenResult:
 
 
 @dataclass(frozen=True)
-class Request:
+class AskedCell:
     """What a result must be to serve a cell."""
 
     cell: Cell
@@ -173,12 +173,13 @@ def take_from_files(
             for key in {result.key, result.training_key or result.key}:
                 serving[key].append((pack, result))
     taken: dict[str, TakenResult] = {}
-    asked: defaultdict[Path, list[tuple[Request, RunResult]]] = defaultdict(list)
-    for request in map(Request, cells if packs else ()):
+    asked: defaultdict[Path, list[tuple[AskedCell, RunResult]]] = defaultdict(list)
+    for request in map(AskedCell, cells if packs else ()):
         key = request.cell.key
         kept = RunResult.peek(folder / "cells" / key) if folder else None
         found = [(str(folder), kept)] if kept else []
-        for pack, result in [*serving[key], *serving[request.training_key]]:
+        candidates = [*serving[key], *serving[request.training_key]]
+        for pack, result in {id(result): (pack, result) for pack, result in candidates}.values():
             if adapted := request.adapt(result, f"{pack.path.name} of {pack.grid}"):
                 found.append((str(pack.path), adapted))
                 asked[pack.path] += [] if kept else [(request, adapted)]
@@ -208,7 +209,7 @@ def _check_agreement(cell: Cell, found: Sequence[tuple[str, RunResult]]) -> None
                 )
 
 
-def _check_environment(path: Path, results: Iterable[tuple[Request, RunResult]]) -> None:
+def _check_environment(path: Path, results: Iterable[tuple[AskedCell, RunResult]]) -> None:
     """Raise a one-line ValueError if results of a file were made otherwise than a training here."""
     differences = [found for request, result in results if (found := request.find_differences(result))]
     if differences:
@@ -224,8 +225,8 @@ def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, Tak
 
     grid: the folder of the cells' own grid. mixed: as in `take_from_files`; other results are not shared without it.
     """
-    requests = {request.cell.key: request for request in map(Request, cells)}
-    asking: defaultdict[str, list[Request]] = defaultdict(list)
+    requests = {request.cell.key: request for request in map(AskedCell, cells)}
+    asking: defaultdict[str, list[AskedCell]] = defaultdict(list)
     for key, request in requests.items():
         for name in {key, request.training_key}:
             asking[name].append(request)

@@ -197,6 +197,7 @@ def _make_observation(run: TrackedRun) -> Observation:
         git_sha=run.tags.get("git_sha", ""),
         environment=run.tags.get("environment", ""),
         reason=run.tags.get("reason", ""),
+        taken_from=run.tags.get("taken_from", ""),
     )
 
 

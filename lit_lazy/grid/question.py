@@ -139,20 +139,24 @@ def _add_earlier_verdict(declared: Declaration) -> Declaration:
 def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
     """The ablation of a file, and its question if the file exports one.
 
-    A second stage exports a function that returns the question. Raises `FirstStageMissing` if the first stage has no
-    results yet.
+    A second stage exports a function that returns the question or ablation. Raises `FirstStageMissing` if the first
+    stage has no results yet.
     """
     question = load_attribute(path, "question")
     if question is None:
-        return load_ablation(path), None
+        ablation = load_attribute(path, "ablation")
+        made = _make_second_stage(path, ablation) if inspect.isfunction(ablation) else load_ablation(path)
+        if not isinstance(made, Ablation):
+            raise ValueError(f"{path}: its `ablation` returns a {type(made).__name__}; return an Ablation(...)")
+        return made, None
     if inspect.isfunction(question):
-        question = _make_question(path, question)
+        question = _make_second_stage(path, question)
     if not isinstance(question, Question):
         raise ValueError(f"{path}: its `question` is a {type(question).__name__}; make it a Question(...)")
     return question.full_ablation, question
 
 
-def _make_question(path: Path, make: Callable[[], object]) -> object:
+def _make_second_stage(path: Path, make: Callable[[], object]) -> object:
     with locate_errors(path):
         try:
             return make()

@@ -1,4 +1,4 @@
-"""Second stages: questions that use results from the committed table of another ablation."""
+"""Second stages: questions and ablations that use results from the committed table of another ablation."""
 
 import json
 from collections import defaultdict
@@ -31,13 +31,12 @@ def find_best_rates(folder: str) -> dict[str, float]:
     """
     path = RESULTS / folder / "table.json"
     where = f"docs/results/{folder}/table.json"
-    first = folder.partition("-")[0]
+    first, _, base = folder.partition("-")
+    command = f"lit-lazy ablate run {first} --base {base}"
     try:
         table = Table.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise FirstStageMissing(
-            f"needs {where}; run `lit-lazy ablate run {first}` and commit its table there"
-        ) from None
+        raise FirstStageMissing(f"needs {where}; run `{command}` and commit its table there") from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{where}: is no table.json ({describe_exception(error)}); take that of {first}") from None
     found: dict[str, dict[float, float]] = defaultdict(dict)
@@ -47,7 +46,7 @@ def find_best_rates(folder: str) -> dict[str, float]:
         if row.status == "complete" and measured is not None and measured.mean is not None:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:
-        raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `lit-lazy ablate run {first}`")
+        raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `{command}`")
     return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
 
 

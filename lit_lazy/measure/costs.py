@@ -38,27 +38,35 @@ class Costs(Evaluation):
     """Rounds of turns, each in both orders."""
     decoded: int = 16
     """Tokens decoded one by one, at the end of a context."""
+    lengths: tuple[int, ...] = ()
+    """Lengths at which a step is timed too, each with as many tokens as at the context's length."""
 
     def __post_init__(self) -> None:
+        for length in self.lengths:
+            require_whole("Costs.lengths", length, 1)
         require_whole("Costs.sequences", self.sequences, 1)
         require_whole("Costs.rounds", self.rounds, 2)
         require_whole("Costs.decoded", self.decoded, 1)
 
-    def check(self, model: DecoderLM, data: DataConfig) -> None:  # noqa: ARG002
+    def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if the model has no attention or its context has no room for the decoded tokens."""
         require(bool(model.attentions), "model.mixer", type(model.cfg.mixer).__name__, "has no attention to compare")
         fix = f"must be below the context's {model.context_length} tokens"
         require(self.decoded < model.context_length, "Costs.decoded", self.decoded, fix)
+        for length in self.lengths:
+            fits = length <= model.context_length
+            require(fits, "Costs.lengths", length, f"must be at most the context's {model.context_length} tokens")
+            data.at_length(length).load()
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """Rises over the twin (0.1 for 10 %) and bytes per token.
 
         `cost/step_rise`: a forward and backward pass; `cost/attention_rise`: attention only, on the model's queries and
         keys; `cost/decode_rise` and `cost/decode_ms`: decoding one token of all sequences; `cost/kept_bytes` and
-        `cost/kept_rise`: activations saved for the backward pass; `cost/cache_bytes`: cache of all layers.
+        `cost/kept_rise`: activations saved for the backward pass; `cost/cache_bytes`: cache of all layers. With
+        `lengths` also `cost/step_rise_128` and so on, and the largest of them, `cost/step_rise_worst`.
         """
-        (batch,) = sample_validation(data.load(), self.sequences)
-        batch = {name: batch[name].to(model.device) for name in ("tokens", "targets")}
+        batch = self._sample(model, data, model.context_length)
         twin = make_twin(model)
         calls = record_attention_calls(model, batch["tokens"])
         bare = [AttentionCall(call.q, call.k, call.v, backend="sdpa") for _, call in calls]
@@ -66,22 +74,33 @@ class Costs(Evaluation):
         caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in (model, twin)]
         last = batch["tokens"][:, -self.decoded :]
         with evaluation_mode(model), evaluation_mode(twin):
-            for attention in twin.attentions:  # which `evaluation_mode` let choose
-                attention.backend = "sdpa"
+            for each in (model, twin):
+                for attention in each.attentions:  # which `evaluation_mode` let choose
+                    attention.backend = each.cfg.backend
             saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in (model, twin))
             decoding = self._time_both(partial(decode, model, caches[0], last), partial(decode, twin, caches[1], last))
+            by_length = {length: self._sample(model, data, length) for length in self.lengths}
+            steps = {n: self._time_both(partial(step, model, x), partial(step, twin, x)) for n, x in by_length.items()}
             times = {
                 "step": self._time_both(partial(step, model, batch), partial(step, twin, batch)),
                 "attention": self._time_both(partial(attend, calls), partial(attend, twin_calls)),
                 "decode": decoding,
             }
         rises = {f"cost/{name}_rise": median_ratio(*seconds) - 1 for name, seconds in times.items()}
+        if steps:
+            at_length = {f"cost/step_rise_{length}": median_ratio(*seconds) - 1 for length, seconds in steps.items()}
+            rises |= at_length | {"cost/step_rise_worst": max(at_length.values())}
         return rises | {
             "cost/decode_ms": 1e3 * statistics.median(decoding[0]) / self.decoded,
             "cost/kept_bytes": saved,
             "cost/kept_rise": saved / saved_by_twin - 1,
             "cost/cache_bytes": cache_bytes_per_token(caches[0], len(last)),
         }
+
+    def _sample(self, model: DecoderLM, data: DataConfig, length: int) -> Batch:
+        """Tokens and targets `[B, length]` of validation text, as many tokens as `sequences` contexts have."""
+        (batch,) = sample_validation(data.at_length(length).load(), self.sequences * model.context_length // length)
+        return {name: batch[name].to(model.device) for name in ("tokens", "targets")}
 
     def _time_both(self, own: Callable[[], None], twin: Callable[[], None]) -> tuple[list[float], list[float]]:
         seconds = time_in_turns({"own": own, "twin": twin}, self.rounds)

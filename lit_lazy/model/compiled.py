@@ -130,7 +130,7 @@ def _describe_layer(block: Block, length: int) -> Layer | None:
     if not (_are_linear(*linear) and _are_norms(*norms)):
         return None
     found = find_lazy_threshold(mixer.normaliser)
-    if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm:
+    if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm or mixer.normaliser.unit_length:
         return None
     if mixer.backend not in ("auto", "cpu"):
         return None

@@ -1,5 +1,6 @@
 """Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -276,6 +277,8 @@ def _collect_notes(
     reported = {key for cells in complete.values() for o in cells for key in o.metrics}
     if reported:
         notes += [f"{c.title}: no cell reports the metric {c.key!r}." for c in spec.columns if c.key not in reported]
+    origins = Counter(o.taken_from for cells in complete.values() for o in cells if o.taken_from)
+    notes += [f"{n} of {len(expected)} cells were taken from {origin}." for origin, n in sorted(origins.items())]
     if extra := [f"{o.variant} seed {o.seed}" for o in observed if (o.variant, o.seed) not in expected]:
         notes.append("Left out, because the ablation does not ask for them: " + ", ".join(extra) + ".")
     return [*notes, *(note for label in spec.labels if (note := _describe_mixture(label, spec.alternatives, complete)))]

@@ -1,7 +1,7 @@
 """The rules of questions with a fixed number of seeds: Welch's intervals with one correlation for all rows of a table.
 
-Verdicts that were declared under them must not change, so these functions stay as they are; questions with looks are
-judged by `lit_lazy.table.looks`, and tables use `lit_lazy.table.statistics`.
+Verdicts that were declared under them and the tables of these questions must not change, so these functions stay as
+they are; questions with looks are judged by `lit_lazy.table.looks`, all other tables use `lit_lazy.table.statistics`.
 """
 
 import math
@@ -29,7 +29,7 @@ from lit_lazy.table.statistics import (
 
 
 def has_fixed_rules(declaration: Declaration | None) -> bool:
-    """Whether a table has the contrasts of this file: if it answers a question that was declared with them."""
+    """Whether a table has the contrasts of this file: that of a question that was declared with them."""
     return declaration is not None and declaration.rules == FIXED
 
 

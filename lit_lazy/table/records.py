@@ -146,7 +146,7 @@ class Observation:
     """The state of one cell. `metrics` is used only if `status` is "complete".
 
     `environment` is one line with the versions and the machine of the training; `normaliser` and `position` are class
-    names, as in `TableRow`.
+    names, as in `TableRow`; `taken_from` is where the result comes from if this grid did not train the cell.
     """
 
     variant: str
@@ -159,6 +159,7 @@ class Observation:
     reason: str = ""
     normaliser: str = ""
     position: str = ""
+    taken_from: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from inspect import isfunction
 from itertools import combinations
 from pathlib import Path
 
@@ -33,7 +34,13 @@ from lit_lazy.table.search_points import Point
 from lit_lazy.table.verdicts import add_verdict
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-ABLATIONS = [name for name in list_available("ablations") if load_attribute(find("ablations", name), "search") is None]
+ABLATIONS = [
+    name
+    for name in list_available("ablations")
+    # Those that are functions are `rivals` at other rates.
+    if load_attribute(find("ablations", name), "search") is None
+    and not isfunction(load_attribute(find("ablations", name), "ablation"))
+]
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 AMONG_THE_FIRST = ("rivals",)
 """Ablations whose figures `make test` draws: those with the most normalisers. `make test-all` draws all."""

@@ -12,7 +12,7 @@ from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
-from lit_lazy.config.user_files import find, list_available, load_experiment, load_module
+from lit_lazy.config.user_files import find, list_available, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select_rows
 from lit_lazy.table.columns import COLUMNS
 
@@ -34,7 +34,11 @@ def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] 
     return expand(select_rows(made, rows, seeds), replace_at(tiny(), made.common))
 
 
-SHIPPED = [name for name in list_available("ablations") if hasattr(load_module(find("ablations", name)), "ablation")]
+SHIPPED = [
+    name
+    for name in list_available("ablations")
+    if isinstance(load_attribute(find("ablations", name), "ablation"), Ablation)
+]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

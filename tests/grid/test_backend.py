@@ -98,6 +98,28 @@ def test_a_compiled_grid_is_refused_without_the_library_unless_it_is_finished(
     assert read_labels(runs) == ["cpu", "cpu"]
 
 
+def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(
+    runs: Path, tmp_path: Path, machine: Machine, run: Callable[..., tuple[int, str]]
+) -> None:
+    """Neither from another grid nor from a file, whatever this machine has; nor the other way around."""
+    machine(False)
+    assert run("0")[0] == 0
+    machine(True)
+    (tmp_path / "other.py").write_text(two_rows("other"))
+    options = ("--runs", str(runs), "--base", "backcopy_tiny", "--rows", "lazy", "--workers", "1", "--brief")
+    other = ["ablate", "run", str(tmp_path / "other.py"), *options, "--seeds", "0,1", "--model.backend=chunked"]
+    assert main(other) == 0
+    (grid,) = (path.name for path in runs.glob("other-backcopy_tiny-??????"))
+    results = [json.loads(path.read_text()) for path in runs.glob(f"{grid}/cells/*/result.json")]
+    assert [(result["labels"]["backend"], result["taken_from"]) for result in results] == [("cpu", "")] * 2
+    assert main(["ablate", "pack", grid, "--runs", str(runs), "--out", str(tmp_path / "cells.xz")]) == 0
+    packed = ("--results", str(tmp_path / "cells.xz"))
+    status, out = run("1", *packed)
+    assert (status, "--results: pair-backcopy_tiny-" in out, KEEPS in out) == (2, True, True)
+    assert run("0,1")[0] == 0
+    assert read_labels(runs) == ["chunked", "chunked"]
+
+
 def test_a_grid_of_an_earlier_version_is_portable(
     runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
 ) -> None:

@@ -82,8 +82,8 @@ def test_without_the_table_it_waits_in_one_line(name: str, results: Path) -> Non
     with pytest.raises(FirstStageMissing) as error:
         load_ablation_or_question(find("ablations", name))
     assert str(error.value) == (
-        f"{name}: needs docs/results/{first_stage.NAME}/table.json; run `lit-lazy ablate run q_text_rates` and commit "
-        "its table there"
+        f"{name}: needs docs/results/{first_stage.NAME}/table.json; run `lit-lazy ablate run q_text_rates --base "
+        "stdlib_small` and commit its table there"
     )
     assert not results.exists()
 
@@ -112,6 +112,37 @@ def test_commands_go_on_without_what_waits(
     message = capsys.readouterr().err
     assert message.startswith(f"lit-lazy: {SECOND[0]}: needs docs/results/")
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "base"), [("rivals_backcopy", "backcopy"), ("rivals_text", "stdlib_small")])
+def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(name: str, base: str, results: Path) -> None:
+    path, first = find("ablations", name), f"rivals_rates-{base}"
+    with pytest.raises(FirstStageMissing) as error:
+        load_ablation_or_question(path)
+    assert str(error.value) == (
+        f"{name}: needs docs/results/{first}/table.json; run `lit-lazy ablate run rivals_rates --base {base}` and "
+        "commit its table there"
+    )
+    rates, _ = load_ablation_or_question(find("ablations", "rivals_rates"))
+    rivals, _ = load_ablation_or_question(find("ablations", "rivals"))
+    tried = sorted({row.changes["train.lr"] for row in rates.rows})
+    best = {row.name: tried[i % len(tried)] for i, row in enumerate(rivals.rows)}
+    first_stage.write_table(results, name=first, best=best, rates=tried)
+    tuned, asked = load_ablation_or_question(path)
+    assert asked is None
+    assert (tuned.name, tuned.base, tuned.baseline) == (name, base, "softmax")
+    assert not {*tuned.seeds} & {*rates.seeds}
+    for row, plain in zip(tuned.rows, rivals.rows, strict=True):
+        assert row.name == plain.name
+        assert row.changes == {**plain.changes, "train.lr": best[row.name]}
+        assert row.note.endswith(f"learning rate {best[row.name]:g}, the best of {row.name} in {first}")
+
+
+def test_an_ablation_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "second.py"
+    path.write_text("def ablation():\n    return 'rows'\n")
+    with pytest.raises(ValueError, match=r"second\.py: its `ablation` returns a str; return an Ablation"):
+        load_ablation_or_question(path)
 
 
 def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:

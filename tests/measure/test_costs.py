@@ -132,10 +132,22 @@ def test_mistakes_in_its_settings_are_named():
         Costs(rounds=1)
 
 
-def test_the_twin_runs_the_softmax_of_torch_while_it_is_timed(monkeypatch):
-    """Evaluation lets a model's attention choose its backend; the twin's must not."""
+def test_steps_are_timed_at_each_length_with_as_many_tokens(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(costs, "step", lambda _, batch: shapes.append(tuple(batch["tokens"].shape)))
+    monkeypatch.setattr(costs, "time_in_turns", lambda calls, _: {n: [float(call() or 1)] for n, call in calls.items()})
+    found = dataclasses.replace(COSTS, lengths=(8, 16)).measure(build(), TINY.data)
+    assert shapes[:4] == [(4, 8), (4, 8), (2, 16), (2, 16)]
+    assert found["cost/step_rise_worst"] == max(found["cost/step_rise_8"], found["cost/step_rise_16"]) == 0
+    with pytest.raises(ValueError, match=r"Costs\.lengths=17: must be at most the context's 16 tokens"):
+        prepare(dataclasses.replace(TINY, evaluations=(Costs(decoded=4, lengths=(17,)),)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_the_twin_runs_the_softmax_of_torch_while_it_is_timed(monkeypatch, backend):
+    """Evaluation lets a model's attention choose its backend; neither the twin's nor one that was asked for."""
     names: dict[bool, set[str]] = {True: set(), False: set()}
-    model = build()
+    model = build(AttentionSpec() if backend == "sdpa" else LAZY, backend=backend)
     own = costs.step
 
     def step(timed, batch):
@@ -145,4 +157,4 @@ def test_the_twin_runs_the_softmax_of_torch_while_it_is_timed(monkeypatch):
     monkeypatch.setattr(costs, "step", step)
     COSTS.measure(model, TINY.data)
     assert names[False] == {"sdpa"}
-    assert "sdpa" not in names[True]
+    assert ("sdpa" in names[True]) == (backend == "sdpa")

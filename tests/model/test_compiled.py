@@ -23,7 +23,7 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.normaliser import LayerShape, NormaliserModule, _Elastic
+from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import compiled
@@ -204,11 +204,27 @@ class _Halved(_Elastic):
         return super().weights(scores, rows) / 2
 
 
+@dataclass(frozen=True)
+class Cosine(Softmax):
+    """A rule of a user that declares softmax's threshold for scaled queries and keys."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Cosine()
+
+
+class _Cosine(_Softmax):
+    unit_length = True
+
+    def lazy_threshold(self) -> LazyThreshold:
+        return LazyThreshold()
+
+
 UNKNOWN = {
     "another normaliser": (BASE, AttentionSpec(OffByOne())),
     "a rule of a user": (BASE, AttentionSpec(Halved())),
     "a gate": (BASE, replace(LAZY, gate=OutputGate())),
     "normalised queries": (BASE, replace(LAZY, qk_norm=True)),
+    "queries of length 1": (BASE, AttentionSpec(Cosine())),
     "another backend": (replace(BASE, backend="chunked"), LAZY),
     "a width that is no multiple of a vector": (replace(BASE, d_ff=40), LAZY),
     "a large block": (replace(BASE, d_model=512, d_ff=2048), LAZY),

@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
-from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.declaration import SEQUENTIAL, Declaration
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
@@ -416,9 +416,14 @@ def test_a_question_that_was_declared_under_one_correlation_keeps_it():
     values = {"lazy": [2.0, 2.1, 2.4], "b": [1.7, 1.9, 2.0], "c": [2.1, 2.0, 2.6]}
     observations = [o for name, row in values.items() for o in cells(name, *row)]
     declared = Declaration("b is lower.", "R1", "loss", {"b": {"b": 1, "lazy": -1}}, "lower", 0.1, (0, 1, 2, 3, 4))
-    former, now = (table(rows(*values), observations, declaration=known) for known in (declared, None))
+    at_looks = replace(declared, rules=SEQUENTIAL, looks=(5,), few_seeds_because="a test")
     by_seed = {name: dict(enumerate(row)) for name, row in values.items()}
-    for result, contrast, test in ((former, compute_welch_contrast, "Welch"), (now, compute_contrast, "paired t test")):
+    for known, contrast, test in (
+        (declared, compute_welch_contrast, "Welch"),
+        (at_looks, compute_contrast, "paired t test"),
+        (None, compute_contrast, "paired t test"),
+    ):
+        result = table(rows(*values), observations, declaration=known)
         assert row(result, "b")["metrics"]["loss"]["p"] == contrast(by_seed, {"b": 1, "lazy": -1}).p
         assert test in render_markdown(result)
         assert recompute_statistics(result, result.columns, (), ()) == result

@@ -27,6 +27,11 @@ def require_compiled_backend(grid: str) -> None:
         )
 
 
+def keeps_another_backend(compiled: bool) -> bool:
+    """Whether a grid that began with or without the compiled backend differs in it from trainings of this process."""
+    return select_training_device().type == "cpu" and compiled != (find_obstacle() is None)
+
+
 def hide_compiled_backend() -> None:
     """Let this process and its children run without the compiled backend."""
     os.environ[SWITCH] = "0"

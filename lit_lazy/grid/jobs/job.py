@@ -1,6 +1,7 @@
 """Descriptions of what to execute and how, for a command and for its workers."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,6 +13,11 @@ DISK_FULL = 28
 """Exit status of a worker that ran out of disk space: errno's ENOSPC."""
 INTERRUPTED = 130
 """Exit status of an interrupted worker that requeued its cells."""
+
+
+def is_over(until: float | None) -> bool:
+    """Whether a time limit has passed, by the clock: unlike monotonic time it is shared with other machines."""
+    return until is not None and time.time() >= until
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,10 @@ class LaunchOptions:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
+    mixed: bool = False
+    """Take results of another backend, torch or Python too."""
+    until: float | None = None
+    """Time, as by `time.time`, after which no cell starts; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Job:
     """Token of the command's membership; None if workers may run on other machines."""
     threads: int
     keep_checkpoints: bool
-    keys: frozenset[str] | None
+    keys: Set[str] | None
     """Claim only these cells; None for all."""
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
@@ -83,6 +93,8 @@ class Job:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
+    until: float | None = None
+    """As in `LaunchOptions`."""
     compiled: bool | None = None
     """Whether cells are trained with the compiled backend of CPUs; None: if the machine has it."""
 

@@ -3,19 +3,27 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 
-from lit_lazy.grid.jobs.backend import COMPILED, TAG, describe_portable_backend, require_compiled_backend
-from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.jobs.backend import (
+    COMPILED,
+    TAG,
+    describe_portable_backend,
+    keeps_another_backend,
+    require_compiled_backend,
+)
+from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.packed import TakenResult, find_shared
 from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
@@ -27,6 +35,7 @@ from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RESULT, RunResult
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
@@ -55,6 +64,8 @@ class Grid(Work):
 
     plan: Plan
     row_order: Sequence[str]
+    taken: Mapping[str, TakenResult] = field(default_factory=dict)
+    """Results by cell key from packed files."""
 
 
 Publish = Callable[[Tracker, str, Path, bool], Table]
@@ -85,7 +96,8 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publi
         with queue.lock():
             parent_id = _ensure_parent(grid, queue, tracker, console)
         recorded = _find_recorded_losses(grid, queue, tracker, parent_id)
-        with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded) as executed:
+        taken = _take_results(grid, launch, opened, parent_id, recorded, console)
+        with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded, taken=taken) as executed:
             _report_failures(queue, tracker, parent_id)
             table = publish(tracker, parent_id, grid.folder, executed)
         return Outcome(table, is_finished(grid, queue), executed)
@@ -118,11 +130,12 @@ def execute_cells(
     console: Console,
     notes: Callable[[], list[str]] = list,
     recorded: Mapping[str, float] | None = None,
+    taken: Set[str] = frozenset(),
 ) -> Iterator[bool]:
     """Execute the missing cells, then the context's body as part of the parent run.
 
     Yields whether there is something new to publish. notes: further lines of the progress display. recorded: passed to
-    `Queue.add_missing`.
+    `Queue.add_missing`. taken: keys of missing cells whose results were taken and only have to be recorded.
     """
     queue, tracker = opened.queue, opened.tracker
     supervisor = Supervisor(work, launch, queue, console)
@@ -130,7 +143,7 @@ def execute_cells(
     states, n = queue.states(), len(work.cells)
     ended = {key for key, state in states.items() if state in FINISHED} | set(recorded or ())
     left = sum(cell.key not in ended for cell in work.cells)
-    compiled = tracker.read_tags(parent_id).get(TAG) == COMPILED
+    compiled = _is_compiled(tracker, parent_id)
     if left and compiled:
         require_compiled_backend(work.id)
     added = queue.add_missing(work.cells, recorded)
@@ -143,14 +156,20 @@ def execute_cells(
         console.print(line, highlight=False, soft_wrap=True)
     with _mark_running(work, queue, tracker, parent_id):
         if left:
+            job = make_job(work, launch, opened, parent_id, compiled)
+            if taken:
+                _record_taken(job, taken)
             progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
-            supervisor.work(make_pool(make_job(work, launch, opened, parent_id, compiled), launch), progress)
+            supervisor.work(make_pool(job, launch), progress)
         yield True
 
 
 @contextmanager
 def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
-    """Set a parent run to running, and at the end to FINISHED or FAILED by its cells, or to KILLED by an exception."""
+    """Set a parent run to running, and at the end to FINISHED or FAILED by its cells.
+
+    An exception, or a time limit that leaves cells waiting, sets it to KILLED.
+    """
     tracker.set_running(parent_id)
     try:
         yield
@@ -160,13 +179,25 @@ def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) ->
         except TrackingError as away:
             log.warning("MLflow is away (%s); it will show the grid as running until the command is given again", away)
         raise
-    tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
+    ended = "FINISHED" if is_finished(work, queue) else "KILLED" if count_waiting(work, queue) else "FAILED"
+    tracker.set_ended(parent_id, ended)
 
 
 def is_finished(work: Work, queue: Queue) -> bool:
     """Whether all cells are finished, none of them failed."""
     states = queue.states()
     return all(states.get(cell.key) in FINISHED for cell in work.cells)
+
+
+def count_waiting(work: Work, queue: Queue) -> int:
+    """The number of cells that wait, as a time limit leaves them."""
+    states = queue.states()
+    return sum(states.get(cell.key) == "waiting" for cell in work.cells)
+
+
+def _is_compiled(tracker: Tracker, parent_id: str) -> bool:
+    """Whether a grid began with the compiled backend of CPUs."""
+    return tracker.read_tags(parent_id).get(TAG) == COMPILED
 
 
 def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str, compiled: bool) -> Job:
@@ -185,6 +216,7 @@ def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: 
         module=work.module,
         execution=launch.execution,
         loggers=launch.loggers,
+        until=launch.until,
         compiled=compiled,
     )
 
@@ -228,6 +260,57 @@ def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id:
     return {run.tags["cell"]: run.metrics["loss/val"] for run in complete}
 
 
+def _take_results(
+    grid: Grid,
+    launch: LaunchOptions,
+    opened: OpenGrid[Queue],
+    parent_id: str,
+    recorded: Collection[str],
+    console: Console,
+) -> frozenset[str]:
+    """Write the results that packed files and other grids have of missing cells.
+
+    Returns the keys of missing cells with a taken result, also one that a command wrote that was then killed.
+    """
+    states, folder = opened.queue.states(), grid.folder / "cells"
+    missing = [cell for cell in grid.cells if states.get(cell.key) not in FINISHED and cell.key not in recorded]
+    untrained = [
+        cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
+    ]
+    taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
+    for key, one in taken.items():
+        one.write(folder / key)
+    for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
+        line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
+        console.print(line, highlight=False, soft_wrap=True)
+    found = {cell.key: RunResult.peek(folder / cell.key) for cell in missing}
+    return frozenset(key for key, result in found.items() if result and result.taken_from)
+
+
+def _find_results(
+    grid: Grid, launch: LaunchOptions, untrained: Sequence[Cell], tracker: Tracker, parent_id: str
+) -> dict[str, TakenResult]:
+    """The results by key. Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps."""
+    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
+    compiled = _is_compiled(tracker, parent_id)
+    if not launch.mixed and keeps_another_backend(compiled):
+        if compiled:
+            require_compiled_backend(grid.id)
+        if taken:
+            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
+        return {}
+    if launch.fresh or launch.keep_checkpoints:  # both ask for a training
+        return taken
+    return taken | find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
+
+
+def _record_taken(job: Job, taken: Set[str]) -> None:
+    """Record cells whose results were taken, here: workers on other machines do not see the run folders."""
+    from lit_lazy.grid.jobs.worker import make_worker  # imports Lightning
+
+    make_worker(replace(job, keys=taken, command=None, until=None)).work()
+
+
 class Supervisor:
     """Runs workers until no cell waits or runs, and releases the cells of dead workers."""
 
@@ -242,7 +325,10 @@ class Supervisor:
         self._pause = 0.0
 
     def work(self, pool: Pool, progress: Progress) -> None:
-        """Return when every cell has ended. Ctrl-C stops the workers after they have requeued their cells."""
+        """Return when every cell has ended, or this command's workers have after the time limit.
+
+        Ctrl-C stops the workers after they have requeued their cells.
+        """
         with progress:
             try:
                 while self._step(pool, progress):
@@ -262,18 +348,20 @@ class Supervisor:
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
                 self.release_dead()
                 progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
-            states = self._read_states()
-            while "failed" in states.values() and self._retry_failed():
+            states, over = self._read_states(), is_over(self.launch.until)
+            while not over and "failed" in states.values() and self._retry_failed():
                 states = self._read_states()  # otherwise the last cell would seem to have ended
             progress.update(states)
             counts = Counter[str](states.values())
             self._count_crashes(ended.crashed, counts, pool)
-            pool.start(most=counts["waiting"])
+            pool.start(most=0 if over else counts["waiting"])
         except Exception as error:
             if not is_disk_full(error):
                 raise
             self._wait_for_space()
             return True
+        if over:
+            return bool(len(pool))
         if not len(pool) and counts["running"]:
             self._report_other_workers()
         return bool(len(pool) or counts["waiting"] or counts["running"])

@@ -227,10 +227,6 @@ def execute(job: Job, folder: str) -> int:
         with _log_to_file(job):
             prepare_process(job)
             make_worker(job).work(most=1)
-    except SystemExit as stop:
-        if stop.code != DISK_FULL:
-            raise
-        return DISK_FULL
     except Exception as error:
         if not is_disk_full(error):
             raise

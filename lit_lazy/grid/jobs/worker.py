@@ -20,7 +20,7 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.jobs.backend import hide_compiled_backend, require_compiled_backend
 from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
-from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job
+from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job, is_over
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
 from lit_lazy.grid.queue.queue import CellLostError, Queue, Task
 from lit_lazy.support.disk import is_disk_full
@@ -64,16 +64,18 @@ class Worker:
     """How each cell is trained."""
     loggers: Sequence[str] = ()
     """Kinds of loggers in addition to MLflow, each in a cell's run folder."""
+    until: float | None = None
+    """Time after which it claims no cell; None for no limit."""
     _held: list[tuple[Task, ActiveRun]] = field(default_factory=list)
     """Claimed cells whose end is not recorded in the queue yet."""
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
     def work(self, most: int | None = None) -> None:
-        """Execute waiting cells until none is left, or up to `most` of them.
+        """Execute waiting cells until none is left or the time limit has passed, or up to `most` of them.
 
         A failed cell is recorded and the others are executed; while MLflow is away, trained cells wait for it. An
-        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk ends the
-        process (SystemExit); another process releases its cell.
+        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk raises the
+        error that reports it; another process releases the cell.
         """
         with (
             self._interrupts,
@@ -96,15 +98,10 @@ class Worker:
             except KeyboardInterrupt:
                 self._requeue_held(heart)
                 raise
-            except Exception as error:
-                if is_disk_full(error):
-                    log.error("no space left\n%s", traceback.format_exc())
-                    raise SystemExit(DISK_FULL) from error
-                raise
 
     def _claim(self, membership: Membership, heart: Heartbeat) -> tuple[Task, ActiveRun] | None:
         self._interrupts.check()
-        task = self.queue.claim(membership.identity, self.keys)
+        task = None if is_over(self.until) else self.queue.claim(membership.identity, self.keys)
         if task is None:
             return None
         heart.hold(task)
@@ -279,6 +276,7 @@ def make_worker(
         slot,
         job.execution,
         job.loggers,
+        job.until,
     )
 
 
@@ -297,6 +295,11 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     except UnfinishedError as error:
         log.error("%s", error)
         return 1
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        log.exception("no space left")
+        return DISK_FULL
     return 0
 
 

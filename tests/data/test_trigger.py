@@ -1,0 +1,146 @@
+"""Trigger-conditional averaging: the law of the targets, the oracle counted anew, and what a model learns of it."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from lit_lazy.attention import NoPosition
+from lit_lazy.config import ModelConfig
+from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.data.trigger import Trigger, _build_source
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+
+CONFIG = Trigger(train_sequences=2_000, validation_sequences=500)
+CORNERS = [
+    Trigger(symbols=2, context_length=3, trigger_share=0.9, train_sequences=60, validation_sequences=60),
+    Trigger(symbols=300, context_length=40, trigger_share=0.01, train_sequences=60, validation_sequences=60),
+]
+
+
+def read(data):
+    return data.__getitems__(list(range(len(data))))
+
+
+@pytest.mark.parametrize("config", [CONFIG, *CORNERS], ids=str)
+def test_rules(config):
+    source = config.load()
+    for data in (source.train, source.validation):
+        batch = read(data)
+        tokens, targets, trigger = batch["tokens"], batch["targets"], batch["trigger"]
+        assert tokens.shape == targets.shape == (len(data), config.context_length)
+        assert source.vocab_size == config.symbols + 2
+        assert torch.equal(tokens == config.bos, torch.arange(config.context_length).expand_as(tokens) == 0)
+        assert torch.equal(trigger, tokens == config.trigger)
+        assert torch.equal(batch["non_trigger"], tokens < config.symbols)
+        assert not trigger[:, :2].any()
+        assert trigger.any()
+        assert targets.min() >= 0
+        assert targets.max() < config.symbols
+
+
+@pytest.mark.parametrize("config", [CONFIG, *CORNERS], ids=str)
+def test_the_oracle_is_the_share_among_the_symbols_before(config):
+    batch = read(config.load().validation)
+    for tokens, targets, nll in zip(
+        *(batch[name].tolist() for name in ("tokens", "targets", "oracle_nll")), strict=True
+    ):
+        before: Counter[int] = Counter()
+        for token, target, found in zip(tokens, targets, nll, strict=True):
+            law = before[target] / before.total() if token == config.trigger else 1 / config.symbols
+            assert found == pytest.approx(-math.log(law), rel=1e-6)
+            before[token] += token < config.symbols
+
+
+def test_answers_have_their_laws():
+    """Places of the answers behind a trigger, and answers elsewhere, by chi-square on all their values."""
+    config = Trigger(symbols=400, context_length=12, train_sequences=20_000, validation_sequences=1)
+    batch = read(config.load().train)
+    tokens, targets, trigger = batch["tokens"], batch["targets"], batch["trigger"]
+    last = trigger[:, 11] & (tokens[:, :11] < 400).sum(1).eq(8)  # BOS, two triggers and eight symbols before it
+    same = (tokens[last, :11] == targets[last, 11:12]) & (tokens[last, :11] < 400)
+    order = (tokens[last, :11] < 400).cumsum(1) - 1
+    alone = same.sum(1) == 1
+    counts = torch.bincount(order[alone][same[alone]], minlength=8).double()
+    assert len(counts) == 8
+    assert_even(counts)
+    assert_even(torch.bincount(targets[batch["non_trigger"]], minlength=400).double())
+    assert_even(torch.bincount(tokens[tokens < 400], minlength=400).double())
+    share = trigger[:, 2:].double().mean().item()
+    assert share == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / trigger[:, 2:].numel()) ** 0.5)
+    echo = (targets[:, 1:] == tokens[:, 1:])[batch["non_trigger"][:, 1:]].double().mean()
+    assert echo == pytest.approx(1 / 400, rel=0.2)  # the answer does not depend on the token
+
+
+def assert_even(counts):
+    z = (counts - counts.mean()) / counts.mean().sqrt()
+    assert z.abs().max() < 5
+    assert abs(z.square().mean() - 1) < 5 * (2 / len(counts)) ** 0.5
+
+
+def test_info_is_measured_on_validation():
+    source = CONFIG.load()
+    batch = read(source.validation)
+    assert source.row_groups == ("trigger", "non_trigger")
+    assert source.info["optimum_nats"] == pytest.approx(batch["oracle_nll"].mean().item(), rel=1e-5)
+    on_triggers = batch["oracle_nll"][batch["trigger"]].mean().item()
+    assert source.info["optimum_nats_trigger"] == pytest.approx(on_triggers, rel=1e-5)
+    assert source.info["chance_nats"] == math.log(64)
+    learned = compute_learned_nats(source.info)
+    assert learned == pytest.approx((source.info["optimum_nats"] + source.info["chance_nats"]) / 2)
+    assert source.info["trigger_fraction"] == pytest.approx(batch["trigger"].float().mean().item(), rel=1e-6)
+    assert source.info["train_tokens"] == 2_000 * 64
+
+
+def test_the_task_seed_determines_everything():
+    config, other = (Trigger(train_sequences=20, validation_sequences=20, task_seed=seed) for seed in (0, 1))
+    assert config.load() is config.load()
+    assert _build_source.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint
+    longer = dataclasses.replace(config, train_sequences=30).load()
+    assert torch.equal(longer.validation.sequences, config.load().validation.sequences)
+    outline = config.outline()
+    assert (outline.vocab_size, outline.context_length) == (longer.vocab_size, longer.context_length)
+
+
+def test_a_small_model_falls_below_chance():
+    """Attention to nothing leaves `chance_nats`; softmax attention learns in seconds to average before triggers."""
+    config = Trigger(symbols=8, context_length=16, train_sequences=8_000, validation_sequences=200)
+    source = config.load()
+    cfg = ModelConfig(d_model=32, n_layers=1, n_heads=1, d_ff=16, position=NoPosition())
+    model = DecoderLM(cfg, source.vocab_size, source.context_length, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for rows in torch.arange(len(source.train)).split(32):
+        batch = source.train.__getitems__(rows.tolist())
+        optimizer.zero_grad()
+        token_nll(model(batch["tokens"]), batch["targets"]).mean().backward()
+        optimizer.step()
+    batch = read(source.validation)
+    with torch.no_grad():
+        nll = token_nll(model(batch["tokens"]), batch["targets"]).double()
+    excess = nll - batch["oracle_nll"]
+    gain = source.info["chance_nats"] - source.info["optimum_nats_trigger"]
+    assert excess[batch["trigger"]].mean() < 0.5 * gain
+    assert abs(excess[batch["non_trigger"]].mean()) < 0.1 * gain
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("symbols", 1),
+        ("symbols", 8.0),
+        ("context_length", 2),
+        ("trigger_share", 0.0),
+        ("trigger_share", 1.0),
+        ("trigger_share", float("nan")),
+        ("train_sequences", 0),
+        ("validation_sequences", 0),
+        ("task_seed", -1),
+    ],
+)
+def test_wrong_options_are_named(field, value):
+    with pytest.raises(ValueError, match=rf"^data\.{field}={value}: must") as error:
+        Trigger(**{field: value})
+    assert "\n" not in str(error.value)

@@ -1,0 +1,374 @@
+"""Cells that a grid takes from a packed file or from another grid instead of training them."""
+
+import json
+import lzma
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from test_recovery import forget_databases
+from two_rows import two_rows
+
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
+from lit_lazy.config.key import evaluation_key
+from lit_lazy.config.serialisation import replace_at, to_dict
+from lit_lazy.config.user_files import experiment
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared
+from lit_lazy.measure.lengths import Lengths
+from lit_lazy.report import publish
+from lit_lazy.training.prepare import find_backend
+from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+
+ID = "pair-backcopy_tiny"
+pytestmark = pytest.mark.xdist_group("packed")
+Line = dict[str, Any]
+
+
+class Trained:
+    """A finished grid of two rows and two seeds, and its packed file."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self.runs, self.store, self.pack = folder / "runs", store, folder / "pair.xz"
+        self.file = folder / "pair.py"
+        self.file.write_text(two_rows("pair"))
+        self.make_folder(self.runs)
+        assert self.run(self.runs) == 0
+        assert main(["ablate", "pack", str(self.file), "--runs", str(self.runs), "--out", str(self.pack)]) == 0
+
+    def make_folder(self, runs: Path) -> Path:
+        runs.mkdir()
+        shutil.copy(self.store, runs / "mlflow.db")
+        return runs
+
+    def command(self, runs: Path, *more: str) -> list[str]:
+        return ["ablate", "run", str(self.file), "--runs", str(runs), "--workers", "2", "--brief", *more]
+
+    def run(self, runs: Path, *more: str) -> int:
+        return main(self.command(runs, *more))
+
+    def take(self, runs: Path, *more: str) -> Mapping[str, TakenResult]:
+        """What a command would take from packed files."""
+        return make_grid(make_parser().parse_args(self.command(runs, *more)), []).taken
+
+    def edit(self, path: Path, edit: Callable[[Line], Line | None], header: Mapping[str, Any] | None = None) -> Path:
+        """Write another packed file: `edit` returns each cell as it is to be, or None to leave it out."""
+        first, *lines = map(json.loads, lzma.decompress(self.pack.read_bytes()).splitlines())
+        lines = [line for given in lines if (line := edit(given))]
+        first |= {"cells": len(lines)} | (header or {})
+        path.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in (first, *lines)).encode()))
+        return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Trained]:
+    """No test of this file looks at figures, which take as long as the trainings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr(publish, "draw_table_figures", lambda _: {})
+        patch.setattr(publish, "write_report", lambda *_: [])
+        yield Trained(tmp_path_factory.mktemp("packed"), empty_store)
+
+
+@pytest.fixture
+def elsewhere(trained: Trained, tmp_path: Path) -> Path:
+    """An empty runs folder."""
+    return trained.make_folder(tmp_path / "elsewhere")
+
+
+def read_table(runs: Path, grid: str = ID) -> tuple[dict[str, Any], list[str]]:
+    """A grid's table without what may differ, and its notes on cells that were taken."""
+    table = json.loads((runs / grid / "table.json").read_text())
+    notes = [note for note in table["notes"] if "taken from" in note]
+    kept = {name: value for name, value in table.items() if name not in ("command", "seconds")}
+    return kept | {"notes": [note for note in table["notes"] if note not in notes]}, notes
+
+
+def read_results(runs: Path, grid: str = ID) -> dict[str, Line]:
+    return {path.parent.name: json.loads(path.read_text()) for path in (runs / grid / "cells").glob(f"*/{RESULT}")}
+
+
+def list_files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if not path.name.endswith(".lock")}
+
+
+def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
+    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = trained.edit(tmp_path / "half.xz", lambda line: line if line["seed"] == 0 else None)
+    assert trained.run(elsewhere, "--results", str(half)) == 0
+    out = capsys.readouterr().out
+    assert f"2 of 4 cells are taken from half.xz of {ID} (commit " in out
+    assert "4/4 cells done" in out
+    table, (note,) = read_table(elsewhere)
+    assert table == read_table(trained.runs)[0]
+    assert re.fullmatch(rf"2 of 4 cells were taken from half\.xz of {ID} \(commit [\w-]+, Linux .*\)\.", note)
+    results = read_results(elsewhere)
+    for key, result in read_results(trained.runs).items():
+        assert results[key]["metrics"] == result["metrics"]
+        taken = result["config"]["seed"] == 0
+        assert results[key]["taken_from"].startswith(f"half.xz of {ID}") == taken
+        assert (results[key]["timings"] == result["timings"]) == taken
+    client = MlflowClient(f"sqlite:///{elsewhere / 'mlflow.db'}")
+    number = client.get_experiment_by_name(ID).experiment_id
+    for run in client.search_runs([number], "tags.kind = 'cell'"):
+        assert run.info.status == "FINISHED"
+        assert run.data.tags.get("taken_from", "") == results[run.data.tags["cell"]]["taken_from"]
+
+
+def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = ["ablate", "pack", ID, "--runs", str(trained.runs), "--out", str(tmp_path / "new" / "cells.xz")]
+    assert main(pack) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cells.xz'}: 4 of 4 cells of {ID}\n"
+    assert (tmp_path / "new" / "cells.xz").read_bytes() == trained.pack.read_bytes()
+    kept = trained.runs / ID / "cells", tmp_path / "cells"
+    kept[0].rename(kept[1])
+    try:
+        assert main(pack) == 2
+        assert f"has no finished cell in '{trained.runs / ID}'; run it there first" in capsys.readouterr().err
+        key = next(kept[1].iterdir()).name
+        shutil.copytree(kept[1] / key, kept[0] / key)
+        assert main(pack) == 0
+        assert f"1 of 4 cells of {ID}; 3 are missing" in capsys.readouterr().out
+        shutil.rmtree(kept[0])
+    finally:
+        kept[1].rename(kept[0])
+
+
+def set_at(where: str, name: str, value: Any) -> Callable[[Line], Line]:
+    return lambda line: line | {where: line[where] | {name: value}}
+
+
+REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
+    "truncated": (
+        lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]),
+        "is truncated, or no packed file (LZMAError: ",
+    ),
+    "fewer lines": (
+        lambda trained, path: trained.edit(path, lambda line: line, {"cells": 5}),
+        "is truncated, or no packed file (ValueError: 'lit-lazy cells 1' with 4 of 5 cells)",
+    ),
+    "a text": (lambda _, path: path.write_text("cells"), "is truncated, or no packed file (LZMAError: "),
+    "another xz": (
+        lambda _, path: path.write_bytes(lzma.compress(b"[1]\n")),
+        "is truncated, or no packed file (TypeError",
+    ),
+    "no result": (
+        lambda trained, path: trained.edit(path, lambda line: line | {"metrics": 1}),
+        "is truncated, or no packed file (ValueError: result.json: metrics=1",
+    ),
+    "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
+    "a folder": (lambda _, path: path.mkdir(), "cannot be read (Is a directory); give a file that"),
+    "another grid": (
+        lambda trained, path: trained.edit(
+            path, lambda line: line | {"key": "0" * 12, "training_key": "1" * 12}, {"grid": "other-stdlib"}
+        ),
+        "none of its 4 cells, of other-stdlib, is asked for here; leave it out",
+    ),
+    "another torch": (
+        lambda trained, path: trained.edit(path, set_at("environment", "torch", "1.0")),
+        f"4 of its cells were made with torch 1.0 (here {torch.__version__}); leave the file out, or give --mixed to",
+    ),
+    "another Python": (
+        lambda trained, path: trained.edit(path, set_at("environment", "python", "2.7")),
+        "4 of its cells were made with python 2.7 (here 3.",
+    ),
+    "another backend": (
+        lambda trained, path: trained.edit(path, set_at("labels", "backend", "abacus")),
+        "4 of its cells were made with backend abacus (here ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
+    case: str, trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, message = REFUSED[case]
+    path, before = tmp_path / "cells.xz", list_files(elsewhere)
+    make(trained, path)
+    assert trained.run(elsewhere, "--results", str(path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"lit-lazy: --results '{path}': {message}")
+    assert list_files(elsewhere) == before
+
+
+def test_a_file_cannot_give_the_models_that_are_to_be_kept(
+    trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained.run(elsewhere, "--results", str(trained.pack), "--keep-checkpoint") == 2
+    assert capsys.readouterr().err == (
+        "lit-lazy: --results, --keep-checkpoint: a packed file holds no models; leave one of the two out\n"
+    )
+
+
+def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:
+    other = trained.edit(tmp_path / "other.xz", set_at("environment", "torch", "1.0"))
+    taken = trained.take(elsewhere, "--results", str(other), "--mixed")
+    assert [found.result.environment["torch"] for found in taken.values()] == ["1.0"] * 4
+    assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"other.xz of {ID}"}
+
+
+def test_two_sources_of_a_cell_must_agree(
+    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Timings may differ, and the metrics that are times."""
+    slower = trained.edit(tmp_path / "slower.xz", set_at("timings", "train_seconds", 1e3))
+    other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
+    before = list_files(elsewhere)
+    sources = {
+        f"'{trained.pack}' and 7.5 in '{other}'": (elsewhere, ["--results", str(trained.pack)]),
+        f"'{trained.runs / ID}' and 7.5 in '{other}'": (trained.runs, []),
+    }
+    for named, (runs, more) in sources.items():
+        assert trained.run(runs, *more, "--results", str(slower), "--results", str(other)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("lit-lazy: --results: softmax seed 0 has loss/val ")
+        assert f"in {named}; leave out the file that is wrong" in line
+    assert list_files(elsewhere) == before
+    agreeing = ("--results", str(slower), "--results", str(trained.pack))
+    assert trained.take(trained.runs, *agreeing) == {}
+    assert [found.result.timings["train_seconds"] for found in trained.take(elsewhere, *agreeing).values()] == [1e3] * 4
+
+
+MOMENTS = {
+    "the second result": ("RunResult.write", 2),
+    "the queue": ("Queue.add_missing", 1),
+    "MLflow": ("Tracker.finish", 1),
+    "the queue's record": ("Queue.complete", 1),
+    "the second cell in MLflow": ("Tracker.finish", 2),
+    "the table": ("Tracker.set_ended", 1),
+}
+
+
+def test_a_command_that_is_killed_between_any_two_steps_is_finished_by_the_next(
+    trained: Trained, elsewhere: Path, tmp_path: Path
+) -> None:
+    """Each command is killed a step later than the one before."""
+    script = tmp_path / "killing.py"
+    for target, call in MOMENTS.values():
+        script.write_text(f"""
+import os, signal, sys
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RunResult
+
+calls, wanted = [], {target}
+
+def die(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wanted(*args, **kwargs)
+
+{target} = die
+sys.exit(main(sys.argv[1:]))
+""")
+        killed = forked.Popen(
+            [sys.executable, str(script), *trained.command(elsewhere, "--results", str(trained.pack))]
+        )
+        assert killed.wait(timeout=60) == -signal.SIGKILL, target
+    forget_databases()
+    assert trained.run(elsewhere, "--results", str(trained.pack)) == 0
+    table, (note,) = read_table(elsewhere)
+    assert table == read_table(trained.runs)[0]
+    assert note.startswith("4 of 4 cells were taken from pair.xz")
+    timings = {key: result["timings"] for key, result in read_results(elsewhere).items()}
+    assert timings == {key: result["timings"] for key, result in read_results(trained.runs).items()}
+    client = MlflowClient(f"sqlite:///{elsewhere / 'mlflow.db'}")
+    number = client.get_experiment_by_name(ID).experiment_id
+    assert [run.info.status for run in client.search_runs([number])] == ["FINISHED"] * 5
+
+
+def test_a_training_is_shared_with_another_grid(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its curves, so that its report lacks nothing."""
+    second = tmp_path / "second.py"
+    second.write_text(two_rows("second", lazy="ours"))
+    command = ["ablate", "run", str(second), "--runs", str(trained.runs), "--workers", "1", "--brief"]
+    assert main([*command, "--rows", "ours"]) == 0
+    assert f"2 of 2 cells are taken from {ID} (commit " in capsys.readouterr().out
+    shared = read_results(trained.runs, "second-backcopy_tiny")
+    for key, result in shared.items():
+        folder, origin = (trained.runs / grid / "cells" / key for grid in ("second-backcopy_tiny", ID))
+        assert result["metrics"] == read_results(trained.runs)[key]["metrics"]
+        for name in (METRICS, DIAGNOSTICS):
+            assert (folder / name).read_bytes() == (origin / name).read_bytes()
+    _, (note,) = read_table(trained.runs, "second-backcopy_tiny")
+    assert note.startswith(f"2 of 4 cells were taken from {ID} (commit ")
+    shutil.rmtree(trained.runs / "second-backcopy_tiny")
+
+
+LENGTHS, LONGER, TWICE = Lengths((1,)), Lengths((2,)), Lengths((1, 2))
+NAMES = {LENGTHS: ["length_1x/loss"], LONGER: ["length_2x/loss"], TWICE: ["length_1x/loss", "length_2x/loss"]}
+
+
+def ask(*evaluations: Lengths, **changes: Any) -> AskedCell:
+    config = replace_at(experiment("backcopy_tiny"), {"evaluations": evaluations, **changes})
+    return AskedCell(Cell("asked", "row", "ours", 0, to_dict(config), {}))
+
+
+def make_result(*evaluations: Lengths) -> RunResult:
+    request = ask(*evaluations)
+    names = [name for evaluation in evaluations for name in NAMES[evaluation]]
+    return RunResult(
+        key="known",
+        config=request.cell.config,
+        data={},
+        metrics={"loss/val": 1.0} | dict.fromkeys(names, 2.0),
+        labels={"backend": find_backend(request.config, request.config.data.load().outline)},
+        timings={},
+        environment={},
+        training_key=request.training_key,
+        evaluations={evaluation_key(evaluation): NAMES[evaluation] for evaluation in evaluations},
+    )
+
+
+def test_a_training_serves_a_cell_if_it_has_all_evaluations() -> None:
+    """And is then what the cell's own training would be: without the metrics of others."""
+    both = make_result(LONGER, LENGTHS)
+    for asked in ((), (LENGTHS,), (LENGTHS, LONGER)):
+        found = ask(*asked).adapt(both, "there")
+        assert found is not None
+        assert (found.key, found.config["evaluations"]) == ("asked", [to_dict(one) for one in asked])
+        own = make_result(*asked)
+        assert (found.metrics, found.evaluations) == (own.metrics, own.evaluations)
+        assert found.taken_from == "there (commit unknown, unknown machine)"
+    assert ask(TWICE).adapt(both, "there") is None
+    assert ask(LENGTHS).adapt(make_result(), "there") is None
+    assert ask(LENGTHS).adapt(make_result(LENGTHS, TWICE), "there") is None, "whose value it is cannot be known"
+    assert ask(**{"train.lr": 0.5}).adapt(both, "there") is None
+    assert ask(seed=1).adapt(both, "there") is None
+
+
+def test_what_an_earlier_version_trained_without_evaluations_is_shared(tmp_path: Path) -> None:
+    """Its key is its training key; a result that cannot be read, or was moved aside, is left as it is."""
+    request = ask()
+    old = replace(make_result(), key=request.training_key, training_key="")
+    cell = replace(request.cell, key=request.training_key)
+    for grid in ("a-damaged", f"b{'.until-20260101-000000'}", "own"):
+        folder = tmp_path / grid / "cells" / old.key
+        folder.mkdir(parents=True)
+        old.write(folder)
+    (tmp_path / "a-damaged" / "cells" / old.key / RESULT).write_text("{")
+    before = list_files(tmp_path)
+    assert find_shared([cell], tmp_path / "own", mixed=True) == {}
+    assert find_shared([cell], tmp_path / "another", mixed=False) == {}, "torch and Python are unknown"
+    (taken,) = find_shared([cell], tmp_path / "another", mixed=True).values()
+    assert taken.result.taken_from.startswith("own (commit")
+    assert list_files(tmp_path) == before

@@ -50,11 +50,12 @@ def describe_unlearned(table: Table) -> list[str]:
 
 def describe_yardstick(table: Table) -> list[str]:
     """`Excess loss: optimum 0.000, chance 0.698 nats; learned below 0.349.`, if the table has a yardstick."""
-    column = table.yardstick and table.columns_by_key.get(table.yardstick.metric)
-    if not table.yardstick or not column:
+    yardstick = table.yardstick
+    if yardstick is None or yardstick.metric not in table.columns_by_key:
         return []
-    marks = ", ".join(f"{name} {value * column.scale:.3f}" for name, value in table.yardstick.marks.items())
-    learned = table.yardstick.learned * column.scale
+    column = table.columns_by_key[yardstick.metric]
+    marks = ", ".join(f"{name} {value * column.scale:.3f}" for name, value in yardstick.marks.items())
+    learned = yardstick.learned * column.scale
     return [f"{_capitalise_title(column)}: {marks} {column.unit}; learned below {learned:.3f}."]
 
 

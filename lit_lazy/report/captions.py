@@ -9,8 +9,8 @@ CAPTIONS = {
     ),
     "looks": (
         "What the verdict rests on",
-        "Each declared contrast at the looks that were made, with the regions in which its rule supports or refutes the "
-        "claim; the intervals of all looks and contrasts hold simultaneously.",
+        "Each declared contrast at the looks that were made, with the regions in which its rule supports or refutes "
+        "the claim; the intervals of all looks and contrasts hold simultaneously.",
     ),
     "effects": (
         "Differences to the baseline",

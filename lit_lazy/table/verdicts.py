@@ -161,7 +161,8 @@ def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Colum
     unit = f" {column.difference_unit}" if column.unit and not share else ""
     stated = {statement.name: f" ({statement})" for statement in declaration.statements}
     return [
-        f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: {number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
+        f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
+        f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
         + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
         + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts

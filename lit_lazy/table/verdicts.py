@@ -45,14 +45,14 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
         parts = _fill_thresholds(fixed_rules.judge_contrasts(declaration, values, column.bounds), declaration, column)
         verdict = Verdict(combine_statuses(parts), "", len(declaration.seeds), parts, declaration.exploratory)
         return replace(verdict, sentence=_format_sentence(declaration, verdict))
-    unlearned = table.unlearned
-    looks = judge_looks(declaration, values, unlearned)
+    failures = table.find_failures()
+    looks = judge_looks(declaration, values, failures)
     looks = tuple(replace(look, parts=_fill_thresholds(look.parts, declaration, column)) for look in looks)
     n, parts = looks[-1].n, looks[-1].parts
     verdict = Verdict(combine_statuses(parts), "", n, parts, declaration.exploratory, looks)
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
-        futile = is_futile(declaration, looks, values, unlearned)
-        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, unlearned))
+        futile = is_futile(declaration, looks, values, failures)
+        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
     return replace(verdict, sentence=_format_sentence_of_looks(declaration, verdict))
 
 

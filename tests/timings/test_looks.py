@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from scipy.stats import skew
 
-from timings.looks import LOOKS, Setting, draw, find_errors, make_settings, simulate, simulate_setting
+from timings.looks import LOOKS, Scenario, draw, find_errors, make_scenarios, simulate, simulate_scenario
 
 
 @pytest.mark.parametrize("skewness", [0.0, 1.0, -1.75])
 def test_draws_have_the_moments_that_a_setting_names(skewness: float) -> None:
-    setting = Setting("lower", (-1.0, 2.0), sd=0.5, skewness=skewness)
-    x = np.stack([part[:, 0] for part in draw(setting, 2_000, np.random.default_rng(0)).values()])
+    scenario = Scenario("lower", (-1.0, 2.0), sd=0.5, skewness=skewness)
+    x = np.stack([part[:, 0] for part in draw(scenario, 2_000, np.random.default_rng(0)).values()])
     assert x.shape == (2, 2_000, LOOKS[-1])
     assert x.mean(axis=(1, 2)) == pytest.approx([-1.0, 2.0], abs=0.01)
     assert x.std(axis=(1, 2)) == pytest.approx(0.5, abs=0.01)
@@ -19,14 +19,14 @@ def test_draws_have_the_moments_that_a_setting_names(skewness: float) -> None:
 
 
 def test_a_statement_holds_in_its_share_of_seeds() -> None:
-    drawn = draw(Setting("mostly", (0.5, 0.9)), 2_000, np.random.default_rng(0))
+    drawn = draw(Scenario("mostly", (0.5, 0.9)), 2_000, np.random.default_rng(0))
     assert [part[:, 1].mean() for part in drawn.values()] == pytest.approx([0.5, 0.9], abs=0.01)
 
 
 def test_errors_of_a_short_run_stay_within_the_limits() -> None:
     """500 draws of the edges: at most 0.03 for normal outcomes, and 0.02 for the Monte Carlo error (2.6 sd)."""
-    edges = [s for s in make_settings() if s.wrong and not s.skewness and s.sd in (0.0, 1.25)]
-    rows = [simulate_setting(setting, 500) for setting in edges]
+    edges = [s for s in make_scenarios() if s.wrong and not s.skewness and s.sd in (0.0, 1.25)]
+    rows = [simulate_scenario(scenario, 500) for scenario in edges]
     assert len(rows) >= 14
     assert find_errors(rows, 0.0) <= 0.05
     assert all(row["supported"] + row["refuted"] <= 1 and row["seeds"] >= LOOKS[0] for row in rows)

@@ -362,13 +362,16 @@ class Table:
     @property
     def unlearned(self) -> dict[str, str]:
         """The variants that in more than half of their cells did not learn the task; `4 of 5` says in how many."""
+        cells = {row.variant: row.n for row in self.rows}
+        failed = {name: len(seeds) for name, seeds in self.find_failures().items()}
+        return {name: f"{count} of {cells[name]}" for name, count in failed.items() if 2 * count > cells[name]}
+
+    def find_failures(self) -> dict[str, set[int]]:
+        """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
             return {}
         bound, measures = self.yardstick.learned, self.collect_measures(self.yardstick.metric)
-        counts = {name: sum(v >= bound for v in m.values.values()) for name, m in measures.items()}
-        return {
-            name: f"{count} of {measures[name].n}" for name, count in counts.items() if 2 * count > measures[name].n
-        }
+        return {name: {int(seed) for seed, v in m.values.items() if v >= bound} for name, m in measures.items()}
 
     def is_void(self, variant: str, key: str) -> bool:
         """Whether a row's value in a column says nothing: the row did not learn the task, and this is not its loss."""

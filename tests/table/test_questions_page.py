@@ -37,13 +37,14 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
     rows = {row["variant"]: row["metrics"] for row in table["rows"]}
     primary, rule, m, k = (declared[name] for name in ("primary", "rule", "margin")) + (len(declared["contrasts"]),)
     statements = {statement["name"]: statement for statement in declared.get("statements", [])}
-    unlearned = set()
-    if table.get("yardstick"):
-        loss, bound = table["yardstick"]["metric"], table["yardstick"]["learned"]
-        for name, metrics in rows.items():
-            values = list(metrics[loss]["values"].values()) if loss in metrics else []
-            if sum(value >= bound for value in values) > len(values) / 2:
-                unlearned.add(name)
+    yardstick = table.get("yardstick")
+
+    def has_not_learned(row: str, seeds: list[int]) -> bool:
+        losses = rows[row].get(yardstick["metric"], {}).get("values", {}) if yardstick else {}
+        return (
+            bool(losses)
+            and sum(losses.get(str(seed), -math.inf) >= yardstick["learned"] for seed in seeds) > len(seeds) / 2
+        )
 
     def outcome(row: str, seed: int) -> float:
         return rows[row][primary]["values"][str(seed)]
@@ -54,6 +55,7 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
 
     def judge(name: str, n: int, rate: float) -> str:
         seeds, weights = declared["seeds"][:n], declared["contrasts"][name]
+        unlearned = {row for row in weights if has_not_learned(row, seeds)}
         if statement := statements.get(name):
             given = [
                 s for s in seeds if not statement["given"] or compare(statement["given"], s, statement["given"]["row"])

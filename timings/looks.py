@@ -158,7 +158,7 @@ def find_errors(rows: Sequence[Mapping[str, Any]], skewness: float) -> float:
 
 def format_markdown(result: Mapping[str, Any]) -> str:
     """The tables of a simulation, as a page."""
-    rows = result["settings"]
+    rows = result["scenarios"]
     header = ["rule", "true contrasts", "sd", "skewness", "spreads", "supported", "refuted", "seeds", "error"]
     lines = [
         [
@@ -208,7 +208,7 @@ def simulate(draws: int, out: Path | None) -> dict[str, Any]:
     """Simulate all settings, print their page, and write both if `out` is given."""
     result = collect_provenance(out) | {
         "draws": draws,
-        "settings": [simulate_scenario(scenario, draws) for scenario in make_scenarios()],
+        "scenarios": [simulate_scenario(scenario, draws) for scenario in make_scenarios()],
         "observed": [row for path in sorted(RESULTS.glob("*/table.json")) for row in simulate_observed(path, AT_ONCE)],
     }
     publish(result, format_markdown(result), out, print)

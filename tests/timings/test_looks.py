@@ -36,5 +36,5 @@ def test_the_page_has_a_line_per_setting_and_committed_question(capsys: pytest.C
     result = simulate(10, None)
     page = capsys.readouterr().out
     lines = sum(line.startswith("| ") for line in page.splitlines())
-    assert lines == len(result["settings"]) + len(result["observed"]) + 4  # two headings, each with its rule
+    assert lines == len(result["scenarios"]) + len(result["observed"]) + 4  # two headings, each with its rule
     assert "Largest error: " in page

@@ -35,7 +35,7 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
     table = json.loads(path.read_text())
     declared, verdict = table["declaration"], table["verdict"]
     rows = {row["variant"]: row["metrics"] for row in table["rows"]}
-    primary, rule, m, k = (declared[name] for name in ("primary", "rule", "margin")) + (len(declared["contrasts"]),)
+    primary, rule, m, k = declared["primary"], declared["rule"], declared["margin"], len(declared["contrasts"])
     statements = {statement["name"]: statement for statement in declared.get("statements", [])}
     yardstick = table.get("yardstick")
 

@@ -17,10 +17,16 @@ def add_to(commands: Commands) -> None:
         help="folder that holds the questions' result folders, each with a table.json (default: runs)",
     )
     parser.add_argument("--out", metavar="PAGE.md", type=path, help="also write them to a Markdown page")
+    parser.add_argument(
+        "--readme",
+        metavar="README.md",
+        type=path,
+        help="also list the latest verdicts in this file, between <!-- verdicts --> and <!-- end of verdicts -->",
+    )
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.verdicts import format_page, format_summary, read_questions
+    from lit_lazy.report.verdicts import format_page, format_summary, read_questions, replace_findings
     from lit_lazy.support.disk import check_writable_file, write_text
 
     if options.out is not None:
@@ -32,6 +38,13 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
         raise ValueError(
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
         )
+    if options.readme is not None:
+        try:
+            former = options.readme.read_text()
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror}); name a file with both markers"
+            raise ValueError(f"--readme {str(options.readme)!r}: {problem}") from None
+        write_text(options.readme, replace_findings(former, found))
     if options.out is not None:
         text = format_page(found, options.out.parent)
         options.out.parent.mkdir(parents=True, exist_ok=True)

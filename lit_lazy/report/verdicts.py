@@ -3,16 +3,27 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 from urllib.parse import quote
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
-from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, describe_missing
+from lit_lazy.table.statistics import LEAST
+from lit_lazy.table.verdicts import (
+    add_verdict,
+    describe_bounds,
+    describe_contrasts,
+    describe_earlier,
+    describe_looks,
+    describe_missing,
+)
 
 REVIEWERS = {
     "R1": ("exact formula, sign and normalisation of the threshold", "no experiment; docs/method.md, sections 1 and 2"),
@@ -50,6 +61,42 @@ REVIEWERS = {
     "R15": ("bytes of the cache and of activations", "on a GPU, with bf16"),
 }
 """The reviewers' questions (OpenReview, paraphrased), and what the experiments leave open."""
+
+SUBJECTS: Mapping[str, Mapping[str, str]] = {
+    "The sink": {
+        "q_sink": "removes the sink, and it alone",
+        "q_sink_2": "removes the sink without any one of its parts",
+        "q_sink_tasks": "removes the sink on any chain",
+        "q_mask": "leaves no sink on BOS wherever it stands",
+        "q_null": "shows absent keys by its mass better than rivals",
+    },
+    "Sparsity": {
+        "q_sparsity": "empties tiles that a kernel could skip",
+        "q_sparsity_null": "is sparser than Gaussian scores would be",
+        "q_matched": "is no worse than softmax over as many keys",
+    },
+    "Loss on text": {
+        "q_text": "has a lower loss than softmax",
+        "q_text_rates": "has a lower loss early in training",
+        "q_window": "beats softmax within a short window",
+        "q_scale": "keeps its gain as models grow",
+        "q_lasts": "keeps its gain as training goes on",
+    },
+    "Bias and positions": {
+        "q_bias_gain": "gains by a learned bias beside RoPE",
+        "q_bias_range": "needs a bias over few distances only",
+        "q_position": "finds keys among distractors by that bias",
+        "q_rope_base": "depends little on RoPE's base",
+    },
+    "Length and streaming": {
+        "q_length": "extrapolates better to longer texts",
+        "q_streaming": "loses less than softmax when a cache forgets",
+    },
+    "The threshold": {"q_tau": "learns faster if tau rises from 0"},
+    "Cost": {"q_cost": "trains at softmax's cost on a CPU"},
+}
+"""What of the abstract each question bears on, and what Elastic-Softmax would do if its claim held; a repeated question
+(`q_text_2`) has the entry of the first one unless it has its own."""
 
 PAGE_WIDTH = 1000
 """Maximum width of a page's tables in characters: large, so that they are not split."""
@@ -92,7 +139,8 @@ def format_page(found: Sequence[QuestionResult], folder: Path) -> str:
         Paragraph(_PROCEDURE),
         BulletList(_VERDICTS),
         Paragraph(_SCOPE),
-        _build_verdict_table(found),
+        Heading("Answers", 2),
+        *_build_answers(found),
         Heading("Questions of the reviewers", 2),
         _build_reviewer_table(found),
     ]
@@ -105,6 +153,103 @@ def format_page(found: Sequence[QuestionResult], folder: Path) -> str:
     return "\n".join(parts)
 
 
+def replace_findings(readme: str, found: Sequence[QuestionResult]) -> str:
+    """The text of a README with the lines between its two markers made anew from the latest verdicts.
+
+    Raises a one-line ValueError if it lacks a marker.
+    """
+    before, start, rest = readme.partition(_MARKERS[0])
+    _, end, after = rest.partition(_MARKERS[1])
+    if not (start and end):
+        raise ValueError(f"--readme: the file lacks the lines {_MARKERS[0]} and {_MARKERS[1]}; add both")
+    return f"{before}{start}\n{_format_findings(found)}{end}{after}"
+
+
+_MARKERS = ("<!-- verdicts -->", "<!-- end of verdicts -->")
+_LINE = 120
+_OPENINGS = {
+    "supported": "Supported: Elastic-Softmax",
+    "refuted": "Refuted: that it",
+    "undecided": "Undecided: whether it",
+}
+
+
+def _format_findings(found: Sequence[QuestionResult]) -> str:
+    """One bullet per verdict: what Elastic-Softmax does, or does not."""
+    phrases: dict[str, list[str]] = {status: [] for status in _OPENINGS}
+    for result in _select_latest(found):
+        status, phrase = _format_status(result.table), _find_subject(result.table.ablation)[1]
+        if status in phrases and phrase:
+            phrases[status].append(phrase)
+    bullets = [f"- {_OPENINGS[status]} {'; '.join(listed)}." for status, listed in phrases.items() if listed]
+    return "".join(fill(line, _LINE, subsequent_indent="  ", break_on_hyphens=False) + "\n" for line in bullets)
+
+
+def _find_subject(question: str) -> tuple[str, str]:
+    """The subject of a question and its phrase; "Other" and "" for a question that is not the project's."""
+    for name in (question, re.sub(r"_\d+$", "", question)):
+        for subject, phrases in SUBJECTS.items():
+            if name in phrases:
+                return subject, phrases[name]
+    return "Other", ""
+
+
+def _select_latest(found: Sequence[QuestionResult]) -> list[QuestionResult]:
+    """The questions whose place no repetition takes, by subject."""
+    names = {result.table.ablation for result in found}
+    repeated = {_get_declaration(result.table).after for result in found if _is_repetition(result.table, names)}
+    latest = [result for result in found if result.table.ablation not in repeated]
+    order = [*SUBJECTS, "Other"]
+    return sorted(latest, key=lambda result: order.index(_find_subject(result.table.ablation)[0]))
+
+
+def _is_repetition(table: Table, names: Collection[str]) -> bool:
+    """Whether a question has the claim of the one before it: its name and a number, and no phrase of its own."""
+    after = _get_declaration(table).after
+    own = any(table.ablation in phrases for phrases in SUBJECTS.values())
+    return after in names and table.ablation.startswith(f"{after}_") and not own
+
+
+def _get_declaration(table: Table) -> Declaration:
+    assert table.declaration is not None
+    return table.declaration
+
+
+def _build_answers(found: Sequence[QuestionResult]) -> list[Block]:
+    """A table per subject, with a line per question."""
+    by_name = {result.table.ablation: result.table for result in found}
+    header = ("Question", "Claim", "Verdict", "Decided by", "n", "First attempt", "Core-hours")
+    blocks: list[Block] = []
+    for subject, group in groupby(_select_latest(found), key=lambda result: _find_subject(result.table.ablation)[0]):
+        rows = tuple(_build_answer(result.table, by_name) for result in group)
+        blocks += [Heading(subject, 3), Tabular(header, rows, 6)]
+    return blocks
+
+
+def _build_answer(table: Table, by_name: Mapping[str, Table]) -> tuple[str, ...]:
+    declared, verdict = _get_declaration(table), table.verdict
+    earlier = by_name.get(declared.after)
+    first = "" if earlier is None else f"{declared.after}: {_format_status(earlier)}"
+    hours = "" if table.seconds is None else f"{(table.seconds - table.seconds_elsewhere) / 3600:.2f}"
+    status = _format_status(table) + (" (exploratory)" if declared.exploratory else "")
+    if verdict is None:
+        return (table.ablation, declared.claim, status, "", "", first, hours)
+    number = f"{verdict.n}, look {len(verdict.looks)} of {len(declared.looks)}" if verdict.looks else str(verdict.n)
+    decisive = describe_contrasts(declared, verdict, table.columns_by_key[declared.primary])[_find_decisive(verdict)]
+    return (table.ablation, declared.claim, status, decisive, number, first, hours)
+
+
+def _find_decisive(verdict: Verdict) -> int:
+    """The contrast that a verdict turns on: of its status, the one that is farthest from it if the claim is refuted.
+
+    Otherwise the least certain: its mean is the fewest widths of its interval from 0.
+    """
+    sign = -1 if verdict.status == "refuted" else 1
+    agreeing = [i for i, part in enumerate(verdict.parts) if part.status == verdict.status]
+    widths = [max(part.high - part.low, LEAST) for part in verdict.parts]
+    return min(agreeing, key=lambda i: sign * abs(verdict.parts[i].mean) / widths[i])
+
+
 _SUBJECT = (
     "Lazy Attention (arXiv 2601.00919) changes attention in two ways. Elastic-Softmax subtracts a threshold from the "
     "softmax weights, a learned tau divided by the number of visible keys, and clips them at 0, so that a query can "
@@ -114,32 +259,27 @@ _SUBJECT = (
 )
 _PROCEDURE = (
     "Each question is declared before its run: a claim, one primary outcome, at most five contrasts (such as a "
-    "difference between variants), a margin within which a difference counts as none, and a rule (docs/method.md, "
-    "section 10). Every variant is trained with n seeds. The verdict is one of:"
+    "difference between variants), a margin within which a difference counts as none, a rule, all seeds, and the "
+    "looks: the numbers of seeds after which it may be decided (docs/method.md, section 10). At each look every "
+    "contrast is a difference per seed, or a statement that holds in a seed or not; only what is open is trained "
+    "further. The verdict is one of:"
 )
 _VERDICTS = (
-    "Supported: every contrast is shown to satisfy the rule.",
-    "Refuted: at least one contrast is shown to violate it. A claimed difference has the other sign or is equivalent "
-    "to 0 within the margin; a claimed equivalence is off by more than the margin; a sink that is claimed to be "
-    "removed is still there, or others lack it as well.",
-    "Undecided: neither. The number of seeds that would decide assumes today's means and spreads; since both change "
-    "with more seeds, its chance to decide is about even.",
+    "Supported: every contrast is shown to satisfy the rule. At most 2.5 % of claims with a false contrast are.",
+    "Refuted: at least one contrast is shown to violate it. A claimed difference is not there by the margin, a claimed "
+    "equivalence is off by more than half of it, a statement holds in fewer than three quarters of trainings. At most "
+    "2.5 % of claims that hold by the margin are.",
+    "Undecided: neither, so far, or after the last look. The details have the probability that a later look decides. "
+    "Futile means that none would, if means and spreads stay.",
 )
 _SCOPE = (
-    "All other results in a question's table are exploratory. The models have 50,000 to 150,000 parameters: the "
-    "results are evidence about the mechanism on these tasks, not about language models. Written by: lit-lazy ablate "
-    "verdicts docs/results --out docs/questions.md"
+    "All other results in a question's table are exploratory. The models have 50,000 to a million parameters: the "
+    "results are evidence about the mechanism on these tasks, not about language models. A question that was asked "
+    "again has other seeds. Questions with n = 5, and first attempts, were judged by rules that needed too many seeds: "
+    "their details below have what those rules said. Decided by: the contrast on which the verdict turns, with its "
+    "simultaneous interval. Core-hours: trainings and evaluations; trainings that two questions share count once. "
+    "Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md"
 )
-
-
-def _build_verdict_table(found: Sequence[QuestionResult]) -> Tabular:
-    rows = []
-    for _, table in found:
-        declared = table.declaration
-        assert declared is not None
-        status = _format_status(table) + (" (exploratory)" if declared.exploratory else "")
-        rows.append((table.ablation, declared.claim, declared.source, status, str(len(declared.seeds))))
-    return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
 
 
 def _format_status(table: Table) -> str:
@@ -148,9 +288,8 @@ def _format_status(table: Table) -> str:
 
 def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
     verdicts: dict[str, list[str]] = {number: [] for number in REVIEWERS}
-    for _, table in found:
-        assert table.declaration is not None
-        for number in re.findall(r"\bR\d+\b", table.declaration.source):
+    for _, table in _select_latest(found):
+        for number in re.findall(r"\bR\d+\b", _get_declaration(table).source):
             verdicts.setdefault(number, []).append(f"{table.ablation}: {_format_status(table)}")
     rows = tuple((n, about, "; ".join(verdicts[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
     return Tabular(("", "Question", "Verdicts", "Still open"), rows, 4)
@@ -158,21 +297,24 @@ def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
 
 def _build_blocks(result: QuestionResult) -> list[Block]:
     table = result.table
-    declared, verdict = table.declaration, table.verdict
-    assert declared is not None
+    declared, verdict = _get_declaration(table), table.verdict
     blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
     if verdict is None:
         return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]
     spent = "" if table.seconds is None else f" Training and evaluation: {format_duration(table.seconds)}."
+    rule = ", ".join([declared.rule, *describe_bounds(declared, column)])
     about = (
-        f"Primary outcome: {column.title}. Rule: {declared.rule}, {', '.join(describe_bounds(declared, column))}. "
-        f"Seeds: {', '.join(map(str, declared.seeds))}. Declared in {declared.commit or 'no commit'} "
-        f"({declared.digest}), run at {table.git_sha}.{spent} Folder: {result.folder}. Made by: {table.command}"
+        f"Primary outcome: {column.title}. Rule: {rule}. Seeds: {_format_seeds(declared.seeds)}. "
+        f"Declared in {declared.commit or 'no commit'} ({declared.digest}), run at {table.git_sha}.{spent} "
+        f"Folder: {result.folder}. Made by: {table.command}"
     )
-    return [
-        *blocks,
-        Paragraph(verdict.sentence),
-        BulletList(tuple(describe_contrasts(declared, verdict, column))),
-        Paragraph(about),
-    ]
+    lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
+    repeated = [Paragraph(describe_earlier(declared))] if declared.after else []
+    return [*blocks, Paragraph(verdict.sentence), BulletList(tuple(lines)), *repeated, Paragraph(about)]
+
+
+def _format_seeds(seeds: Sequence[int]) -> str:
+    """Such as `100 to 179`; each one if they are few or not consecutive."""
+    consecutive = len(seeds) > 5 and tuple(seeds) == tuple(range(seeds[0], seeds[0] + len(seeds)))
+    return f"{seeds[0]} to {seeds[-1]}" if consecutive else ", ".join(map(str, seeds))

@@ -336,6 +336,8 @@ class Table:
     """None if the data source has none."""
     seconds: float | None = None
     """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
+    seconds_elsewhere: float = 0.0
+    """The part of it that another grid spent, from which cells were taken."""
 
     @property
     def git_sha(self) -> str:
@@ -398,6 +400,7 @@ class Table:
             "command": self.command,
             "environment": self.environment,
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
+            **({"seconds_elsewhere": round(self.seconds_elsewhere)} if self.seconds_elsewhere else {}),
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
@@ -453,6 +456,7 @@ class Table:
             notes=tuple(data["notes"]),
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
             verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
+            seconds_elsewhere=data.get("seconds_elsewhere", 0.0),
             yardstick=Yardstick(**data["yardstick"]) if data.get("yardstick") else None,
         )
 

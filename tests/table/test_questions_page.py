@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom, t
 
-from lit_lazy.report.verdicts import format_page, read_questions
+from lit_lazy.command.main import main
+from lit_lazy.report.verdicts import format_page, read_questions, replace_findings
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -17,12 +18,42 @@ TABLES = [
 ]
 
 
-def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md`."""
+def test_the_page_and_the_readme_are_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md`."""
     monkeypatch.chdir(ROOT)
-    assert (ROOT / "docs" / "questions.md").read_text() == format_page(
-        read_questions(Path("docs/results")), Path("docs")
+    found = read_questions(Path("docs/results"))
+    assert (ROOT / "docs" / "questions.md").read_text() == format_page(found, Path("docs"))
+    readme = (ROOT / "README.md").read_text()
+    assert replace_findings(readme, found) == readme
+
+
+def test_each_question_has_one_line_and_a_repeated_one_its_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = read_questions(Path("docs/results"))
+    answers, _, details = (ROOT / "docs" / "questions.md").read_text().partition("## Questions of the reviewers")
+    first = {line.split("|")[1].strip(): line for line in answers.splitlines() if line.startswith("| q_")}
+    names = {result.table.ablation for result in found}
+    repeated = {name for name in names if f"{name}_2" in names and name != "q_sink"}
+    assert {*first} == names - repeated
+    for name in repeated:
+        (earlier,) = (result.table for result in found if result.table.ablation == name)
+        assert earlier.verdict is not None
+        assert f" {name}: {earlier.verdict.status} " in first[f"{name}_2"]
+    assert all(f"## {name} on " in details for name in names)
+    assert "### Other" not in answers
+
+
+def test_a_readme_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    command = ["ablate", "verdicts", str(ROOT / "docs" / "results"), "--readme", str(readme)]
+    assert main(command) == 2
+    assert "README.md': cannot be read (No such file or directory); name a file with both" in capsys.readouterr().err
+    readme.write_text("<!-- verdicts -->\n")
+    assert main(command) == 2
+    assert (
+        "--readme: the file lacks the lines <!-- verdicts --> and <!-- end of verdicts -->" in capsys.readouterr().err
     )
+    assert readme.read_text() == "<!-- verdicts -->\n"
 
 
 FIXED = [path for path in TABLES if "looks" not in json.loads(path.read_text())["declaration"]]

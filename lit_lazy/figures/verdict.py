@@ -159,7 +159,8 @@ def _draw_look(axes: Axes, declared: Declaration, found: Finding, y: float, scal
 def _fade(colour: str, strength: float) -> str:
     """A colour mixed with white."""
     share = 0.25 + 0.75 * strength
-    return to_hex([1 - share + share * part for part in to_rgb(colour)])
+    red, green, blue = (1 - share + share * part for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def _make_look_handles(has_regions: bool) -> list[Line2D | Patch]:

@@ -156,15 +156,20 @@ def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]
 
 def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Column) -> list[str]:
     """Describe the finding of each contrast."""
-    share = declaration.rule in BY_STATEMENT and declaration.rules != FIXED
-    number = "{:.2f}".format if share else partial(column.format, sign="+")
-    unit = f" {column.difference_unit}" if column.unit and not share else ""
     return [
-        f"{part.name}: {part.status}, {part.why}: {number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
+        f"{part.name}: {part.status}, {part.why}: {format_estimate(declaration, part, column)}"
         + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
         + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts
     ]
+
+
+def format_estimate(declaration: Declaration, part: Finding, column: Column) -> str:
+    """`-0.031 [-0.052, -0.010] nats`: the mean of a finding and its interval; of a statement the share of seeds."""
+    share = declaration.rule in BY_STATEMENT and declaration.rules != FIXED
+    number = "{:.2f}".format if share else partial(column.format, sign="+")
+    unit = f" {column.difference_unit}" if column.unit and not share else ""
+    return f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
 
 
 def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:

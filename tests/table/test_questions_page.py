@@ -3,13 +3,19 @@
 import itertools
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import binom, t
 
-from lit_lazy.report.verdicts import format_page, read_questions
+from lit_lazy.report.verdicts import TOPICS, format_page, read_questions, update_readme
+from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.records import Column, Observation, RowInfo
+from lit_lazy.table.verdicts import add_verdict
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -18,11 +24,96 @@ TABLES = [
 
 
 def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md`."""
+    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md`."""
     monkeypatch.chdir(ROOT)
-    assert (ROOT / "docs" / "questions.md").read_text() == format_page(
-        read_questions(Path("docs/results")), Path("docs")
+    found = read_questions(Path("docs/results"))
+    assert Path("docs/questions.md").read_text() == format_page(found, Path("docs"))
+    readme = Path("README.md").read_text()
+    assert readme == update_readme(readme, found, "docs/questions.md")
+
+
+def made_up(folder: Path, name: str, values: list[float], after: str = "", **changes: object) -> None:
+    """Write the table of a question whether `new` is lower than `old`, by these differences by seed."""
+    cells = [
+        Observation(row, seed, "complete", {"loss": x})
+        for row, shift in (("old", None), ("new", values))
+        for seed, x in enumerate([1.0 + 0.01 * (-1) ** i for i in range(len(values))] if shift is None else shift)
+    ]
+    seeds = tuple(range(len(values)))
+    infos = [RowInfo(row, "ours", seeds, "base") for row in ("old", "new")]
+    loss = Column("loss", "loss", "lower", 3, "nats")
+    settings = {"rules": 2, "looks": (10, 20, 40, 80), "seeds": tuple(range(80)), "commit": "abc", "digest": "0123"}
+    declared = Declaration(
+        f"{name} is lower.", "R5", "loss", {"new - old": {"new": 1, "old": -1}}, "lower", 0.1,
+        after=after, **settings | changes,
+    )  # fmt: skip
+    table = build_table(TableSpec(name, "base", "old", infos, [loss], [], "make"), cells)
+    (folder / name).mkdir()
+    decided = add_verdict(replace(table, seconds=1800.0), declared)
+    (folder / name / "table.json").write_text(json.dumps(decided.to_json()))
+
+
+def lines_of(page: str, topic: str) -> dict[str, list[str]]:
+    """The cells of a topic's lines, by question."""
+    section = page.split(f"## {topic}\n")[1].split("\n## ")[0]
+    rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def around(mean: float, n: int, sd: float = 0.02) -> list[float]:
+    return [mean + sd * (1 if i % 4 < 2 else -1) for i in range(n)]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    made_up(tmp_path, "q_text", around(0.95, 5, 0.3), rules=1, looks=(), seeds=tuple(range(5)))
+    made_up(tmp_path, "q_text_2", around(0.5, 10), after="q_text")
+    made_up(tmp_path, "q_bias_gain", around(0.9, 20, 0.4), after="q_text")
+    made_up(tmp_path, "q_odd", around(1.2, 10))
+    made_up(tmp_path, "q_odder", around(1.2, 4))
+    return tmp_path
+
+
+def test_the_newest_attempt_has_a_line_and_names_the_earlier_one(results: Path) -> None:
+    found = read_questions(results)
+    page = format_page(found, results)
+    line = lines_of(page, "Quality on text")
+    assert line.keys() == {"q_text_2"}, "the first attempt has no line of its own"
+    claim, verdict, decided, *rest = line["q_text_2"]
+    assert (claim, verdict) == ("q_text_2 is lower.", "supported; first attempt: undecided (n = 5)")
+    assert decided == "new - old: -0.496 \\[-0.522, -0.470\\] nats"
+    assert rest == ["10", "1 of 4", "0.50"]
+    (bias,) = lines_of(page, "The bias and positions").values()
+    assert bias[1] == "undecided; first attempt: undecided (n = 5)"
+    assert bias[3:5] == ["20", "2 of 4"]
+    others = lines_of(page, "Other questions")
+    assert (others["q_odd"][1], others["q_odder"][1:5]) == ("refuted", ["not decided yet", *["–"] * 3])
+    assert "All questions together took 2.50 core-hours." in page
+    assert "- look 2 of 4: n = 20, alpha spent 0.00625, open: new - old" in page
+    assert "Second attempt, with other seeds. The first, q_text" in page
+    assert page.index("## q_text on base") > page.index("## Questions of the reviewers")
+
+
+def test_the_readme_has_the_newest_verdicts_in_short(results: Path) -> None:
+    found = read_questions(results)
+    empty = "Before.\n<!-- part verdicts -->\n<!-- end verdicts -->\nBehind.\n"
+    text = update_readme(empty, found, "questions.md")
+    assert text == (
+        "Before.\n<!-- part verdicts -->\n"
+        '- [Questions](questions.md) about Elastic-Softmax ("it"), declared before their runs. '
+        "Supported: it lowers the loss on text.\n- Refuted: q_odd is lower.\n- Undecided: the bias lowers the loss on text.\n"
+        "- Not decided yet: q_odder is lower.\n<!-- end verdicts -->\nBehind.\n"
     )
+    assert update_readme(text, found, "questions.md") == text
+    with pytest.raises(ValueError, match=r"^the README has no place for the verdicts: add the lines '<!-- part verd"):
+        update_readme("Nothing.", found, "questions.md")
+
+
+def test_every_shipped_question_has_a_topic() -> None:
+    for path in sorted((ROOT / "ablations").glob("q_*.py")):
+        after = re.search(r'after="(\w+)"', path.read_text())
+        names = {path.stem, after[1] if after else ""}
+        assert any(names & claims.keys() for claims in TOPICS.values()), path.stem
 
 
 FIXED = [path for path in TABLES if "looks" not in json.loads(path.read_text())["declaration"]]

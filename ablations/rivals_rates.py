@@ -1,4 +1,4 @@
-"""Which learning rate suits each rival? Four rates and two seeds for every row; first stage of the tuned rivals.
+"""Which learning rate suits each rival? Five rates and two seeds for every row; first stage of the tuned rivals.
 
 Run on the experiments of the second stages: `--base backcopy` and `--base stdlib_small`.
 """
@@ -10,7 +10,7 @@ from rivals import ablation as rivals
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.stages import at_best_rate, at_rate
 
-RATES = (2e-3, 5e-3, 1e-2, 2e-2)
+RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 ROWS = rivals.rows
 
 ablation = replace(

@@ -109,7 +109,7 @@ def measure_grid(options: argparse.Namespace, _rest: list[str]) -> int:
 def _add_looks(commands: Commands) -> None:
     help = "simulate errors and power of verdicts at looks (two minutes)"
     parser = add_command(commands, "looks", simulate_looks, help)
-    parser.add_argument("--draws", metavar="N", type=positive_int, default=20_000, help="per setting (default 20000)")
+    parser.add_argument("--draws", metavar="N", type=positive_int, default=20_000, help="per scenario (default 20000)")
     add_out(parser)
 
 

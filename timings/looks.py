@@ -1,6 +1,6 @@
 """Errors and power of verdicts at looks, by simulation.
 
-Every setting draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.looks` decides. Contrasts
+Every scenario draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.looks` decides. Contrasts
 have correlation 0.5 over seeds, as differences to one common row have. Wrong support means that a contrast is at or
 above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all contrasts hold by the margin. Between
 them neither is wrong.
@@ -30,7 +30,7 @@ LIMITS = {0.0: 0.03, 1.0: 0.06}
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """A claim of contrasts with these true values, in margins, and standard deviations, in margins.
 
     skewness: of each contrast. spreads: whether the deviations are 0.7 to 2 times `sd`. For statements `truths` are the
@@ -45,28 +45,28 @@ class Setting:
     wrong: str = ""
 
 
-def make_settings() -> Iterator[Setting]:
+def make_scenarios() -> Iterator[Scenario]:
     """Truths from far beyond the margin to the edges where an error is likeliest."""
     true, wrong = "refuted", "supported"
     for sd in (1.25, 2.5):
         for skewness in (0.0, 1.0, -1.0, -1.75):
             for spreads in (False, True) if skewness == 0 else (False,):
                 form = {"sd": sd, "skewness": skewness, "spreads": spreads}
-                yield Setting("lower", (0.0,) * 4, wrong=wrong, **form)
-                yield Setting("lower", (0.0, -3.0, -3.0, -3.0), wrong=wrong, **form)
-                yield Setting("lower", (-1.0,) * 4, wrong=true, **form)
-                yield Setting("same", (1.0, 0.0, 0.0, 0.0), wrong=wrong, **form)
-                yield Setting("same", (0.5, 0.0, 0.0, 0.0), wrong=true, **form)
-                yield Setting("no_worse", (1.0, 0.0, 0.0, 0.0), wrong=wrong, **form)
-                yield Setting("no_worse", (0.0,) * 4, wrong=true, **form)
+                yield Scenario("lower", (0.0,) * 4, wrong=wrong, **form)
+                yield Scenario("lower", (0.0, -3.0, -3.0, -3.0), wrong=wrong, **form)
+                yield Scenario("lower", (-1.0,) * 4, wrong=true, **form)
+                yield Scenario("same", (1.0, 0.0, 0.0, 0.0), wrong=wrong, **form)
+                yield Scenario("same", (0.5, 0.0, 0.0, 0.0), wrong=true, **form)
+                yield Scenario("no_worse", (1.0, 0.0, 0.0, 0.0), wrong=wrong, **form)
+                yield Scenario("no_worse", (0.0,) * 4, wrong=true, **form)
         for truth in (-1.5, -2.0, -3.0):
-            yield Setting("lower", (truth,) * 4, sd=sd)
-        yield Setting("same", (0.0,) * 4, sd=sd)
-        yield Setting("no_worse", (-1.0,) * 4, sd=sd)
-    yield Setting("mostly", (0.5, 1.0, 1.0, 1.0), wrong=wrong)
-    yield Setting("mostly", (0.75,) * 4, wrong=true)
+            yield Scenario("lower", (truth,) * 4, sd=sd)
+        yield Scenario("same", (0.0,) * 4, sd=sd)
+        yield Scenario("no_worse", (-1.0,) * 4, sd=sd)
+    yield Scenario("mostly", (0.5, 1.0, 1.0, 1.0), wrong=wrong)
+    yield Scenario("mostly", (0.75,) * 4, wrong=true)
     for share in (0.2, 0.6, 0.9, 0.98):
-        yield Setting("mostly", (share,) * 4)
+        yield Scenario("mostly", (share,) * 4)
 
 
 def declare(rule: Rule, k: int) -> Declaration:
@@ -79,21 +79,21 @@ def declare(rule: Rule, k: int) -> Declaration:
     )  # fmt: skip
 
 
-def draw(setting: Setting, draws: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def draw(scenario: Scenario, draws: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """What the rule reads of each contrast, `[draws, parts, N]`."""
-    shape = draws, len(setting.truths), LOOKS[-1]
-    shared = _draw_standard(setting.skewness, (draws, 1, LOOKS[-1]), rng)
-    x = np.sqrt(CORRELATION) * shared + np.sqrt(1 - CORRELATION) * _draw_standard(setting.skewness, shape, rng)
-    truths = np.array(setting.truths)[:, None]
-    if setting.rule in BY_STATEMENT:
+    shape = draws, len(scenario.truths), LOOKS[-1]
+    shared = _draw_standard(scenario.skewness, (draws, 1, LOOKS[-1]), rng)
+    x = np.sqrt(CORRELATION) * shared + np.sqrt(1 - CORRELATION) * _draw_standard(scenario.skewness, shape, rng)
+    truths = np.array(scenario.truths)[:, None]
+    if scenario.rule in BY_STATEMENT:
         order = np.arange(1, SAMPLE + 1)  # ranks of a large normal sample give its quantiles
         quantile = np.sort(np.random.default_rng(0).normal(size=SAMPLE))
         below = np.interp(x, quantile, order / (SAMPLE + 1)) < truths
         parts = np.stack([np.zeros(shape), below], axis=2)
     else:
-        sd = setting.sd * (np.geomspace(0.7, 2, len(setting.truths))[:, None] if setting.spreads else 1.0)
+        sd = scenario.sd * (np.geomspace(0.7, 2, len(scenario.truths))[:, None] if scenario.spreads else 1.0)
         parts = (truths + sd * x)[:, :, None]
-    return {str(i): parts[:, i] for i in range(len(setting.truths))}
+    return {str(i): parts[:, i] for i in range(len(scenario.truths))}
 
 
 def _draw_standard(skewness: float, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -107,11 +107,11 @@ def _draw_standard(skewness: float, shape: tuple[int, ...], rng: np.random.Gener
     return np.sign(skewness) * (rng.gamma(k, size=shape) - k) / np.sqrt(k)
 
 
-def simulate_setting(setting: Setting, draws: int) -> dict[str, Any]:
-    """Shares of supported and refuted claims, and the mean number of seeds, of a setting."""
-    rng, declared = np.random.default_rng(1), declare(setting.rule, len(setting.truths))
-    parts = [decide_draws(declared, draw(setting, min(AT_ONCE, draws - i), rng)) for i in range(0, draws, AT_ONCE)]
-    return asdict(setting) | summarise(*(np.concatenate(found) for found in zip(*parts, strict=True)))
+def simulate_scenario(scenario: Scenario, draws: int) -> dict[str, Any]:
+    """Shares of supported and refuted claims, and the mean number of seeds, of a scenario."""
+    rng, declared = np.random.default_rng(1), declare(scenario.rule, len(scenario.truths))
+    parts = [decide_draws(declared, draw(scenario, min(AT_ONCE, draws - i), rng)) for i in range(0, draws, AT_ONCE)]
+    return asdict(scenario) | summarise(*(np.concatenate(found) for found in zip(*parts, strict=True)))
 
 
 def summarise(supported: np.ndarray, refuted: np.ndarray) -> dict[str, float]:
@@ -158,7 +158,7 @@ def find_errors(rows: Sequence[Mapping[str, Any]], skewness: float) -> float:
 
 def format_markdown(result: Mapping[str, Any]) -> str:
     """The tables of a simulation, as a page."""
-    rows = result["settings"]
+    rows = result["scenarios"]
     header = ["rule", "true contrasts", "sd", "skewness", "spreads", "supported", "refuted", "seeds", "error"]
     lines = [
         [
@@ -186,7 +186,7 @@ def format_markdown(result: Mapping[str, Any]) -> str:
     parts = [
         "# Errors and power of verdicts at looks",
         f"Claims of four contrasts with correlation {CORRELATION:g} over seeds, looks at n = "
-        f"{', '.join(map(str, LOOKS))}; {result['draws']:,} draws per setting. True contrasts and standard deviations "
+        f"{', '.join(map(str, LOOKS))}; {result['draws']:,} draws per scenario. True contrasts and standard deviations "
         "are in margins; of statements, the shares of trainings in which they hold. An error is a supported claim of "
         "which a contrast is at 0 (same, no_worse: at the margin), or a refuted one of which all hold by the margin "
         f"(same: by half of it). Largest error: {errors}.",
@@ -208,7 +208,7 @@ def simulate(draws: int, out: Path | None) -> dict[str, Any]:
     """Simulate all settings, print their page, and write both if `out` is given."""
     result = collect_provenance(out) | {
         "draws": draws,
-        "settings": [simulate_setting(setting, draws) for setting in make_settings()],
+        "scenarios": [simulate_scenario(scenario, draws) for scenario in make_scenarios()],
         "observed": [row for path in sorted(RESULTS.glob("*/table.json")) for row in simulate_observed(path, AT_ONCE)],
     }
     publish(result, format_markdown(result), out, print)

@@ -121,6 +121,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
         print_estimate(request.grid, request.chosen, configs, launch, plain_console())
+        if request.question is not None and has_looks(request.question, options):
+            print(f"This is the first of the looks at n = {', '.join(map(str, request.question.looks))}.")
         return 0
     request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
@@ -246,6 +248,9 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
+    if options.looks is not None and not has_looks(question, options):
+        why = "with --rows or --seeds all cells are trained at once" if question and question.looks else "it has none"
+        raise ValueError(f"--looks {options.looks}: {why}; leave --looks out")
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)

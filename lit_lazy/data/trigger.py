@@ -23,22 +23,23 @@ BYTES_PER_TOKEN = 40
 class Trigger(DataConfig):
     """Trigger-conditional averaging in tokens, a synthetic task with a known optimum.
 
-    Token ids: the symbols are 0 .. symbols - 1, then the trigger, then BOS, which begins every sequence. All other
-    tokens are independent: a trigger with probability `trigger_share`, except after BOS, otherwise any symbol alike.
-    The target of a trigger is one of the symbols before it, drawn uniformly: its law is the mean of their one-hot
-    vectors. The target of any other token is any symbol alike: the law of equal logits, to which attention can add
-    nothing.
-    A batch also holds, each `[B, L]`: `trigger` and `non_trigger` (bool), the rows of triggers and of symbols; and
-    `oracle_nll` (float32, nats), the negative log-likelihood of the target under its law.
+    Token ids: the symbols are 0 .. symbols - 1; with `symbols` added, the same symbols as triggers; then BOS, which
+    begins every sequence. Any symbol alike stands at every other position, from the third on as a trigger with
+    probability `trigger_share`. The target of a trigger is one of the symbols before it, drawn uniformly over their
+    positions: its law is the mean of their one-hot vectors. The target of any other token is any symbol alike: the law
+    of equal logits, to which attention can add nothing. A trigger counts as a symbol for later ones, so that no token
+    but BOS is without a part in some mean.
+    A batch also holds, each `[B, L]`: `trigger` and `non_trigger` (bool), the rows of triggers and of plain symbols;
+    and `oracle_nll` (float32, nats), the negative log-likelihood of the target under its law.
     """
 
-    symbols: int = 64
-    """Number of symbols, without trigger and BOS."""
-    context_length: int = 64
+    symbols: int = 32
+    """Number of symbols."""
+    context_length: int = 32
     """Tokens per sequence, including BOS."""
     trigger_share: float = 0.25
     """Probability of a trigger at a position from the third on."""
-    train_sequences: int = 38_400
+    train_sequences: int = 76_800
     """Training sequences."""
     validation_sequences: int = 1_024
     """Validation sequences."""
@@ -53,17 +54,12 @@ class Trigger(DataConfig):
         check_sizes(self)
 
     @property
-    def trigger(self) -> int:
-        """Token id of the trigger."""
-        return self.symbols
-
-    @property
     def bos(self) -> int:
-        """Token id of BOS."""
-        return self.symbols + 1
+        """Token id of BOS, the last."""
+        return 2 * self.symbols
 
     def outline(self) -> Outline:
-        return Outline("trigger", self.symbols + 2, self.context_length, self.train_sequences)
+        return Outline("trigger", self.bos + 1, self.context_length, self.train_sequences)
 
     def load(self) -> DataSource:
         check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")
@@ -72,32 +68,22 @@ class Trigger(DataConfig):
 
 def draw_sequences(config: Trigger, n: int, rng: np.random.Generator) -> AnsweredSequences:
     """n sequences with the row groups `trigger` and `non_trigger`."""
-    shape = n, config.context_length + 1
-    tokens = rng.integers(config.symbols, size=shape, dtype=np.int32)
-    tokens[:, 2:][rng.random((n, shape[1] - 2)) < config.trigger_share] = config.trigger
-    tokens[:, 0] = config.bos
-    seen, is_trigger = tokens[:, :-1], tokens[:, :-1] == config.trigger
-    targets = np.where(
-        is_trigger, _draw_earlier(seen < config.symbols, seen, rng), rng.integers(config.symbols, size=seen.shape)
-    )
-    nll = np.where(is_trigger, _compute_trigger_nll(config, seen, targets), math.log(config.symbols))
-    groups = {"trigger": is_trigger, "non_trigger": seen < config.symbols}
-    return AnsweredSequences(tokens, targets.astype(np.int32), groups, nll.astype(np.float32))
+    length = config.context_length
+    symbols = rng.integers(config.symbols, size=(n, length + 1), dtype=np.int32)
+    is_trigger = rng.random((n, length + 1)) < config.trigger_share
+    is_trigger[:, :2] = False
+    sequences = symbols + config.symbols * is_trigger
+    sequences[:, 0] = config.bos
+    symbols, is_trigger = symbols[:, :-1], is_trigger[:, :-1]
 
-
-def _draw_earlier(is_symbol: np.ndarray, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """For each position one of the symbols before it, drawn uniformly, int `[n, L]`; arbitrary where there is none."""
-    symbols_first = np.take_along_axis(tokens, np.argsort(~is_symbol, axis=1, kind="stable"), axis=1)
-    before = is_symbol.cumsum(axis=1) - is_symbol
-    return np.take_along_axis(symbols_first, (rng.random(tokens.shape) * before).astype(np.int64), axis=1)
-
-
-def _compute_trigger_nll(config: Trigger, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """-ln of the target's share among the symbols before each position, `[n, L]`; infinite where it is not there."""
-    found = np.stack([(tokens[:, :t] == targets[:, t, None]).sum(1) for t in range(tokens.shape[1])], axis=1)
-    before = (tokens < config.symbols).cumsum(axis=1)
-    with np.errstate(divide="ignore"):
-        return np.log(np.maximum(before, 1)) - np.log(found)
+    before = np.maximum(np.arange(length) - 1, 0)  # symbols before each position: all but BOS
+    place = 1 + (rng.random((n, length)) * before).astype(np.int64)
+    copied, drawn = np.take_along_axis(symbols, place, axis=1), rng.integers(config.symbols, size=(n, length))
+    targets = np.where(is_trigger, copied, drawn).astype(np.int32)
+    there = [(symbols[:, 1:t] == targets[:, t, None]).sum(1) for t in range(length)]
+    share = np.where(is_trigger, np.stack(there, axis=1) / np.maximum(before, 1), 1 / config.symbols)
+    groups = {"trigger": is_trigger, "non_trigger": ~is_trigger & (np.arange(length) > 0)}
+    return AnsweredSequences(sequences, targets, groups, -np.log(share).astype(np.float32))
 
 
 @functools.cache
@@ -110,4 +96,4 @@ def _build_source(config: Trigger) -> DataSource:
         "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
         "trigger_fraction": groups["trigger"].mean().item(),
     }
-    return make_source("trigger", config.symbols + 2, config, splits, facts)
+    return make_source("trigger", config.bos + 1, config, splits, facts)

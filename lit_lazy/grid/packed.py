@@ -243,5 +243,6 @@ def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, Tak
         for request in serves:
             adapted = request.adapt(result, owner.name)
             if adapted and (mixed or not request.find_differences(adapted)):
-                shared[request.cell.key] = TakenResult(adapted, path.parent)
+                first = result.taken_from or adapted.taken_from  # name the grid that trained it
+                shared[request.cell.key] = TakenResult(replace(adapted, taken_from=first), path.parent)
     return shared

@@ -167,7 +167,8 @@ def build_table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     observations = [_make_observation(run) for run in runs]
     measured = {name for observation in observations for name in observation.metrics}
     table = build_table(plan.make_table_spec(measured, _make_warnings(plan, runs)), observations)
-    return add_verdict(replace(table, seconds=_sum_seconds(runs)), plan.declaration)
+    elsewhere = _sum_seconds([run for run in runs if run.tags.get("taken_from")]) or 0.0
+    return add_verdict(replace(table, seconds=_sum_seconds(runs), seconds_elsewhere=elsewhere), plan.declaration)
 
 
 def _sum_seconds(runs: Sequence[TrackedRun]) -> float | None:

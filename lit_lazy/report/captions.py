@@ -7,6 +7,11 @@ CAPTIONS = {
         "difference is also refuted if it is equivalent within the margin, which two one-sided tests show by a "
         "narrower interval.",
     ),
+    "looks": (
+        "What the verdict rests on",
+        "Each declared contrast at the looks that were made, with the regions in which its rule supports or refutes "
+        "the claim; the intervals of all looks and contrasts hold simultaneously.",
+    ),
     "effects": (
         "Differences to the baseline",
         "A filled marker is a difference that is significant over the seeds. Check the width of the other 95 % "

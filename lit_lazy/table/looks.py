@@ -11,6 +11,7 @@ All functions are pure in the declaration and the outcomes by row and seed.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -186,18 +187,24 @@ def combine_statuses(parts: Sequence[Finding]) -> Status:
     return "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
 
 
-def judge_looks(declaration: Declaration, outcomes: Outcomes, unlearned: Collection[str] = ()) -> tuple[Look, ...]:
+Failures = Mapping[str, Collection[int]]
+"""Seeds in which a row did not learn the task, by row."""
+
+
+def judge_looks(
+    declaration: Declaration, outcomes: Outcomes, failures: Failures = MappingProxyType({})
+) -> tuple[Look, ...]:
     """The looks that the outcomes allow, up to the one that decides the claim.
 
-    unlearned: rows that did not learn the task; a contrast with one is undecided. A look needs the outcome of every
-    row with an open contrast in each of its seeds. `why` of a finding is a format string over the margin.
+    A contrast with a row that did not learn in more than half of a look's seeds is undecided. A look needs the outcome
+    of every row with an open contrast in each of its seeds. `why` of a finding is a format string over the margin.
     """
     looks: list[Look] = []
     for number, n in enumerate(declaration.looks):
         seeds, decided = declaration.seeds[:n], _collect_decided(looks)
         if any(seed not in outcomes.get(row, {}) for row in find_open_rows(declaration, looks) for seed in seeds):
             break
-        critical = compute_critical(declaration, number)
+        critical, unlearned = compute_critical(declaration, number), _find_unlearned(failures, seeds)
         parts = [
             decided.get(name) or _judge_contrast(declaration, name, outcomes, seeds, critical, unlearned)
             for name in declaration.contrasts
@@ -206,6 +213,11 @@ def judge_looks(declaration: Declaration, outcomes: Outcomes, unlearned: Collect
         if combine_statuses(parts) != "undecided":
             break
     return tuple(looks)
+
+
+def _find_unlearned(failures: Failures, seeds: Sequence[int]) -> list[str]:
+    """The rows that did not learn the task in more than half of the seeds."""
+    return [row for row, failed in failures.items() if 2 * len({*failed} & {*seeds}) > len(seeds)]
 
 
 def _judge_contrast(
@@ -297,7 +309,7 @@ def list_regions(declaration: Declaration) -> tuple[list[Region], list[Region]]:
     }.get(declaration.rule, ([(SHARE_CLAIMED, 1.0)], [(0.0, SHARE_DENIED)]))
 
 
-def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, unlearned: Collection[str]) -> bool:
+def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures) -> bool:
     """Whether, from the second look on, the last look would not decide the claim if means and spreads stay.
 
     It binds nobody: error rates hold whether or not the question goes on.
@@ -306,6 +318,7 @@ def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcome
         return False
     last = compute_critical(declaration, len(declaration.looks) - 1)
     seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
+    unlearned = _find_unlearned(failures, seeds)
     open_contrasts = [name for name in declaration.contrasts if name not in decided]
     decisions = []
     for name in open_contrasts:
@@ -328,7 +341,7 @@ def _extrapolate(parts: np.ndarray, n: int, declaration: Declaration) -> np.ndar
 
 
 def compute_chances(
-    declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, unlearned: Collection[str]
+    declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures
 ) -> tuple[Chance, ...]:
     """The probability that each look that is left has decided the claim by then, given the seeds so far.
 
@@ -336,13 +349,13 @@ def compute_chances(
     spreads: multivariate t around a mean drawn from its own distribution; for statements, a Bayesian bootstrap (Rubin
     1981) of the seeds so far with half a seed more in which all hold, and half a seed in which none does.
     """
-    decided = _collect_decided(looks)
+    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
+    unlearned = _find_unlearned(failures, seeds)
     undecided = [name for name in declaration.contrasts if name not in decided]
     names = [name for name in undecided if not _find_dead(declaration, name, unlearned)]
     supportable = names == undecided
     if not names:
         return ()
-    seeds = declaration.seeds[: looks[-1].n]
     parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
     future = _draw(np.concatenate(list(parts.values())), declaration, np.random.default_rng(0))
     supported, refuted = decide_draws(declaration, dict(_split(future, parts)), len(looks))

@@ -336,6 +336,8 @@ class Table:
     """None if the data source has none."""
     seconds: float | None = None
     """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
+    seconds_elsewhere: float = 0.0
+    """The part of it that another grid spent, from which cells were taken."""
 
     @property
     def git_sha(self) -> str:
@@ -362,13 +364,16 @@ class Table:
     @property
     def unlearned(self) -> dict[str, str]:
         """The variants that in more than half of their cells did not learn the task; `4 of 5` says in how many."""
+        cells = {row.variant: row.n for row in self.rows}
+        failed = {name: len(seeds) for name, seeds in self.find_failures().items()}
+        return {name: f"{count} of {cells[name]}" for name, count in failed.items() if 2 * count > cells[name]}
+
+    def find_failures(self) -> dict[str, set[int]]:
+        """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
             return {}
         bound, measures = self.yardstick.learned, self.collect_measures(self.yardstick.metric)
-        counts = {name: sum(v >= bound for v in m.values.values()) for name, m in measures.items()}
-        return {
-            name: f"{count} of {measures[name].n}" for name, count in counts.items() if 2 * count > measures[name].n
-        }
+        return {name: {int(seed) for seed, v in m.values.items() if v >= bound} for name, m in measures.items()}
 
     def is_void(self, variant: str, key: str) -> bool:
         """Whether a row's value in a column says nothing: the row did not learn the task, and this is not its loss."""
@@ -395,6 +400,7 @@ class Table:
             "command": self.command,
             "environment": self.environment,
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
+            **({"seconds_elsewhere": round(self.seconds_elsewhere)} if self.seconds_elsewhere else {}),
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
@@ -450,6 +456,7 @@ class Table:
             notes=tuple(data["notes"]),
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
             verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
+            seconds_elsewhere=data.get("seconds_elsewhere", 0.0),
             yardstick=Yardstick(**data["yardstick"]) if data.get("yardstick") else None,
         )
 

@@ -115,9 +115,9 @@ def _build_finding(table: Table) -> list[Block]:
     column = table.columns_by_key[declared.primary]
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
-        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
-        f"{', '.join(describe_bounds(declared, column))}; simultaneous 95 % intervals. Declared in {commit}, "
-        f"{declared.digest}. All else in this table is exploratory."
+        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: "
+        f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
+        f"Declared in {commit}, {declared.digest}. All else in this table is exploratory."
     )
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
     blocks: list[Block] = [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines))]

@@ -45,14 +45,14 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
         parts = _fill_thresholds(fixed_rules.judge_contrasts(declaration, values, column.bounds), declaration, column)
         verdict = Verdict(combine_statuses(parts), "", len(declaration.seeds), parts, declaration.exploratory)
         return replace(verdict, sentence=_format_sentence(declaration, verdict))
-    unlearned = table.unlearned
-    looks = judge_looks(declaration, values, unlearned)
+    failures = table.find_failures()
+    looks = judge_looks(declaration, values, failures)
     looks = tuple(replace(look, parts=_fill_thresholds(look.parts, declaration, column)) for look in looks)
     n, parts = looks[-1].n, looks[-1].parts
     verdict = Verdict(combine_statuses(parts), "", n, parts, declaration.exploratory, looks)
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
-        futile = is_futile(declaration, looks, values, unlearned)
-        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, unlearned))
+        futile = is_futile(declaration, looks, values, failures)
+        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
     return replace(verdict, sentence=_format_sentence_of_looks(declaration, verdict))
 
 
@@ -146,9 +146,9 @@ def _format_thresholds(declaration: Declaration, column: Column) -> dict[str, st
 
 
 def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]:
-    """Describe the thresholds of the declaration's rule."""
+    """Describe the thresholds of the declaration's rule; () if its statements have them."""
     if declaration.statements:
-        return tuple(f"{statement.name}: {statement}" for statement in declaration.statements)
+        return ()
     levels = declaration.rule in ("removed", "alone")
     texts = ("removed below {removed}", "there above {kept}") if levels else ("margin {margin}",)
     return tuple(text.format(**_format_thresholds(declaration, column)) for text in texts)
@@ -156,20 +156,17 @@ def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]
 
 def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Column) -> list[str]:
     """Describe the finding of each contrast."""
+    share = declaration.rule in BY_STATEMENT and declaration.rules != FIXED
+    number = "{:.2f}".format if share else partial(column.format, sign="+")
+    unit = f" {column.difference_unit}" if column.unit and not share else ""
+    stated = {statement.name: f" ({statement})" for statement in declaration.statements}
     return [
-        f"{part.name}: {part.status}, {part.why}: {format_estimate(declaration, part, column)}"
+        f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
+        f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
         + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
         + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts
     ]
-
-
-def format_estimate(declaration: Declaration, part: Finding, column: Column) -> str:
-    """`-0.031 [-0.052, -0.010] nats`: the mean of a finding and its interval; of a statement the share of seeds."""
-    share = declaration.rule in BY_STATEMENT and declaration.rules != FIXED
-    number = "{:.2f}".format if share else partial(column.format, sign="+")
-    unit = f" {column.difference_unit}" if column.unit and not share else ""
-    return f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
 
 
 def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:

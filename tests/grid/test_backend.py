@@ -17,6 +17,7 @@ from lit_lazy.grid.jobs import backend
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.worker import prepare_process
 from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.report import publish
 from lit_lazy.training import devices
 
 KEEPS = "began without the compiled backend and keeps doing without it; --fresh starts again with it, another --runs"
@@ -37,8 +38,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs a small grid; returns its exit status and what it printed."""
+def run(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs a small grid without figures; returns its exit status and what it printed."""
+    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
+    monkeypatch.setattr(publish, "write_report", lambda *_: [])
     path = tmp_path / "pair.py"
     path.write_text(two_rows("pair"))
 

@@ -40,6 +40,7 @@ def _ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_grid_ends_between_cells_and_resumes(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
     monkeypatch.setattr(publish, "write_report", lambda *_: [])
     (tmp_path / "pair.py").write_text(two_rows("pair"))
     command = ["ablate", "run", str(tmp_path / "pair.py"), "--runs", str(runs), "--workers", "1", "--brief"]

@@ -9,11 +9,13 @@ import pytest
 from test_question import RUN, SOURCE, git
 
 from lit_lazy.command.ablate_run import find_next_look
+from lit_lazy.command.main import main
 from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Table
 
 LOOKS = (
     SOURCE.replace("import Elastic, Softmax", "import Elastic, Softmax, SSMax")
+    .replace("columns=COLUMNS,", "columns=COLUMNS[2:],")  # without losses: six steps learn nothing
     .replace("MARGIN", "MARGIN,\n    looks=(3, 4, 6),\n    few_seeds_because='a test'")
     .replace("seeds=(3, 4, 5, 6, 7)", "seeds=(3, 4, 5, 6, 7, 8)")
     .replace(
@@ -112,3 +114,30 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
     table, _ = run(question, runs, "--looks", "1")
     assert table.verdict is not None
     assert table.verdict.exploratory == ("its declaration changed after its run began",)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("q_mask", "--looks", "1"), "--looks 1: it has none; leave --looks out"),
+        (("q_mask_2", "--looks", "1", "--seeds", "7"), "with --rows or --seeds all cells are trained at once"),
+        (("q_mask_2", "--looks", "0"), "--looks: '0'"),
+    ],
+)
+def test_looks_that_cannot_be_made_are_named(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["ablate", "run", *words, "--runs", str(tmp_path / "runs")])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prices_the_first_look(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "run", "q_mask_2", "--base", "backcopy_tiny", "--dry-run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "80 cells of q_mask_2-backcopy_tiny" in printed
+    assert "This is the first of the looks at n = 10, 20, 40, 80." in printed

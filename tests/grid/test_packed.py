@@ -298,20 +298,24 @@ def test_a_training_is_shared_with_another_grid(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its curves, so that its report lacks nothing."""
-    second = tmp_path / "second.py"
-    second.write_text(two_rows("second", lazy="ours"))
+    second = tmp_path / "another.py"
+    second.write_text(two_rows("another", lazy="ours"))
     command = ["ablate", "run", str(second), "--runs", str(trained.runs), "--workers", "1", "--brief"]
     assert main([*command, "--rows", "ours"]) == 0
     assert f"2 of 2 cells are taken from {ID} (commit " in capsys.readouterr().out
-    shared = read_results(trained.runs, "second-backcopy_tiny")
+    shared = read_results(trained.runs, "another-backcopy_tiny")
     for key, result in shared.items():
-        folder, origin = (trained.runs / grid / "cells" / key for grid in ("second-backcopy_tiny", ID))
+        folder, origin = (trained.runs / grid / "cells" / key for grid in ("another-backcopy_tiny", ID))
         assert result["metrics"] == read_results(trained.runs)[key]["metrics"]
         for name in (METRICS, DIAGNOSTICS):
             assert (folder / name).read_bytes() == (origin / name).read_bytes()
-    _, (note,) = read_table(trained.runs, "second-backcopy_tiny")
+    _, (note,) = read_table(trained.runs, "another-backcopy_tiny")
     assert note.startswith(f"2 of 4 cells were taken from {ID} (commit ")
-    shutil.rmtree(trained.runs / "second-backcopy_tiny")
+    # A third grid finds the other's cells first, and names that, which trained them.
+    cells = make_grid(make_parser().parse_args(command), []).cells
+    found = find_shared(cells, trained.runs / "zero", mixed=False)
+    assert {one.result.taken_from.partition(" ")[0] for one in found.values()} == {ID}
+    shutil.rmtree(trained.runs / "another-backcopy_tiny")
 
 
 LENGTHS, LONGER, TWICE = Lengths((1,)), Lengths((2,)), Lengths((1, 2))

@@ -148,7 +148,7 @@ def test_a_rival_that_did_not_learn_decides_nothing() -> None:
     table = table_of(alone(("kept", "gone")), rows)
     outcomes = {name: dict(zip(DECLARED.seeds, values, strict=False)) for name, values in rows.items()}
     statuses = {
-        dead: judge_looks(alone(("kept", "gone")), outcomes, dead)[-1].parts[0].status
+        dead: judge_looks(alone(("kept", "gone")), outcomes, dict.fromkeys(dead, DECLARED.seeds))[-1].parts[0].status
         for dead in ((), ("gone",), ("kept", "gone"), ("new",))
     }
     assert statuses == {

@@ -4,18 +4,14 @@ import itertools
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import binom, t
 
-from lit_lazy.report.verdicts import TOPICS, format_page, read_questions, update_readme
-from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import Column, Observation, RowInfo
-from lit_lazy.table.verdicts import add_verdict
+from lit_lazy.command.main import main
+from lit_lazy.report.verdicts import SUBJECTS, format_page, read_questions, replace_findings
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -23,97 +19,47 @@ TABLES = [
 ]
 
 
-def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_and_the_readme_are_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md`."""
     monkeypatch.chdir(ROOT)
     found = read_questions(Path("docs/results"))
-    assert Path("docs/questions.md").read_text() == format_page(found, Path("docs"))
-    readme = Path("README.md").read_text()
-    assert readme == update_readme(readme, found, "docs/questions.md")
+    assert (ROOT / "docs" / "questions.md").read_text() == format_page(found, Path("docs"))
+    readme = (ROOT / "README.md").read_text()
+    assert replace_findings(readme, found) == readme
 
 
-def made_up(folder: Path, name: str, values: list[float], after: str = "", **changes: object) -> None:
-    """Write the table of a question whether `new` is lower than `old`, by these differences by seed."""
-    cells = [
-        Observation(row, seed, "complete", {"loss": x})
-        for row, shift in (("old", None), ("new", values))
-        for seed, x in enumerate([1.0 + 0.01 * (-1) ** i for i in range(len(values))] if shift is None else shift)
-    ]
-    seeds = tuple(range(len(values)))
-    infos = [RowInfo(row, "ours", seeds, "base") for row in ("old", "new")]
-    loss = Column("loss", "loss", "lower", 3, "nats")
-    settings = {"rules": 2, "looks": (10, 20, 40, 80), "seeds": tuple(range(80)), "commit": "abc", "digest": "0123"}
-    declared = Declaration(
-        f"{name} is lower.", "R5", "loss", {"new - old": {"new": 1, "old": -1}}, "lower", 0.1,
-        after=after, **settings | changes,
-    )  # fmt: skip
-    table = build_table(TableSpec(name, "base", "old", infos, [loss], [], "make"), cells)
-    (folder / name).mkdir()
-    decided = add_verdict(replace(table, seconds=1800.0), declared)
-    (folder / name / "table.json").write_text(json.dumps(decided.to_json()))
+def test_each_question_has_one_line_and_a_repeated_one_its_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = read_questions(Path("docs/results"))
+    answers, _, details = (ROOT / "docs" / "questions.md").read_text().partition("## Questions of the reviewers")
+    first = {line.split("|")[1].strip(): line for line in answers.splitlines() if line.startswith("| q_")}
+    names = {result.table.ablation for result in found}
+    repeated = {name for name in names if f"{name}_2" in names and name != "q_sink"}
+    assert {*first} == names - repeated
+    for name in repeated:
+        (earlier,) = (result.table for result in found if result.table.ablation == name)
+        assert earlier.verdict is not None
+        assert f" {name}: {earlier.verdict.status} " in first[f"{name}_2"]
+    assert all(f"## {name} on " in details for name in names)
+    assert "### Other" not in answers
 
 
-def lines_of(page: str, topic: str) -> dict[str, list[str]]:
-    """The cells of a topic's lines, by question."""
-    section = page.split(f"## {topic}\n")[1].split("\n## ")[0]
-    rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1:] for row in rows[2:]}
+def test_every_shipped_question_has_a_subject() -> None:
+    names = {re.sub(r"_\d+$", "", path.stem) for path in (ROOT / "ablations").glob("q_*.py")}
+    assert names <= {name for phrases in SUBJECTS.values() for name in phrases}
 
 
-def around(mean: float, n: int, sd: float = 0.02) -> list[float]:
-    return [mean + sd * (1 if i % 4 < 2 else -1) for i in range(n)]
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    made_up(tmp_path, "q_text", around(0.95, 5, 0.3), rules=1, looks=(), seeds=tuple(range(5)))
-    made_up(tmp_path, "q_text_2", around(0.5, 10), after="q_text")
-    made_up(tmp_path, "q_bias_gain", around(0.9, 20, 0.4), after="q_text")
-    made_up(tmp_path, "q_odd", around(1.2, 10))
-    made_up(tmp_path, "q_odder", around(1.2, 4))
-    return tmp_path
-
-
-def test_the_newest_attempt_has_a_line_and_names_the_earlier_one(results: Path) -> None:
-    found = read_questions(results)
-    page = format_page(found, results)
-    line = lines_of(page, "Quality on text")
-    assert line.keys() == {"q_text_2"}, "the first attempt has no line of its own"
-    claim, verdict, decided, *rest = line["q_text_2"]
-    assert (claim, verdict) == ("q_text_2 is lower.", "supported; first attempt: undecided (n = 5)")
-    assert decided == "new - old: -0.496 \\[-0.522, -0.470\\] nats"
-    assert rest == ["10", "1 of 4", "0.50"]
-    (bias,) = lines_of(page, "The bias and positions").values()
-    assert bias[1] == "undecided; first attempt: undecided (n = 5)"
-    assert bias[3:5] == ["20", "2 of 4"]
-    others = lines_of(page, "Other questions")
-    assert (others["q_odd"][1], others["q_odder"][1:5]) == ("refuted", ["not decided yet", *["–"] * 3])
-    assert "All questions together took 2.50 core-hours." in page
-    assert "- look 2 of 4: n = 20, alpha spent 0.00625, open: new - old" in page
-    assert "Second attempt, with other seeds. The first, q_text" in page
-    assert page.index("## q_text on base") > page.index("## Questions of the reviewers")
-
-
-def test_the_readme_has_the_newest_verdicts_in_short(results: Path) -> None:
-    found = read_questions(results)
-    empty = "Before.\n<!-- part verdicts -->\n<!-- end verdicts -->\nBehind.\n"
-    text = update_readme(empty, found, "questions.md")
-    assert text == (
-        "Before.\n<!-- part verdicts -->\n"
-        '- [Questions](questions.md) about Elastic-Softmax ("it"), declared before their runs. '
-        "Supported: it lowers the loss on text.\n- Refuted: q_odd is lower.\n- Undecided: the bias lowers the loss on text.\n"
-        "- Not decided yet: q_odder is lower.\n<!-- end verdicts -->\nBehind.\n"
+def test_a_readme_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    command = ["ablate", "verdicts", str(ROOT / "docs" / "results"), "--readme", str(readme)]
+    assert main(command) == 2
+    assert "README.md': cannot be read (No such file or directory); name a file with both" in capsys.readouterr().err
+    readme.write_text("<!-- verdicts -->\n")
+    assert main(command) == 2
+    assert (
+        "--readme: the file lacks the lines <!-- verdicts --> and <!-- end of verdicts -->" in capsys.readouterr().err
     )
-    assert update_readme(text, found, "questions.md") == text
-    with pytest.raises(ValueError, match=r"^the README has no place for the verdicts: add the lines '<!-- part verd"):
-        update_readme("Nothing.", found, "questions.md")
-
-
-def test_every_shipped_question_has_a_topic() -> None:
-    for path in sorted((ROOT / "ablations").glob("q_*.py")):
-        after = re.search(r'after="(\w+)"', path.read_text())
-        names = {path.stem, after[1] if after else ""}
-        assert any(names & claims.keys() for claims in TOPICS.values()), path.stem
+    assert readme.read_text() == "<!-- verdicts -->\n"
 
 
 FIXED = [path for path in TABLES if "looks" not in json.loads(path.read_text())["declaration"]]
@@ -126,15 +72,16 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
     table = json.loads(path.read_text())
     declared, verdict = table["declaration"], table["verdict"]
     rows = {row["variant"]: row["metrics"] for row in table["rows"]}
-    primary, rule, m, k = (declared[name] for name in ("primary", "rule", "margin")) + (len(declared["contrasts"]),)
+    primary, rule, m, k = declared["primary"], declared["rule"], declared["margin"], len(declared["contrasts"])
     statements = {statement["name"]: statement for statement in declared.get("statements", [])}
-    unlearned = set()
-    if table.get("yardstick"):
-        loss, bound = table["yardstick"]["metric"], table["yardstick"]["learned"]
-        for name, metrics in rows.items():
-            values = list(metrics[loss]["values"].values()) if loss in metrics else []
-            if sum(value >= bound for value in values) > len(values) / 2:
-                unlearned.add(name)
+    yardstick = table.get("yardstick")
+
+    def has_not_learned(row: str, seeds: list[int]) -> bool:
+        losses = rows[row].get(yardstick["metric"], {}).get("values", {}) if yardstick else {}
+        return (
+            bool(losses)
+            and sum(losses.get(str(seed), -math.inf) >= yardstick["learned"] for seed in seeds) > len(seeds) / 2
+        )
 
     def outcome(row: str, seed: int) -> float:
         return rows[row][primary]["values"][str(seed)]
@@ -145,6 +92,7 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
 
     def judge(name: str, n: int, rate: float) -> str:
         seeds, weights = declared["seeds"][:n], declared["contrasts"][name]
+        unlearned = {row for row in weights if has_not_learned(row, seeds)}
         if statement := statements.get(name):
             given = [
                 s for s in seeds if not statement["given"] or compare(statement["given"], s, statement["given"]["row"])

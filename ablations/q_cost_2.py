@@ -10,7 +10,8 @@ from lit_lazy.grid.question import Question
 from lit_lazy.measure.costs import Costs
 from lit_lazy.table.records import Column, Contrast
 
-LENGTHS = (128, 512, 2_048)
+DIVISORS = {16: 128, 4: 512, 1: 2_048}
+"""Of the context, with the lengths that they give."""
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
 
 
@@ -26,7 +27,7 @@ question = Question(
         seeds=tuple(range(100, 180)),
         columns=(
             rise("step_rise_worst", "training step, worst", "the largest rise of the three lengths", plotted=True),
-            *(rise(f"step_rise_{length}", f"step at {length:,} tokens") for length in LENGTHS),
+            *(rise(f"step_rise_over_{n}", f"step at {length:,} tokens") for n, length in DIVISORS.items()),
             rise("attention_rise", "attention alone", "at 2,048 tokens, forward and backward, over PyTorch's own"),
             rise("decode_rise", "decoding", "time of a token behind 2,032 others over softmax's"),
             rise("kept_rise", "memory of training", "bytes kept for the backward pass over softmax's"),
@@ -40,7 +41,7 @@ question = Question(
             "train.steps": 20,
             "train.warmup_steps": 5,
             "train.val_every": 20,
-            "evaluations": (Costs(sequences=1, lengths=LENGTHS),),
+            "evaluations": (Costs(sequences=1, divisors=tuple(DIVISORS)),),
         },
     ),
     claim="At 128, 512 and 2,048 tokens a training step with Elastic-Softmax, with and without a learned bias, is at "

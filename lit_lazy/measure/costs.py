@@ -38,12 +38,12 @@ class Costs(Evaluation):
     """Rounds of turns, each in both orders."""
     decoded: int = 16
     """Tokens decoded one by one, at the end of a context."""
-    lengths: tuple[int, ...] = ()
-    """Lengths at which a step is timed too, each with as many tokens as at the context's length."""
+    divisors: tuple[int, ...] = ()
+    """A step is timed too at the context's length divided by each of these, with as many tokens."""
 
     def __post_init__(self) -> None:
-        for length in self.lengths:
-            require_whole("Costs.lengths", length, 1)
+        for divisor in self.divisors:
+            require_whole("Costs.divisors", divisor, 1)
         require_whole("Costs.sequences", self.sequences, 1)
         require_whole("Costs.rounds", self.rounds, 2)
         require_whole("Costs.decoded", self.decoded, 1)
@@ -53,10 +53,10 @@ class Costs(Evaluation):
         require(bool(model.attentions), "model.mixer", type(model.cfg.mixer).__name__, "has no attention to compare")
         fix = f"must be below the context's {model.context_length} tokens"
         require(self.decoded < model.context_length, "Costs.decoded", self.decoded, fix)
-        for length in self.lengths:
-            fits = length <= model.context_length
-            require(fits, "Costs.lengths", length, f"must be at most the context's {model.context_length} tokens")
-            data.at_length(length).load()
+        for divisor in self.divisors:
+            divides = model.context_length % divisor == 0
+            require(divides, "Costs.divisors", divisor, f"must divide the context's {model.context_length} tokens")
+            data.at_length(model.context_length // divisor).load()
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """Rises over the twin (0.1 for 10 %) and bytes per token.
@@ -64,7 +64,7 @@ class Costs(Evaluation):
         `cost/step_rise`: a forward and backward pass; `cost/attention_rise`: attention only, on the model's queries and
         keys; `cost/decode_rise` and `cost/decode_ms`: decoding one token of all sequences; `cost/kept_bytes` and
         `cost/kept_rise`: activations saved for the backward pass; `cost/cache_bytes`: cache of all layers. With
-        `lengths` also `cost/step_rise_128` and so on, and the largest of them, `cost/step_rise_worst`.
+        `divisors` also `cost/step_rise_over_16` and so on, and the largest of them, `cost/step_rise_worst`.
         """
         batch = self._sample(model, data, model.context_length)
         twin = make_twin(model)
@@ -79,8 +79,8 @@ class Costs(Evaluation):
                     attention.backend = each.cfg.backend
             saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in (model, twin))
             decoding = self._time_both(partial(decode, model, caches[0], last), partial(decode, twin, caches[1], last))
-            by_length = {length: self._sample(model, data, length) for length in self.lengths}
-            steps = {n: self._time_both(partial(step, model, x), partial(step, twin, x)) for n, x in by_length.items()}
+            shorter = {n: self._sample(model, data, model.context_length // n) for n in self.divisors}
+            steps = {n: self._time_both(partial(step, model, x), partial(step, twin, x)) for n, x in shorter.items()}
             times = {
                 "step": self._time_both(partial(step, model, batch), partial(step, twin, batch)),
                 "attention": self._time_both(partial(attend, calls), partial(attend, twin_calls)),
@@ -88,7 +88,7 @@ class Costs(Evaluation):
             }
         rises = {f"cost/{name}_rise": median_ratio(*seconds) - 1 for name, seconds in times.items()}
         if steps:
-            at_length = {f"cost/step_rise_{length}": median_ratio(*seconds) - 1 for length, seconds in steps.items()}
+            at_length = {f"cost/step_rise_over_{n}": median_ratio(*seconds) - 1 for n, seconds in steps.items()}
             rises |= at_length | {"cost/step_rise_worst": max(at_length.values())}
         return rises | {
             "cost/decode_ms": 1e3 * statistics.median(decoding[0]) / self.decoded,

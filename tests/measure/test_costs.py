@@ -136,11 +136,11 @@ def test_steps_are_timed_at_each_length_with_as_many_tokens(monkeypatch):
     shapes = []
     monkeypatch.setattr(costs, "step", lambda _, batch: shapes.append(tuple(batch["tokens"].shape)))
     monkeypatch.setattr(costs, "time_in_turns", lambda calls, _: {n: [float(call() or 1)] for n, call in calls.items()})
-    found = dataclasses.replace(COSTS, lengths=(8, 16)).measure(build(), TINY.data)
+    found = dataclasses.replace(COSTS, divisors=(2, 1)).measure(build(), TINY.data)
     assert shapes[:4] == [(4, 8), (4, 8), (2, 16), (2, 16)]
-    assert found["cost/step_rise_worst"] == max(found["cost/step_rise_8"], found["cost/step_rise_16"]) == 0
-    with pytest.raises(ValueError, match=r"Costs\.lengths=17: must be at most the context's 16 tokens"):
-        prepare(dataclasses.replace(TINY, evaluations=(Costs(decoded=4, lengths=(17,)),)))
+    assert found["cost/step_rise_worst"] == max(found["cost/step_rise_over_2"], found["cost/step_rise_over_1"]) == 0
+    with pytest.raises(ValueError, match=r"Costs\.divisors=3: must divide the context's 16 tokens"):
+        prepare(dataclasses.replace(TINY, evaluations=(Costs(decoded=4, divisors=(3,)),)))
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])

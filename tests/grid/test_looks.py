@@ -74,8 +74,14 @@ def test_a_resumed_question_equals_an_undisturbed_one(tmp_path: Path, runs: Path
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
+    # Packed after its first look, and continued in another folder.
+    moved, packed = runs / "moved", tmp_path / "cells.jsonl.xz"
+    run(question, runs / "first", "--looks", "1")
+    assert main(["ablate", "pack", str(question), "--runs", str(runs / "first"), "--out", str(packed)]) == 0
+    other, printed = run(question, moved, "--results", str(packed), "--looks", "3")
+    assert "12 of 12 cells are taken from cells.jsonl.xz of q_mine-backcopy_tiny" in printed
     for name in ("verdict", "rows", "declaration"):
-        assert part.to_json()[name] == whole.to_json()[name]
+        assert part.to_json()[name] == other.to_json()[name] == whole.to_json()[name]
     again, printed = run(question, runs / "parts")
     assert again.verdict == whole.verdict
     assert "nothing to do" in printed

@@ -266,7 +266,8 @@ _PROCEDURE = (
     "further. The verdict is one of:"
 )
 _VERDICTS = (
-    "Supported: every contrast is shown to satisfy the rule. At most 2.5 % of claims with a false contrast are.",
+    "Supported: every contrast is shown to satisfy the rule. At most 2.5 % of claims with a false contrast are. The "
+    "interval that shows it is shorter than the simultaneous one that is printed: in the figures it is the thick part.",
     "Refuted: at least one contrast is shown to violate it. A claimed difference is not there by the margin, a claimed "
     "equivalence is off by more than half of it, a statement holds in fewer than three quarters of trainings. At most "
     "2.5 % of claims that hold by the margin are.",

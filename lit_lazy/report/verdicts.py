@@ -14,6 +14,7 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_markdown
+from lit_lazy.table.finding_text import describe_unlearned
 from lit_lazy.table.records import Table
 from lit_lazy.table.statistics import LEAST
 from lit_lazy.table.verdicts import (
@@ -299,7 +300,7 @@ def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
 def _build_blocks(result: QuestionResult) -> list[Block]:
     table = result.table
     declared, verdict = _get_declaration(table), table.verdict
-    blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
+    blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2), *map(Paragraph, describe_unlearned(table))]
     if verdict is None:
         return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.verdicts import format_page, read_questions, replace_findings
+from lit_lazy.report.verdicts import SUBJECTS, format_page, read_questions, replace_findings
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -41,6 +42,11 @@ def test_each_question_has_one_line_and_a_repeated_one_its_first_attempt(monkeyp
         assert f" {name}: {earlier.verdict.status} " in first[f"{name}_2"]
     assert all(f"## {name} on " in details for name in names)
     assert "### Other" not in answers
+
+
+def test_every_shipped_question_has_a_subject() -> None:
+    names = {re.sub(r"_\d+$", "", path.stem) for path in (ROOT / "ablations").glob("q_*.py")}
+    assert names <= {name for phrases in SUBJECTS.values() for name in phrases}
 
 
 def test_a_readme_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

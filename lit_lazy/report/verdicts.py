@@ -87,7 +87,7 @@ SUBJECTS: Mapping[str, Mapping[str, str]] = {
         "q_bias_gain": "gains by a learned bias beside RoPE",
         "q_bias_range": "needs a bias over few distances only",
         "q_position": "finds keys among distractors by that bias",
-        "q_rope_base": "depends little on RoPE's base",
+        "q_rope_base": "depends less on RoPE's base than softmax",
     },
     "Length and streaming": {
         "q_length": "extrapolates better to longer texts",

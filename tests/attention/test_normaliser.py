@@ -164,11 +164,17 @@ def test_elastic_at_zero_tau_is_softmax(bias, threshold, window):
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
-    "cls", [cls for cls in find_leaf_classes(Normaliser).values() if cls.__module__.startswith("lit_lazy.")]
+    "cls",
+    [
+        cls
+        for name, cls in find_leaf_classes(Normaliser).items()
+        # The two others also depend on the layer's input, which a call of `attend` has not.
+        if cls.__module__.startswith("lit_lazy.") and name not in ("ASEntmax", "AffineScaled")
+    ],
 )
 def test_stats_do_not_change_the_output(cls, renormalise):
     q, k, v = qkv()
-    spec = cls(renormalise=renormalise)
+    spec = cls(renormalise=renormalise, **({"beta": 0.5} if hasattr(cls, "beta") else {}))
     torch.testing.assert_close(attend(spec, q, k, v, with_stats=True)[0], attend(spec, q, k, v)[0], **TIGHT)
 
 

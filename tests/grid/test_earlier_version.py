@@ -51,7 +51,8 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
     assert not list(cells.rglob("*.damaged"))
 
     expected = json.loads((HERE / "results-3b7b986.json").read_text())
-    metrics = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
+    found = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
+    metrics = {name: found[name] for name in expected["cells"][INTERRUPTED]}  # and metrics that are newer
     if machine() == expected["machine"]:
         assert metrics == expected["cells"][INTERRUPTED]
     else:  # other processors round differently

@@ -90,7 +90,7 @@ def read_table(runs: Path, grid: str = ID) -> tuple[dict[str, Any], list[str]]:
     """A grid's table without what may differ, and its notes on cells that were taken."""
     table = json.loads((runs / grid / "table.json").read_text())
     notes = [note for note in table["notes"] if "taken from" in note]
-    kept = {name: value for name, value in table.items() if name not in ("command", "seconds")}
+    kept = {name: value for name, value in table.items() if name not in ("command", "seconds", "seconds_elsewhere")}
     return kept | {"notes": [note for note in table["notes"] if note not in notes]}, notes
 
 

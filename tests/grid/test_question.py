@@ -90,7 +90,8 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     assert (table.primary, table.verdict.exploratory) == ("mass/non_trigger", ())
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     heading = lines.index("## q_mine")
-    assert lines[heading + 1] == "Supported (n = 5): Elastic-Softmax has less mass."
+    assert lines[heading + 1].startswith("Did not learn the task (in so many cells): softmax (5 of 5)")
+    assert lines[heading + 2] == "Supported (n = 5): Elastic-Softmax has less mass."
 
     tracker = Tracker(default_uri(runs), runs, "q_mine-backcopy_tiny")
     (parent,) = tracker.find({"kind": "ablation"})

@@ -53,7 +53,7 @@ ALIKE = {
     "learned positions": (LAZY, {"position": LearnedAbsolute()}),
     "per token": (AttentionSpec(Elastic(0.7, "per_token"), Fire()), {}),
 } | {
-    name: (AttentionSpec(kind(), Alibi()), {})
+    name: (AttentionSpec(kind(**({"beta": 0.5} if hasattr(kind, "beta") else {})), Alibi()), {})
     for name, kind in find_leaf_classes(Normaliser).items()
     if kind.__module__.startswith("lit_lazy.")
 }

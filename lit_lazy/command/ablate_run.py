@@ -77,8 +77,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--looks",
         metavar="N",
         type=positive_int,
-        help="make at most N looks of a question that has looks, also if it is futile to continue (default: until it "
-        "is decided or futile)",
+        help="make at most N further looks of a question that has looks, also if it is futile to continue (default: "
+        "until it is decided or futile)",
     )
     parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
@@ -163,7 +163,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 table, finished, executed = run(grid, replace(launch, fresh=False))
                 made += int(executed)
     if options.brief:
-        print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")
+        verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
+        print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
     else:
         print_results(render_markdown(table), grid.folder, options.runs)
     if not finished and until is not None:
@@ -226,7 +227,7 @@ def find_next_look(table: "Table", most: int | None, made: int) -> int | None:
 def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     """What a look left open, and the price of the next one by the time of the cells so far."""
     from lit_lazy.support.console import format_duration
-    from lit_lazy.table.verdicts import describe_contrasts, describe_looks
+    from lit_lazy.table.verdicts import describe_chances, describe_contrasts, describe_looks
 
     declared, verdict = table.declaration, table.verdict
     assert declared is not None
@@ -237,7 +238,8 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     number, seconds = len(verdict.looks) + 1, (table.seconds or 0.0) / max(len(known), 1)
     price = f"{missing} cells, about {format_duration(missing * seconds / workers)} with {workers} workers"
     following = f"look {number} of {len(declared.looks)}: n = {declared.looks[number - 1]}, {price}"
-    return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), following])
+    chances = f"  {describe_chances(verdict)}"
+    return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), chances, following])
 
 
 def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:

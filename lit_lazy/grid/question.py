@@ -61,6 +61,9 @@ class Question:
         for part in ("contrasts", "primary"):
             value = getattr(self.ablation, part)
             require(not value, f"{name}: ablation.{part}", value, "leave it to the question")
+        names = [contrast.name for contrast in self.contrasts]
+        twice = [one for one in dict.fromkeys(names) if names.count(one) > 1]
+        require(not twice, f"{name}: contrasts", twice, "are there twice; rename one")
         rows = {row.name for row in self.ablation.all_rows}
         for statement in (part for part in self.contrasts if isinstance(part, Statement)):
             strange = [row for row in statement.weights if row not in rows]

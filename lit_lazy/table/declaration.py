@@ -1,11 +1,13 @@
 """The records of a question: its declaration before the run, and the verdict on its claim."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from lit_lazy.support.checks import require
+from lit_lazy.support.typecheck import check_kinds
 
 Rule = Literal["lower", "higher", "same", "no_worse", "mostly", "removed", "alone"]
 """The claim about every contrast.
@@ -39,6 +41,12 @@ class Comparison:
     value: float
     of: str | None = None
 
+    def __post_init__(self) -> None:
+        require(self.sign in ("<", ">"), "sign", self.sign, "must be < or >")
+        number = isinstance(self.value, int | float) and math.isfinite(self.value)
+        require(number, "value", self.value, "must be a number; the row that it is times is `of`")
+        require(self.row != self.of, "of", self.of, "must be another row")
+
     def holds(self, outcomes: Mapping[str, float]) -> bool:
         """Whether it is true of one seed's outcomes by row."""
         bound = self.value if self.of is None else self.value * outcomes[self.of]
@@ -66,6 +74,13 @@ class Statement:
     holds: Comparison
     given: Comparison | None = None
     rivals: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds(f"statement {self.name!r}", self)
+        clash = {*self.rivals} & {self.holds.row, self.holds.of}
+        require(
+            not clash, f"statement {self.name!r}: rivals", sorted(map(str, clash)), "must be rows that it is not about"
+        )
 
     @property
     def weights(self) -> dict[str, float]:

@@ -310,23 +310,31 @@ def list_regions(declaration: Declaration) -> tuple[list[Region], list[Region]]:
 
 
 def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures) -> bool:
-    """Whether, from the second look on, the last look would not decide the claim if means and spreads stay.
+    """Whether, from the second look on, no look that is left would decide the claim if means and spreads stay.
 
     It binds nobody: error rates hold whether or not the question goes on.
     """
-    if len(looks) < 2 or len(looks) == len(declaration.looks):
+    if len(looks) < 2:
         return False
-    last = compute_critical(declaration, len(declaration.looks) - 1)
     seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
     unlearned = _find_unlearned(failures, seeds)
-    open_contrasts = [name for name in declaration.contrasts if name not in decided]
-    decisions = []
-    for name in open_contrasts:
-        dead = bool(_find_dead(declaration, name, unlearned))
-        parts = _extrapolate(_measure_parts(declaration, name, outcomes, seeds, unlearned), last.n, declaration)
-        found = _decide(declaration, name, parts, last)
-        decisions.append((bool(found.supported) and not dead, bool(found.refuted) and not dead))
-    return not any(refuted for _, refuted in decisions) and not all(supported for supported, _ in decisions)
+    parts = {
+        name: _measure_parts(declaration, name, outcomes, seeds, unlearned)
+        for name in declaration.contrasts
+        if name not in decided
+    }
+    dead = {name for name in parts if _find_dead(declaration, name, unlearned)}
+    kept: set[str] = set()
+    for number in range(len(looks), len(declaration.looks)):
+        critical = compute_critical(declaration, number)
+        for name in {*parts} - kept - dead:
+            found = _decide(declaration, name, _extrapolate(parts[name], critical.n, declaration), critical)
+            if found.refuted:
+                return False
+            kept |= {name} if found.supported else set()
+        if kept == {*parts}:
+            return False
+    return True
 
 
 def _extrapolate(parts: np.ndarray, n: int, declaration: Declaration) -> np.ndarray:

@@ -126,8 +126,7 @@ def _format_sentence_of_looks(declaration: Declaration, verdict: Verdict) -> str
     if verdict.futile:
         text += " Futile to continue: if means and spreads stay, no look that is left decides it."
     elif verdict.chances:
-        listed = ", ".join(f"{chance.supported + chance.refuted:.2f} by n = {chance.n}" for chance in verdict.chances)
-        text += f" Probability that it is decided: {listed}."
+        text += f" {describe_chances(verdict)}."
     if verdict.exploratory:
         text += f" Exploratory: {'; '.join(verdict.exploratory)}."
     return text
@@ -184,3 +183,9 @@ def describe_earlier(declaration: Declaration) -> str:
     """Describe the earlier question on the same claim."""
     known = declaration.earlier or "its table is not in docs/results."
     return f"Second attempt, with other seeds. The first, {declaration.after}: {known}"
+
+
+def describe_chances(verdict: Verdict) -> str:
+    """The probabilities that the looks that are left decide an open claim."""
+    listed = ", ".join(f"{chance.supported + chance.refuted:.2f} by n = {chance.n}" for chance in verdict.chances)
+    return f"Probability that it is decided: {listed}"

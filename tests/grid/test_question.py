@@ -191,6 +191,7 @@ ABLATION = question().ablation
         ({"primary": "loss/excel"}, r"question 'q': primary='loss/excel': must be a column: loss/excess"),
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is not one of its rows"),
+        ({"contrasts": (Contrast("c", {"b": 1, "a": -1}),) * 2}, r"contrasts=\['c'\]: are there twice; rename one"),
         ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
         (

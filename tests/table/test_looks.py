@@ -190,6 +190,31 @@ def test_a_futile_question_says_so_from_the_second_look_on() -> None:
     assert not judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": around(0.92, 0.25, 20)}).futile
 
 
+def test_a_question_that_an_earlier_look_would_decide_is_not_futile() -> None:
+    """The look at 81 spends most of the error rate, the last one next to none."""
+    declared = declare("lower", looks=(10, 20, 81, 82), seeds=tuple(range(82)), margin=0.5)
+    rows = {"old": [1.0] * 20, "new 0": around(0.7, 1.0, 20)}
+    found = judge_rows(declared, rows)
+    assert not found.futile
+    assert found.chances[0].supported + found.chances[0].refuted > 0.8
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Comparison("a", "<=", 1.0), "sign='<=': must be < or >"),
+        (lambda: Comparison("a", "<", math.nan), "value=nan: must be a number"),
+        (lambda: Comparison("a", "<", "b"), "value='b': must be a number; the row that it is times is `of`"),
+        (lambda: Comparison("a", "<", 1.0, "a"), "of='a': must be another row"),
+        (lambda: Statement("s", SINK.holds, rivals=("new",)), r"statement 's': rivals=\['new'\]: must be rows that"),
+        (lambda: Statement("s", SINK.holds, rivals=("old",)), r"rivals=\['old'\]"),
+    ],
+)
+def test_mistakes_in_a_statement_are_named(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("rule", ["lower", "same", "mostly"])
 def test_chances_are_those_of_simulated_futures(rule: str) -> None:
     """Over claims whose truth varies widely, the mean chance to be decided by n is the share that is decided."""

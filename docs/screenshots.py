@@ -117,12 +117,10 @@ def take(links: Mapping[str, str], out: Path, pictures: Mapping[str, tuple[str, 
 
 
 def shrink(picture: Path) -> None:
-    """Reduce a picture to its most frequent colours, which leaves a third of its size."""
+    """Reduce a picture to colours that cover all of its own, rare ones too, which leaves a third of its size."""
     image = Image.open(picture).convert("RGB")
-    frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLOURS]
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([value for _, colour in frequent for value in colour])
-    image.quantize(palette=palette, dither=Image.Dither.NONE).save(picture, optimize=True)
+    covering = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    covering.save(picture, optimize=True)
 
 
 def a_cell(browser: Browser) -> str:

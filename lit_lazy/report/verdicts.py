@@ -66,8 +66,8 @@ REVIEWERS = {
 SUBJECTS: Mapping[str, Mapping[str, str]] = {
     "The sink": {
         "q_sink": "removes the sink, and it alone",
-        "q_sink_2": "can spare any one part and still remove the sink",
-        "q_sink_tasks": "leaves less than a quarter of the sink on five chains",
+        "q_sink_2": "removes it without any one part",
+        "q_sink_tasks": "and of the sink on five chains",
         "q_mask": "leaves less than a quarter of BOS's sink at four places",
         "q_null": "shows absent keys by its mass better than rivals",
     },
@@ -78,7 +78,7 @@ SUBJECTS: Mapping[str, Mapping[str, str]] = {
     },
     "Loss on text": {
         "q_text": "has a lower loss than softmax on text",
-        "q_text_rates": "has it after 600 steps, too",
+        "q_text_rates": "also early",
         "q_window": "beats softmax within a short window",
         "q_scale": "keeps its gain as models grow",
         "q_lasts": "keeps its gain as training goes on",

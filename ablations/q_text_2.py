@@ -50,6 +50,18 @@ GAINS = (
 )
 
 
+def rows_at_best_rates() -> tuple[Row, ...]:
+    """The four rules, each at its best rate of the first stage."""
+    return tuple(
+        at_best_rate(
+            Row(row, {"model.attention.normaliser": rule, "model.attention.bias": bias}, source="ours"),
+            of=row,
+            folder=FIRST,
+        )
+        for row, (rule, bias) in RULES.items()
+    )
+
+
 def models(name: str) -> Ablation:
     """The four rules, trained for 3,000 steps at their best rates, with what any question asks of them."""
     return Ablation(
@@ -58,14 +70,7 @@ def models(name: str) -> Ablation:
         baseline="softmax",
         seeds=SEEDS,
         columns=(*COLUMNS, WIDE_LOSS, FORGOTTEN, *HEAD_COLUMNS),
-        rows=tuple(
-            at_best_rate(
-                Row(row, {"model.attention.normaliser": rule, "model.attention.bias": bias}, source="ours"),
-                of=row,
-                folder=FIRST,
-            )
-            for row, (rule, bias) in RULES.items()
-        ),
+        rows=rows_at_best_rates(),
         common={
             "train.steps": 3_000,
             "train.warmup_steps": 200,

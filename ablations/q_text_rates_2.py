@@ -1,10 +1,9 @@
 """Is Elastic-Softmax ahead after 600 steps on text, each rule at its best rate (R5)? Second attempt, with looks."""
 
-from q_text_2 import FIRST, GAINS, LOOKS, RULES, SEEDS
+from q_text_2 import GAINS, LOOKS, SEEDS, rows_at_best_rates
 
-from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.question import Question
-from lit_lazy.grid.stages import at_best_rate
 from lit_lazy.table.columns import COLUMNS
 
 
@@ -16,14 +15,7 @@ def question() -> Question:
             baseline="softmax",
             seeds=SEEDS,
             columns=COLUMNS,
-            rows=tuple(
-                at_best_rate(
-                    Row(name, {"model.attention.normaliser": rule, "model.attention.bias": bias}, source="ours"),
-                    of=name,
-                    folder=FIRST,
-                )
-                for name, (rule, bias) in RULES.items()
-            ),
+            rows=rows_at_best_rates(),
         ),
         claim="After 600 steps on text Elastic-Softmax has a lower loss than softmax, each at its best learning rate.",
         primary="loss/bits_per_byte",

@@ -50,7 +50,7 @@ class Question:
     few_seeds_because: str = ""
     """Why a first look has fewer than ten seeds."""
     after: str = ""
-    """Name of an earlier question on the same claim; its verdict is shown beside this one."""
+    """The question that this one repeats, perhaps with another outcome; its verdict is shown beside this one."""
 
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"

@@ -126,7 +126,7 @@ class Declaration:
     few_seeds_because: str = ""
     """Why the first look has fewer than ten seeds."""
     after: str = ""
-    """The earlier question on the same claim, which was answered with other seeds."""
+    """The question that this one repeats with other seeds, perhaps with another outcome or claim."""
     digest: str = ""
     """Hash of all fields above, the rows and the experiment."""
     commit: str = ""
@@ -192,7 +192,9 @@ class Declaration:
 
     def to_json(self) -> dict[str, Any]:
         """Without the fields of later versions that are at their default: an old declaration keeps its digest."""
-        return _omit_defaults(self, ("rules", "looks", "statements", "few_seeds_because", "after", *_EARLIER))
+        return _omit_defaults(
+            self, ("rules", "looks", "statements", "few_seeds_because", "after", "earlier", "earlier_seeds")
+        )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
@@ -200,9 +202,6 @@ class Declaration:
         known: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in listed if name in data}
         known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
         return cls(**known)
-
-
-_EARLIER = ("earlier", "earlier_seeds")
 
 
 def _omit_defaults(record: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -53,10 +53,6 @@ class Critical(NamedTuple):
         """Seeds in which a statement must hold to be supported: the least y with P(Bin(n, 1/2) >= y) <= `support`."""
         return int(binom.isf(self.support, self.n, SHARE_CLAIMED)) + 1
 
-    def divide(self, parts: int) -> "Critical":
-        """With `parts` times as many ways to refute."""
-        return self._replace(refute=self.refute / parts)
-
 
 def compute_critical(declaration: Declaration, look: int) -> Critical:
     """Error rates at a look, counted from 0."""
@@ -97,7 +93,8 @@ def _decide(declaration: Declaration, name: str, parts: np.ndarray, critical: Cr
     n, margin, a, b = critical.n, declaration.margin, critical.t_support, critical.t_refute
     if declaration.rule == "removed":
         claimed = np.array([weight > 0 for weight in declaration.contrasts[name].values() if weight])
-        levels, b = _Moments.measure(parts), critical.divide(int(claimed.sum())).t_refute
+        levels = _Moments.measure(parts)
+        b = critical._replace(refute=critical.refute / int(claimed.sum())).t_refute
         present = np.all(levels.is_above(declaration.kept, a, n)[..., ~claimed], axis=-1)
         removed = np.all(levels.is_below(declaration.removed, a, n)[..., claimed], axis=-1)
         still_there = np.any(levels.is_above(declaration.kept, b, n)[..., claimed], axis=-1)
@@ -113,16 +110,15 @@ def _decide(declaration: Declaration, name: str, parts: np.ndarray, critical: Cr
 
 def _decide_statement(declaration: Declaration, parts: np.ndarray, critical: Critical) -> _Decision:
     absent, met, rivals = parts[..., 0, :].sum(axis=-1), parts[..., 1, :].sum(axis=-1), parts[..., 2:, :].sum(axis=-1)
-    known = absent <= MOST_ABSENT * critical.n
     supported, refuted = met >= critical.fewest_met, _is_rare(met, critical)
-    if declaration.rule == "alone" and rivals.shape[-1]:
-        each = critical.divide(rivals.shape[-1])
+    known = absent <= MOST_ABSENT * critical.n
+    if declaration.rule == "alone":
         # Support claims that no rival does it, so each must be shown not to.
-        supported &= _is_rare(rivals, critical._replace(refute=critical.support)).all(axis=-1)
-        rate = critical._replace(support=each.refute)
-        refuted |= (rivals >= rate.fewest_met).any(axis=-1)
-    elif declaration.rule == "alone":
-        known = known & False
+        count = rivals.shape[-1]
+        supported &= np.all(_is_rare(rivals, critical._replace(refute=critical.support)), axis=-1)
+        each = critical._replace(support=critical.refute / max(count, 1))
+        refuted |= np.any(rivals >= each.fewest_met, axis=-1)
+        known &= count > 0
     return _Decision(known & supported, known & refuted)
 
 

@@ -1,6 +1,7 @@
 """`lit-lazy ablate run`"""
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -117,12 +118,21 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         from lit_lazy.grid.jobs.estimate import print_estimate
 
         request = parse_request(options, overrides)
+        table = None if options.fresh else _read_looks(request, options)
+        if table is not None:
+            if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
+                print(f"{table.verdict.sentence}\nThere is no look to make.")
+                return 0
+            request = parse_request(options, overrides, table.verdict)
+            request = request._replace(chosen=_drop_complete(request.chosen, table))
         configs = apply_rows(request.chosen, request.base, request.overridden)
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
         print_estimate(request.grid, request.chosen, configs, launch, plain_console())
         if request.question is not None and has_looks(request.question, options):
-            print(f"This is the first of the looks at n = {', '.join(map(str, request.question.looks))}.")
+            number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
+            listed = ", ".join(map(str, request.question.looks))
+            print(f"This is look {number} of {len(request.question.looks)}, at n = {listed}.")
         return 0
     request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
@@ -211,6 +221,25 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     return question is not None and bool(question.looks) and not (options.rows or options.seeds)
 
 
+def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
+    """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
+    from lit_lazy.table.records import Table
+
+    file = options.runs / request.grid / "table.json"
+    if not (has_looks(request.question, options) and file.exists()):
+        return None
+    table, declared = Table.from_json(json.loads(file.read_text())), request.declaration
+    same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
+    return table if same else None
+
+
+def _drop_complete(chosen: "list[tuple[Row, tuple[int, ...]]]", table: "Table") -> "list[tuple[Row, tuple[int, ...]]]":
+    """The rows with the seeds that a table does not have yet."""
+    complete = {row.variant: row.cells.get("complete", []) for row in table.rows}
+    left = [(row, tuple(seed for seed in seeds if seed not in complete.get(row.name, []))) for row, seeds in chosen]
+    return [(row, seeds) for row, seeds in left if seeds]
+
+
 def find_next_look(table: "Table", most: int | None, made: int) -> int | None:
     """The number of the look to make next, from 1; None if the question is decided or futile, or after `most` looks.
 
@@ -234,7 +263,7 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     assert verdict is not None
     lines = describe_contrasts(declared, verdict, table.columns_by_key[declared.primary])
     known = {(row.variant, seed) for row in table.rows for seed in row.cells.get("complete", [])}
-    missing = sum((cell.variant, cell.seed) not in known for cell in grid.cells)
+    missing = sum((cell.variant, cell.seed) not in known and cell.key not in grid.taken for cell in grid.cells)
     number, seconds = len(verdict.looks) + 1, (table.seconds or 0.0) / max(len(known), 1)
     price = f"{missing} cells, about {format_duration(missing * seconds / workers)} with {workers} workers"
     following = f"look {number} of {len(declared.looks)}: n = {declared.looks[number - 1]}, {price}"
@@ -253,6 +282,8 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     if options.looks is not None and not has_looks(question, options):
         why = "with --rows or --seeds all cells are trained at once" if question and question.looks else "it has none"
         raise ValueError(f"--looks {options.looks}: {why}; leave --looks out")
+    if options.looks is not None and question is not None and options.looks > len(question.looks):
+        raise ValueError(f"--looks {options.looks}: {ablation.name} has {len(question.looks)}; ask for at most those")
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)

@@ -72,7 +72,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
 
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
-    from lit_lazy.config.user_files import find
+    from lit_lazy.config.user_files import find, list_available
     from lit_lazy.grid.question import load_ablation_or_question
 
     name = options.ablation
@@ -81,7 +81,14 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        ablation, _ = load_ablation_or_question(find("ablations", name))
+        try:
+            file = find("ablations", name)
+        except ValueError:
+            same = [grid for grid in known if grid.startswith(f"{name}-")] or known
+            near = did_you_mean(name, [*known, *list_available("ablations")])
+            fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same)}"
+            raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
+        ablation, _ = load_ablation_or_question(file)
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(

@@ -34,10 +34,11 @@ class Question:
     """The contrasts to which the rule applies, at most five; statements for the rules `mostly` and `alone`."""
     rule: Rule
     """The claim about every contrast (`lit_lazy.table.declaration.Rule`)."""
-    margin: float
-    """The largest difference that counts as equivalent, in the metric's unit."""
     source: str
     """Origin: a reviewer's question (R1 to R15) or a place in the paper."""
+    margin: float = 0.0
+    """The largest difference that counts as equivalent, in the metric's unit; not used by the rules `mostly` and
+    `alone` at looks."""
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before the declaration; a verdict that uses one is exploratory."""
     removed: float = 0.1
@@ -56,6 +57,8 @@ class Question:
         name = f"question {self.ablation.name!r}"
         check_kinds(name, self)
         require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
+        few = self.few_seeds_because
+        require(not few or bool(few.strip()), f"{name}: few_seeds_because", few, "must be a sentence, or left out")
         keys = [column.key for column in self.ablation.columns]
         require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
         for part in ("contrasts", "primary"):

@@ -63,6 +63,9 @@ REVIEWERS = {
 }
 """The reviewers' questions (OpenReview, paraphrased), and what the experiments leave open."""
 
+_ALSO_ABOUT: Mapping[str, str] = {"q_sink_2": ", R3"}
+"""Reviewers' questions that a declaration did not name."""
+
 SUBJECTS: Mapping[str, Mapping[str, str]] = {
     "The sink": {
         "q_sink": "removes the sink, and it alone",
@@ -292,10 +295,11 @@ def _format_status(table: Table) -> str:
 def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
     verdicts: dict[str, list[str]] = {number: [] for number in REVIEWERS}
     for _, table in _select_latest(found):
-        for number in re.findall(r"\bR\d+\b", _get_declaration(table).source):
+        source = _get_declaration(table).source + _ALSO_ABOUT.get(table.ablation, "")
+        for number in re.findall(r"\bR\d+\b", source):
             verdicts.setdefault(number, []).append(f"{table.ablation}: {_format_status(table)}")
     rows = tuple((n, about, "; ".join(verdicts[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
-    return Tabular(("", "Question", "Verdicts", "Still open"), rows, 4)
+    return Tabular(("", "Question", "Verdicts on a part of it", "Still open"), rows, 4)
 
 
 def _build_blocks(result: QuestionResult) -> list[Block]:

@@ -3,7 +3,7 @@
 All functions are pure in the declaration and the values of a table, so table.json is enough to recompute a verdict.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from lit_lazy.table.looks import (
     ALPHA,
     combine_statuses,
     compute_chances,
+    compute_support_interval,
     find_open_rows,
     is_futile,
     judge_looks,
@@ -161,11 +162,20 @@ def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Colum
     stated = {statement.name: f" ({statement})" for statement in declaration.statements}
     return [
         f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
-        f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]{unit}"
+        f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]"
+        + f"{_format_support_interval(declaration, part, number)}{unit}"
         + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
         + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts
     ]
+
+
+def _format_support_interval(declaration: Declaration, part: Finding, number: Callable[[float], str]) -> str:
+    """The interval that support takes, if it is not the printed one, which is that of refutation."""
+    if declaration.rules == FIXED or len(declaration.contrasts) == 1 or part.status == "refuted":
+        return ""
+    low, high = compute_support_interval(declaration, part)
+    return f", for support [{number(low)}, {number(high)}]"
 
 
 def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:
@@ -181,8 +191,11 @@ def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:
 
 def describe_earlier(declaration: Declaration) -> str:
     """Describe the earlier question on the same claim."""
-    known = declaration.earlier or "its table is not in docs/results."
-    return f"Second attempt, with other seeds. The first, {declaration.after}: {known}"
+    if not declaration.earlier:
+        return f"Asked after {declaration.after}, whose table is not in docs/results."
+    if declaration.claim in declaration.earlier:
+        return f"Second attempt, with other seeds. The first, {declaration.after}: {declaration.earlier}"
+    return f"Asked with other seeds after {declaration.after}, whose claim reads otherwise: {declaration.earlier}"
 
 
 def describe_chances(verdict: Verdict) -> str:

@@ -193,6 +193,7 @@ ABLATION = question().ablation
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is not one of its rows"),
         ({"contrasts": (Contrast("c", {"b": 1, "a": -1}),) * 2}, r"contrasts=\['c'\]: are there twice; rename one"),
         ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
+        ({"few_seeds_because": " "}, "question 'q': few_seeds_because=' ': must be a sentence, or left out"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
         (
             {"rule": "better"},

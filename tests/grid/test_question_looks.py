@@ -45,6 +45,12 @@ def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
     return Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text())), done.stdout
 
 
+def dry_run(question: Path, runs: Path) -> str:
+    done = forked.run([*RUN, str(question), "--runs", str(runs), "--dry-run"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
 def seeds(table: Table) -> dict[str, list[int]]:
     return {row.variant: row.seeds for row in table.rows}
 
@@ -62,6 +68,8 @@ def test_only_rows_with_an_open_contrast_go_on(tmp_path: Path, runs: Path) -> No
     assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
     assert [part.n for part in whole.verdict.parts] == [3, 6]
     assert find_next_look(whole, None, 3) is None
+    printed = dry_run(tmp_path / "mine" / "q_mine.py", runs)
+    assert "There is no look to make." in printed
 
 
 @pytest.mark.long
@@ -74,6 +82,9 @@ def test_a_resumed_question_equals_an_undisturbed_one(tmp_path: Path, runs: Path
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
+            printed = dry_run(question, runs / "parts")
+            assert "2 cells of q_mine-backcopy_tiny" in printed
+            assert "This is look 2 of 3, at n = 3, 4, 6." in printed
     # Packed after its first look, and continued in another folder.
     moved, packed = runs / "moved", tmp_path / "cells.jsonl.xz"
     run(question, runs / "first", "--looks", "1")
@@ -128,6 +139,7 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
         (("q_mask", "--looks", "1"), "--looks 1: it has none; leave --looks out"),
         (("q_mask_2", "--looks", "1", "--seeds", "7"), "with --rows or --seeds all cells are trained at once"),
         (("q_mask_2", "--looks", "0"), "--looks: '0'"),
+        (("q_mask_2", "--looks", "5"), "--looks 5: q_mask_2 has 4; ask for at most those"),
     ],
 )
 def test_looks_that_cannot_be_made_are_named(
@@ -146,4 +158,4 @@ def test_a_dry_run_prices_the_first_look(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["ablate", "run", "q_mask_2", "--base", "backcopy_tiny", "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "80 cells of q_mask_2-backcopy_tiny" in printed
-    assert "This is the first of the looks at n = 10, 20, 40, 80." in printed
+    assert "This is look 1 of 4, at n = 10, 20, 40, 80." in printed

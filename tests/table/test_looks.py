@@ -14,7 +14,7 @@ from lit_lazy.table.declaration import SEQUENTIAL, Comparison, Declaration, Stat
 from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
-from lit_lazy.table.verdicts import add_verdict, judge
+from lit_lazy.table.verdicts import add_verdict, describe_contrasts, judge
 
 LOOKS = (10, 20, 40, 80)
 LOSS = Column("loss", "loss", "lower", 3, "nats")
@@ -242,9 +242,10 @@ def test_chances_are_those_of_simulated_futures(rule: str) -> None:
 
 
 def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> None:
+    repeated = replace(COUNTED, after="q", earlier=f"Undecided: {COUNTED.claim}", earlier_seeds=(3,))
     for declared, rows in (
         (declare("lower", k=2), {"old": around(1, 0.01, 20), "new 0": around(0.5, 0.1, 10), "new 1": [0.9, 1.0] * 10}),
-        (replace(COUNTED, after="q", earlier="Undecided.", earlier_seeds=(3,)), {"old": [0.4] * 10, "new": [0.0] * 10}),
+        (repeated, {"old": [0.4] * 10, "new": [0.0] * 10}),
     ):
         table = add_verdict(table_of(declared, rows), declared)
         again = Table.from_json(json.loads(json.dumps(table.to_json())))
@@ -254,7 +255,23 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> 
         assert table.verdict is not None
         assert table.verdict.sentence in text
         assert f"look 1 of 4: n = 10, alpha spent {0.025 / 8:.4g}" in text
-        assert ("Second attempt, with other seeds. The first, q: Undecided." in text) == bool(declared.after)
+        assert (f"Second attempt, with other seeds. The first, q: {declared.earlier}" in text) == bool(declared.after)
+    other = add_verdict(table_of(replace(declared, claim="Another."), rows), replace(declared, claim="Another."))
+    assert "Asked with other seeds after q, whose claim reads otherwise: Undecided" in render_markdown(other)
+
+
+def test_the_interval_of_support_is_printed_where_it_is_not_that_of_refutation() -> None:
+    rows = {"old": [1.0] * 10, "new 0": around(0.5, 0.1, 10), "new 1": around(1, 0.1, 10)}
+    two, one = declare("lower", k=2), declare("lower")
+    verdict = judge_rows(two, rows)
+    critical = compute_critical(two, 0)
+    wide, short = (
+        f"[{-0.5 - factor * 0.1 / math.sqrt(10):+.3f}, {-0.5 + factor * 0.1 / math.sqrt(10):+.3f}]"
+        for factor in (critical.t_refute, critical.t_support)
+    )
+    supported = f"-0.500 {wide}, for support {short} nats"
+    assert describe_contrasts(two, verdict, LOSS)[0] == f"c0: supported, lower: {supported}"
+    assert "for support" not in describe_contrasts(one, judge_rows(one, rows), LOSS)[0]
 
 
 def test_there_is_no_verdict_before_the_first_look() -> None:

@@ -3,7 +3,7 @@
 import ast
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import find, find_python_file, load_experiment, load_module
+from lit_lazy.data.base import DataSource
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
 from lit_lazy.grid.plan import build_table_from_mlflow, find_newest_parent, select_one_per_cell
 from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, evaluation_mode, hook_layers, measure, sample_validation
+from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
@@ -38,6 +41,7 @@ from lit_lazy.tracking.tracked_run import FinishedTraining, train_tracked
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.module import LitLM
 
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
@@ -91,7 +95,9 @@ def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
     """
     for file in _require_sequence("imports", imports):
         load_module(find_python_file("imports", str(_require_path("imports", file))))
-    return Model(_require_path("checkpoint", checkpoint))
+    path = _require_path("checkpoint", checkpoint)
+    module = checkpoints.load(path)
+    return Model(path, module, module)
 
 
 class Model:
@@ -100,10 +106,11 @@ class Model:
     `config` is what it was trained with, `decoder` the torch module: tokens `[B, L]` to logits `[B, L, vocabulary]`.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint, self._module = checkpoint, checkpoints.load(checkpoint)
-        self.config: RunConfig = self._module.cfg
-        self.decoder: DecoderLM = self._module.model.to(select_training_device()).eval()
+    def __init__(self, checkpoint: Path, trained: LitLM, module: LitLM) -> None:
+        """trained: the checkpoint's own; module: that, or a changed one."""
+        self._checkpoint, self._trained = checkpoint, trained
+        self.config: RunConfig = module.cfg
+        self.decoder: DecoderLM = module.model.to(select_training_device()).eval()
 
     @overload
     def generate(
@@ -184,8 +191,42 @@ class Model:
         True
         """
         require_whole("sequences", sequences, 1)
-        source = checkpoints.load_training_data(self._checkpoint, self._module)
-        return measure(self.decoder, sample_validation(source, sequences), sample=sequences)
+        return measure(self.decoder, sample_validation(self._load_data(), sequences), sample=sequences)
+
+    def with_(self, changes: Mapping[str, Any]) -> "Model":
+        """The model under other settings, on its weights where name and shape match; new ones start as in training.
+
+        changes: values by dotted path of `config`, below `model` or `data`. The weights are shared, so training one
+        model changes the other. Raises ValueError, in one line, for an unknown path or a value that does not fit.
+
+        >>> from lit_lazy.attention import Elastic
+        >>> model = load(train("backcopy_tiny").checkpoint)
+        >>> changed = model.with_({"model.attention.normaliser": Elastic(tau_init=0.5)})
+        >>> bool((changed.weights(range(9)) <= model.weights(range(9))).all())
+        True
+        """
+        strange = [path for path in changes if path.partition(".")[0] not in ("model", "data")]
+        require(not strange, "changes", strange, "must be fields of model or data, such as model.attention.normaliser")
+        return Model(
+            self._checkpoint, self._trained, checkpoints.change_model(self._trained, replace_at(self.config, changes))
+        )
+
+    def raise_thresholds(self, rise: float, sequences: int = SAMPLE) -> Tensor:
+        """Raise tau of each head from 0 until the loss on validation sequences is `rise` nats higher: `[layers, H]`.
+
+        The taus stay in the model. Raises ValueError, in one line, where it has no tau per head or no data.
+
+        >>> from lit_lazy.attention import Elastic
+        >>> changed = load(train("backcopy_tiny").checkpoint).with_({"model.attention.normaliser": Elastic()})
+        >>> changed.raise_thresholds(rise=0.01).shape
+        torch.Size([1, 1])
+        """
+        (batch,) = sample_validation(self._load_data(), sequences)
+        on_device = {name: part.to(self.decoder.device) for name, part in batch.items()}
+        return raise_thresholds(self.decoder, on_device, rise)
+
+    def _load_data(self) -> DataSource:
+        return checkpoints.load_data_for(self._checkpoint, self._trained, self.config.data)
 
     @cached_property
     def _prompts(self) -> Prompts:

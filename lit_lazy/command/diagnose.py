@@ -14,15 +14,15 @@ from lit_lazy.command.options import (
     int_list,
     make_eviction,
     non_empty,
+    positive_float,
     positive_int,
     prepare_process,
 )
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands, "diagnose", diagnose, "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
-    )
+    summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
+    parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
     add_checkpoint(parser)
     parser.add_argument(
         "--data",
@@ -55,12 +55,19 @@ def add_to(commands: Commands) -> None:
         default=64,
         help="maximum number of validation sequences (default 64)",
     )
+    parser.add_argument(
+        "--rise",
+        metavar="NATS",
+        type=positive_float,
+        help="raise tau of each head from 0 until the loss is so much higher; for a model with Elastic-Softmax, or one "
+        "changed to it by --model.attention.normaliser=Elastic",
+    )
     parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
     add_threads(parser)
     add_runs(parser)
 
 
-def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
+def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import Maps
     from lit_lazy.report.checkpoint import Request
     from lit_lazy.report.checkpoint import diagnose as diagnose_checkpoint
@@ -70,6 +77,8 @@ def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
     diagnose_checkpoint(
         Request(
             checkpoint=options.checkpoint,
+            overrides=tuple(overrides),
+            rise=options.rise,
             data=options.data,
             lengths=tuple(options.lengths),
             eviction=make_eviction(options),

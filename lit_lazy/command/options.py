@@ -295,6 +295,17 @@ def non_empty(text: str) -> str:
     return text
 
 
+def positive_float(text: str) -> float:
+    """Option type: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return number
+
+
 def gpu_share(text: str) -> float:
     """Option type: the GPUs of a Ray task."""
     try:

@@ -54,7 +54,7 @@ MOST_WRITTEN = 48
 
 
 class _State(NamedTuple):
-    """The trained or the untrained model: prefix of its arrays, look of its lines and markers."""
+    """The trained model, or it before its training or before a change: prefix of its arrays, look of its lines."""
 
     prefix: str
     label: str
@@ -63,6 +63,8 @@ class _State(NamedTuple):
 
 
 TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
+BEFORE = _State("before/", "before the change", "--", "white")
+STATES = (TRAINED, INIT, BEFORE)
 
 
 @use_style()
@@ -406,18 +408,18 @@ def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
 
 def _read_states(arrays: Arrays, key: str) -> list[tuple[_State, np.ndarray]]:
     """The array of each state that has something to draw under the key."""
-    found = ((state, _read_finite(arrays, state.prefix + key)) for state in (TRAINED, INIT))
+    found = ((state, _read_finite(arrays, state.prefix + key)) for state in STATES)
     return [(state, values) for state, values in found if values is not None]
 
 
 def _find_states(arrays: Arrays, *keys: str) -> list[_State]:
     """The states that have something to draw under any of the keys."""
     found = {state for key in keys for state, _ in _read_states(arrays, key)}
-    return [state for state in (TRAINED, INIT) if state in found]
+    return [state for state in STATES if state in found]
 
 
 def _find_shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
-    return next(arrays[s.prefix + key].shape for s in (TRAINED, INIT) for key in keys if s.prefix + key in arrays)
+    return next(arrays[s.prefix + key].shape for s in STATES for key in keys if s.prefix + key in arrays)
 
 
 def _pluralise(count: int, thing: str) -> str:
@@ -543,9 +545,11 @@ def _write_remark(axes: Axes, text: str) -> None:
 
 
 def _state_handles(states: Sequence[_State], marker: str = "") -> list[Line2D]:
-    """Legend entries of trained and untrained; empty if there is only the trained model."""
+    """Legend entries of the states; empty if there is only the trained model."""
     if states == [TRAINED]:
         return []
+    if BEFORE in states:
+        states = [state._replace(label="changed") if state is TRAINED else state for state in states]
     look = {"color": NEUTRAL, "marker": marker}
     return [Line2D([], [], linestyle=s.line, markerfacecolor=s.face or NEUTRAL, label=s.label, **look) for s in states]
 

@@ -1,5 +1,6 @@
 """Measure a checkpoint's heads and hidden states into a folder and an MLflow run: `lit-lazy diagnose`."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from lit_lazy.attention import Eviction
+from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import find, load_experiment
@@ -17,6 +19,7 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
 from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, measure, sample_validation
+from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
@@ -52,6 +55,10 @@ class Request:
     """The options of `lit-lazy diagnose`."""
 
     checkpoint: Path
+    overrides: tuple[str, ...] = ()
+    """Settings of the model and of its data to change, as `--dotted.path=value`; weights stay where they match."""
+    rise: float | None = None
+    """Raise tau of each head, from 0, until the loss of the sample is so many nats above that at 0."""
     data: str | None = None
     """Experiment whose data are measured; None for the training data."""
     lengths: tuple[int, ...] = ()
@@ -66,10 +73,12 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint and, if given, of the other data."""
+        """Name of the checkpoint and, if given, of the other data, and a digest of what is changed."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        return name + (f"-{Path(self.data).stem}" if self.data else "")
+        changes = (*self.overrides, *([] if self.rise is None else [f"--rise={self.rise}"]))
+        digest = f"-{hashlib.sha256(' '.join(changes).encode()).hexdigest()[:6]}" if changes else ""
+        return name + (f"-{Path(self.data).stem}" if self.data else "") + digest
 
     @property
     def folder(self) -> Path:
@@ -80,26 +89,44 @@ class Request:
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
     """Measure a checkpoint, its model at init, and the checkpoint at other lengths; write, log and print the results.
 
-    Raises a one-line ValueError, before creating anything, if the checkpoint, a layer, a head, the data or a length is
-    invalid; UnfinishedError if MLflow does not store the results, which then are in the folder.
+    With overrides the changed model is measured, and the checkpoint's beside it in place of the model at init. Raises a
+    one-line ValueError, before creating anything, if the checkpoint, a layer, a head, the data or a length is invalid;
+    UnfinishedError if MLflow does not store the results, which then are in the folder.
     """
-    module = checkpoints.load(request.checkpoint)
+    trained = checkpoints.load(request.checkpoint)
+    cfg = apply_changes(trained.cfg, request.overrides)
+    same = cfg.model == trained.cfg.model and request.rise is None
+    module = trained if same else checkpoints.change_model(trained, cfg)
     request.maps.check(module.model, "--")
     module.model.new_cache(request.eviction)
-    taus = read_taus(request.checkpoint)
-    sources = load_sources(request, module)
+    taus = read_taus(request.checkpoint) if same else {}
+    sources = load_sources(request, trained, cfg.data, module.model)
     check_writable_folder("--runs", request.runs)
     check_writable_folder("--out", request.folder)
     uri = default_uri(request.runs)
     check_store(uri)
 
-    measured = measure_all(module, sources, taus, request, console)
+    if request.rise is not None:
+        console(f"raising the threshold of each head until the loss is {request.rise:g} nats higher")
+        batch = sample_validation(sources[""], request.sequences)[0]
+        raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
+    other = {"init/": LitLM(**module.hparams)} if same else {"before/": trained}
+    measured = measure_all({"": module} | other, sources, taus, request, console)
     metrics = measured.scalars() | compute_metrics(measured)
     files = write_results(measured, metrics, sources, request)
     console(f"\n{format_table(metrics, measured.prefixes)}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
-    track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
+    track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
+
+
+def apply_changes(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config of a checkpoint with other settings of its model or data. Raises a one-line ValueError for others."""
+    changed, paths = apply_overrides(cfg, overrides)
+    for path in paths:
+        if path.partition(".")[0] not in ("model", "data"):
+            raise ValueError(f"--{path}: has no effect on a trained model; set fields of model and data alone")
+    return changed
 
 
 def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
@@ -112,24 +139,17 @@ def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
     return taus
 
 
-def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
+def load_sources(request: Request, trained: LitLM, data: DataConfig, model: DecoderLM) -> dict[str, DataSource]:
     """The data sources by the prefix of their arrays, "" and `L<length>/`.
 
-    Raises a one-line ValueError if the data are unavailable or do not fit the model.
+    data: those of the checkpoint `trained`, perhaps with changes; model: what is measured. Raises a one-line ValueError
+    if the data are unavailable or do not fit the model.
     """
-    if request.data is None:
-        config, origin = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
-        source = checkpoints.load_training_data(request.checkpoint, module)
-    else:
-        config, origin = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
-        source = load_data(config)
-        if source.vocab_size != module.hparams["vocab_size"]:
-            raise ValueError(
-                f"{origin}: the model has a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
-                f"{source.vocab_size}; name an experiment with the same vocabulary"
-            )
-    check_length(module.model, source.context_length, origin)
-    longer = {f"L{length}/": load_at_length(config, length, source, module.model) for length in request.lengths}
+    origin = f"checkpoint {str(request.checkpoint)!r}" if request.data is None else f"--data {request.data!r}"
+    config = data if request.data is None else load_experiment(find("experiments", request.data)).data
+    source = checkpoints.load_data_for(request.checkpoint, trained, config, origin)
+    check_length(model, source.context_length, origin)
+    longer = {f"L{length}/": load_at_length(config, length, source, model) for length in request.lengths}
     return {"": source, **longer}
 
 
@@ -157,29 +177,31 @@ def check_length(model: DecoderLM, length: int, option: str) -> None:
 
 
 def measure_all(
-    module: LitLM,
+    modules: Mapping[str, LitLM],
     sources: Mapping[str, DataSource],
     taus: Mapping[int, torch.Tensor],
     request: Request,
     console: Callable[[str], None],
 ) -> Diagnostics:
-    """Measure the trained model, the model at init (`init/`), and the trained model at other lengths (`L<length>/`).
+    """Measure each module on the first source under its own prefix, and the first module at other lengths.
 
-    Each measurement takes seconds to minutes and is announced on the console.
+    modules: the model of interest as "", then it before its training (`init/`) or before a change (`before/`). Each
+    measurement takes seconds to minutes and is announced on the console.
     """
     device = select_training_device()
-    untrained, model = LitLM(**module.hparams).model.to(device), module.model.to(device)
-    # The trained model comes first, so that a failure stops the diagnosis before the other measurements.
-    order = {"": sources[""], "init/": sources[""], **{prefix: sources[prefix] for prefix in sources if prefix}}
+    model, *_ = models = [module.model.to(device) for module in modules.values()]
+    measured_by = dict(zip(modules, models, strict=True))
+    # The model of interest comes first, so that a failure stops the diagnosis before the other measurements.
+    order = dict.fromkeys(modules, sources[""]) | {prefix: sources[prefix] for prefix in sources if prefix}
     samples = {prefix: sample_validation(source, request.sequences) for prefix, source in order.items()}
+    titles = _STATES | {"": "the changed model" if "before/" in modules else "the trained model"}
     evictions = len(sources) if request.eviction else 0
     progress = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evictions, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
-        measured = untrained if prefix == "init/" else model
-        state = "untrained" if measured is untrained else "trained"
-        progress.begin(f"the {state} model: {n} sequences of {length} tokens")
+        measured = measured_by.get(prefix, model)
+        progress.begin(f"{titles.get(prefix, titles[''])}: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
         arrays = dict(measure(measured, sample, maps, request.sequences).arrays)
         arrays |= lengths.compute_length_arrays(measured, length)
@@ -192,6 +214,10 @@ def measure_all(
             arrays |= lengths.compute_streaming_arrays(model, sample[0], request.eviction)
         parts[prefix] = Diagnostics(arrays)
     return Diagnostics.merge(parts)
+
+
+_STATES = {"init/": "the untrained model", "before/": "the model before the change"}
+"""What is measured, by prefix."""
 
 
 class _Progress:
@@ -260,6 +286,7 @@ def write_results(
         },
         "sequences": int(measured.arrays["sample"][0]),
         "maps": measured.arrays.get("maps/heads", np.empty(0)).tolist(),
+        "changes": list(request.overrides),
         "metrics": dict(metrics),
         "versions": collect_environment(),
     }
@@ -312,7 +339,7 @@ def format_table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
     """The metrics in groups, one per line, with a column for each measurement."""
     others = [prefix for prefix in prefixes if prefix]
     names = sorted({name.removeprefix(next(filter(name.startswith, others), "")) for name in metrics})
-    head = ["trained", *(prefix.removesuffix("/") for prefix in others)]
+    head = ["changed" if "before/" in prefixes else "trained", *(prefix.removesuffix("/") for prefix in others)]
     lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]
     group = ""
     for name in names:

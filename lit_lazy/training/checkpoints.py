@@ -6,6 +6,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
-from lit_lazy.data import DataSource
+from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
@@ -126,6 +127,22 @@ def load(path: Path) -> LitLM:
     if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
         raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
     return module
+
+
+def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
+    """The module with the model of another config, on its own weights where name and shape match; these are shared.
+
+    All other parameters have their initial values. Raises a one-line ValueError if no weight matches.
+    """
+    changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
+    source = module.model.state_dict()
+    target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
+    matching = {name for name, x in target.items() if name in source and source[name].shape == x.shape}
+    if not matching:
+        raise ValueError("the changed model has none of the checkpoint's weights by name and shape; change less of it")
+    for name in matching:
+        target[name].data = source[name]
+    return changed
 
 
 def load_matching_weights(module: LitLM, path: Path) -> str:
@@ -256,5 +273,21 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
         raise ValueError(
             f"checkpoint {str(checkpoint)!r}: its data ({source.name}) has changed since its training; restore the "
             "data, or train again"
+        )
+    return source
+
+
+def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: str = "data") -> DataSource:
+    """Data to measure a checkpoint's model on: those of its training, verified, or others with its vocabulary.
+
+    option: what names the others, for messages. Raises a one-line ValueError if they cannot be loaded or do not fit.
+    """
+    if data == trained.cfg.data:
+        return load_training_data(checkpoint, trained)
+    source, known = load_data(data), trained.hparams["vocab_size"]
+    if source.vocab_size != known:
+        raise ValueError(
+            f"{option}: the model has a vocabulary of {known} tokens, these data have {source.vocab_size}; choose data "
+            "with the same vocabulary"
         )
     return source

@@ -1,0 +1,87 @@
+"""A threshold for each head of a trained model, as high as a given rise of the loss allows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lit_lazy.data.base import Batch
+from lit_lazy.measure.diagnostics import evaluation_mode
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import head_nll, mean_nll
+from lit_lazy.support.checks import require
+
+PARTS, MOST_PARTS = 8, 32
+"""The rise is spent in parts, each by the gradients where the former ended; more than planned if they were too high."""
+HALVINGS = 6
+"""Bisections of the part that goes beyond the rise."""
+
+
+def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float = 4.0) -> Tensor:
+    """Raise tau of each head from 0 until the mean loss of the batch is `rise` nats above that at 0: `[layers, H]`.
+
+    In each part every head spends the same rise, by the gradient of the loss with respect to its tau; a tau whose
+    gradient is not above 0 rises by largest / PARTS. No tau exceeds `largest`. They are left in the model.
+
+    batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
+    per head (`Elastic`, with another threshold than per_token).
+    """
+    require(rise > 0, "rise", rise, "must be above 0, in nats a token")
+    taus = [_get_tau(attention.normaliser) for attention in model.attentions]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in trained:
+            parameter.requires_grad_(any(parameter is tau for tau in taus))
+        with evaluation_mode(model):
+            return _raise(_Loss(model, batch, taus), rise, largest)
+    finally:
+        for parameter, before in trained:
+            parameter.requires_grad_(before)
+
+
+def _get_tau(normaliser: nn.Module) -> nn.Parameter:
+    tau = getattr(normaliser, "tau", None)
+    if not (isinstance(tau, nn.Parameter) and tau.dim() == 1):
+        spec = type(normaliser).__name__.removeprefix("_")
+        fix = "has no tau per head; choose Elastic, with another threshold than per_token"
+        raise ValueError(f"model.attention.normaliser={spec}: {fix}")
+    return tau
+
+
+class _Loss:
+    """The mean loss of a batch as a function of all taus, `[layers, H]`."""
+
+    def __init__(self, model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> None:
+        self.model, self.batch, self.taus = model, batch, taus
+        self.zeros = torch.zeros(len(taus), len(taus[0]), device=model.device)
+
+    def measure(self, at: Tensor) -> tuple[float, Tensor]:
+        """The loss, and its gradient `[layers, H]`. Leaves the taus in the model."""
+        for tau, value in zip(self.taus, at, strict=True):
+            tau.data = value.clone()  # not in place: another model may share the tensor
+        hidden = self.model.compute_hidden(self.batch["tokens"], self.batch.get("place"))
+        loss = mean_nll(head_nll(hidden, self.model.head.weight, self.batch["targets"]), self.batch["targets"])
+        return loss.item(), torch.stack(torch.autograd.grad(loss, self.taus))
+
+
+def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
+    at = loss.zeros
+    start, slope = loss.measure(at)
+    share, step = rise / PARTS / at.numel(), torch.full_like(at, largest / PARTS)
+    for _ in range(MOST_PARTS):
+        added = torch.where(slope > 0, torch.minimum(share / slope, step), step)
+        following = (at + added).clamp(max=largest)
+        now, slope = loss.measure(following)
+        if now - start > rise:
+            return _bisect(loss, at, following, start + rise)
+        at = following
+    return at
+
+
+def _bisect(loss: _Loss, low: Tensor, high: Tensor, limit: float) -> Tensor:
+    """The taus nearest to `high` between two vectors that keep the loss at or below the limit."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if loss.measure(middle)[0] > limit else (middle, high)
+    loss.measure(low)
+    return low

@@ -1,0 +1,140 @@
+"""A trained model under other settings: `diagnose --model...`, `Model.with_`, and thresholds raised within a limit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_lazy.api import Model, load, train
+from lit_lazy.attention import Alibi, Elastic, LearnedBias, OutputGate, Softmax
+from lit_lazy.command.main import main
+from lit_lazy.measure.diagnostics import Diagnostics, sample_validation
+from lit_lazy.model.loss import mean_nll, token_nll
+
+NORMALISER = "model.attention.normaliser"
+TOKENS = [0, 5, 3, 9, 5, 3, 2, 5]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return train("backcopy_tiny", runs=tmp_path_factory.mktemp("runs"), threads=1).checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    return load(checkpoint)
+
+
+def loss_of(model: Model) -> float:
+    (batch,) = sample_validation(model._load_data())
+    with torch.no_grad():
+        return mean_nll(token_nll(model.decoder(batch["tokens"]), batch["targets"]), batch["targets"]).item()
+
+
+def test_softmax_is_elastic_at_tau_0_with_a_bias_of_0(model: Model) -> None:
+    changed = model.with_({NORMALISER: Elastic(tau_init=0.0), "model.attention.bias": LearnedBias()})
+    torch.testing.assert_close(changed.weights(TOKENS), model.weights(TOKENS))
+    assert loss_of(changed) == pytest.approx(loss_of(model), abs=1e-6)
+
+
+def test_weights_under_a_threshold_are_cut_by_it(model: Model) -> None:
+    p, w = (m.weights(TOKENS) for m in (model, model.with_({NORMALISER: Elastic(tau_init=0.5)})))
+    n = torch.arange(1, len(TOKENS) + 1)[:, None]
+    torch.testing.assert_close(w[0], (p[0] - 0.5 / n).clamp(min=0))  # one layer, so equal scores
+
+
+def test_a_change_leaves_the_model_as_it_was_and_shares_its_weights(model: Model) -> None:
+    before = {name: x.clone() for name, x in model.decoder.state_dict().items()}
+    changed = model.with_({NORMALISER: Elastic(), "model.attention.gate": OutputGate()})
+    assert changed.decoder.embedding.weight.data_ptr() == model.decoder.embedding.weight.data_ptr()
+    assert changed.decoder.head.weight is changed.decoder.embedding.weight
+    changed.raise_thresholds(0.01)
+    assert isinstance(model.config.model.attention.normaliser, Softmax)
+    for name, x in model.decoder.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    again = changed.with_({NORMALISER: Softmax(), "model.attention.gate": model.config.model.attention.gate})
+    torch.testing.assert_close(again.weights(TOKENS), model.weights(TOKENS))
+
+
+@pytest.mark.parametrize("rise", [0.001, 0.02])
+def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: float) -> None:
+    changed = model.with_({NORMALISER: Elastic()})
+    taus = changed.raise_thresholds(rise)
+    assert torch.equal(taus, torch.stack([a.normaliser.tau.detach() for a in changed.decoder.attentions]))
+    assert bool((taus > 0).all())
+    assert (taus <= 4).all()
+    measured = loss_of(changed) - loss_of(model)
+    assert measured <= rise + 1e-6
+    assert measured > 0.8 * rise or bool((taus == 4).all())
+    assert all(parameter.grad is None for parameter in changed.decoder.parameters())
+    assert all(parameter.requires_grad for parameter in changed.decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.lr": 0.1}, r"changes=\['train.lr'\]: must be fields of model or data"),
+        ({"model.attention.normalizer": Elastic()}, r"has no field 'normalizer' \(did you mean normaliser\?\)"),
+        ({"model.d_model": 1024}, "the changed model has none of the checkpoint's weights"),
+        ({"data.vocab": 3}, "vocab"),
+    ],
+)
+def test_a_change_that_cannot_be_is_one_line(model: Model, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.with_(changes)
+
+
+def test_thresholds_need_a_tau_per_head(model: Model) -> None:
+    for changes in ({}, {NORMALISER: Elastic(threshold="per_token")}):
+        with pytest.raises(ValueError, match="has no tau per head; choose Elastic"):
+            model.with_(changes).raise_thresholds(0.1)
+    with pytest.raises(ValueError, match="rise=0: must be above 0"):
+        model.with_({NORMALISER: Elastic()}).raise_thresholds(0)
+
+
+def test_the_command_shows_the_model_before_and_after(
+    checkpoint: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = runs / "changed"
+    command = [
+        "diagnose",
+        str(checkpoint),
+        "--runs",
+        str(runs),
+        "--out",
+        str(out),
+        "--sequences",
+        "8",
+        "--threads",
+        "1",
+    ]
+    assert main([*command, f"--{NORMALISER}=Elastic", "--rise", "0.01"]) == 0
+    printed = capsys.readouterr().out
+    head = next(line for line in printed.splitlines() if "changed" in line and "before" in line)
+    assert head.split() == ["changed", "before"]
+    arrays = Diagnostics.load(out / "diagnostics.npz").arrays
+    assert arrays["before/mass/row"].mean() == pytest.approx(1, abs=1e-5)
+    assert arrays["mass/row"].mean() < 1
+    assert "before/tau" not in arrays
+    rise = arrays["loss/by_position"].mean() - arrays["before/loss/by_position"].mean()
+    assert 0.005 < rise <= 0.01 + 1e-6
+    facts = json.loads((out / "diagnostics.json").read_text())
+    assert facts["changes"] == [f"--{NORMALISER}=Elastic"]
+    assert main([*command, f"--{NORMALISER}=Elastic", "--train.lr=1"]) == 2
+    assert "--train.lr: has no effect on a trained model" in capsys.readouterr().err
+    assert main([*command, "--rise", "0.1"]) == 2
+    assert "has no tau per head" in capsys.readouterr().err
+    assert main([*command, "--data.length=16"]) == 2
+
+
+def test_a_bias_that_the_model_did_not_have_moves_its_scores(model: Model) -> None:
+    changed = model.with_({"model.attention.bias": Alibi()})
+    p, w = model.weights(TOKENS)[0], changed.weights(TOKENS)[0]
+    distance = torch.arange(len(TOKENS))[:, None] - torch.arange(len(TOKENS))
+    slopes = changed.decoder.attentions[0].bias(len(TOKENS)).slopes
+    assert slopes is not None
+    expected = (p.log() - slopes[:, None, None] * distance).softmax(-1)
+    torch.testing.assert_close(w, expected)

@@ -7,7 +7,7 @@ from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGat
 from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
 from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
-from lit_lazy.attention.position import LearnedAbsolute, LinearScaling, Llama3Scaling, NoPosition, Position, Rope
+from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import (
     AffineScaled,
@@ -51,8 +51,6 @@ __all__ = [
     "LayerShape",
     "LearnedAbsolute",
     "LearnedBias",
-    "LinearScaling",
-    "Llama3Scaling",
     "Mamba2",
     "Mixer",
     "MixerModule",

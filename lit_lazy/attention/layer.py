@@ -22,8 +22,6 @@ from lit_lazy.attention.normaliser import (
     Softmax,
 )
 
-QK_NORM_EPS = 1e-6
-
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -39,6 +37,8 @@ class AttentionSpec:
     """Multiplies the output of each head."""
     qk_norm: bool = False
     """RMSNorm each head's queries and keys before rotation, with a learned gain (after arXiv 2302.05442)."""
+    qkv_bias: bool = False
+    """Add a learned vector, at first 0, to queries, keys and values."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -54,9 +54,10 @@ class Attention(MixerModule):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
         self.window, self.renormalise, self.backend = spec.window, spec.normaliser.renormalise, backend
-        self.q = nn.Linear(shape.d_model, shape.n_heads * shape.head_dim, bias=False)
-        self.k = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
-        self.v = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.q, self.k, self.v = (
+            nn.Linear(shape.d_model, heads * shape.head_dim, bias=spec.qkv_bias)
+            for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
+        )
         self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
         self.normaliser = spec.normaliser.build(shape)
         if not isinstance(self.normaliser, NormaliserModule):
@@ -70,7 +71,7 @@ class Attention(MixerModule):
         self.rotary_dim = shape.head_dim // self.normaliser.maps
         self.qk_norm = spec.qk_norm
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (nn.RMSNorm(self.rotary_dim, eps=QK_NORM_EPS) for _ in range(2))
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.rotary_dim, eps=shape.norm_eps) for _ in range(2))
 
     def backend_name(self, documents: bool = False) -> str:
         """Name of the implementation that a training step runs on the parameters' device: sdpa, chunked, triton, ..."""

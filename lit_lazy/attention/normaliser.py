@@ -40,6 +40,8 @@ class LayerShape:
     layer: int = 0
     """Index of the layer, from 0 to n_layers - 1."""
     n_layers: int = 1
+    norm_eps: float = 1e-6
+    """Of the RMSNorm of queries and keys."""
 
 
 class AttentionCall(NamedTuple):

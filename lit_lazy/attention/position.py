@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ class PositionModule(nn.Module):
         """The rotation of queries and keys `[B, H, R, D]` of the last R <= length tokens before `offset + length`."""
         return lambda x: x
 
+    def rotates(self, layer: int) -> bool:  # noqa: ARG002
+        """Whether `rotation` is applied in a layer, counted from 0."""
+        return True
+
     def compute_angles(self, length: int) -> Tensor | None:
         """Angles `[length, D / 2]` by which `rotation` turns dimensions (m, m + D / 2) of the first tokens.
 
@@ -61,36 +65,112 @@ class _NoPosition(PositionModule):
     relative = True
 
 
+class RopeScaling(ABC):
+    """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
+
+    @abstractmethod
+    def scale(self, frequency: Tensor) -> Tensor:
+        """The frequencies `[D / 2]`, in radians per token, as float64."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoScaling(RopeScaling):
+    """The frequencies as they are."""
+
+    def scale(self, frequency: Tensor) -> Tensor:
+        return frequency
+
+
+@dataclass(frozen=True)
+class LinearScaling(RopeScaling):
+    """Divides every frequency by the same factor (Chen et al., arXiv 2306.15595)."""
+
+    factor: float = 2.0
+    """How much slower."""
+
+    def __post_init__(self) -> None:
+        _require_factor("LinearScaling.factor", self.factor)
+
+    def scale(self, frequency: Tensor) -> Tensor:
+        return frequency / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Divides low frequencies by a factor, leaves high ones, and interpolates between them, as Llama 3.1 does."""
+
+    factor: float = 8.0
+    """How much slower low frequencies are."""
+    low: float = 1.0
+    """Frequencies of at most so many turns in the trained length are low."""
+    high: float = 4.0
+    """Frequencies of at least so many turns are high."""
+    trained_length: int = 8192
+    """Context length, in tokens, before the scaling."""
+
+    def __post_init__(self) -> None:
+        _require_factor("Llama3Scaling.factor", self.factor)
+        if not 0 < self.low < self.high < math.inf:
+            raise ValueError(f"Llama3Scaling.low={self.low}: must be above 0 and below high={self.high}")
+        _require_count("Llama3Scaling.trained_length", self.trained_length)
+
+    def scale(self, frequency: Tensor) -> Tensor:
+        turns = self.trained_length * frequency / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return kept * frequency + (1 - kept) * frequency / self.factor
+
+
+def _require_factor(field: str, factor: float) -> None:
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"{field}={factor}: must be finite and above 0")
+
+
+def _require_count(field: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{field}={count}: must be at least 1")
+
+
 @dataclass(frozen=True)
 class Rope(Position):
     """Rotary positions (Su et al., arXiv 2104.09864): rotates dimensions (m, m + D/2) by `position * base^(-2m/D)`."""
 
     base: float = 10000.0
     """Base of the wavelengths. The paper uses a "larger base B" without giving its value."""
+    scaling: RopeScaling = field(default_factory=NoScaling)
+    """Change of the frequencies for texts longer than the trained ones."""
+    skip_every: int | None = None
+    """Every layer whose number, from 1, is a multiple of it does not rotate (arXiv 2501.18795); None rotates in all."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.base) and self.base > 1):
             raise ValueError(f"Rope.base={self.base}: must be finite and above 1")
+        if self.skip_every is not None:
+            _require_count("Rope.skip_every", self.skip_every)
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         if head_dim % 2:
             raise ValueError(
                 f"Rope: the head dimension must be even, got {head_dim}; choose another d_model or n_heads"
             )
-        return _Rope(self.base, head_dim)
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        return _Rope(self.scaling.scale(self.base**-exponent), self.skip_every)
 
 
 class _Rope(PositionModule):
     relative = True
     frequency: Tensor
 
-    def __init__(self, base: float, head_dim: int) -> None:
+    def __init__(self, frequency: Tensor, skip_every: int | None) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        self.register_buffer("frequency", (base**-exponent).float(), persistent=False)
+        self.skip_every = skip_every
+        self.register_buffer("frequency", frequency.float(), persistent=False)
+
+    def rotates(self, layer: int) -> bool:
+        return self.skip_every is None or (layer + 1) % self.skip_every > 0
 
     def compute_angles(self, length: int) -> Tensor | None:
-        return self._turn(torch.arange(length, device=self.frequency.device))
+        return None if self.skip_every else self._turn(torch.arange(length, device=self.frequency.device))
 
     def _turn(self, position: Tensor) -> Tensor:
         return position[..., None].float() * self.frequency

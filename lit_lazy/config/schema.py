@@ -30,8 +30,12 @@ class ModelConfig:
     """Query heads per block."""
     n_kv_heads: int | None = None
     """Key and value heads (grouped-query attention); None for one per query head."""
+    head_dim: int | None = None
+    """Width of a head; None for d_model / n_heads."""
     d_ff: int = 256
     """Hidden width of the SwiGLU."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in every RMSNorm of blocks, queries and keys, and of the output."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention variant."""
     position: Position = field(default_factory=Rope)
@@ -52,9 +56,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
             require_whole(f"model.{name}", getattr(self, name), 1)
-        require_field(
-            self, "model.n_heads", self.d_model % self.n_heads == 0, f"must divide model.d_model={self.d_model}"
-        )
+        if self.head_dim is None:
+            divides = self.d_model % self.n_heads == 0
+            require_field(self, "model.n_heads", divides, f"must divide model.d_model={self.d_model}")
+        else:
+            require_whole("model.head_dim", self.head_dim, 1)
+        small = math.isfinite(self.norm_eps) and self.norm_eps > 0
+        require_field(self, "model.norm_eps", small, "must be finite and above 0")
         divides = self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0
         require_field(self, "model.n_kv_heads", divides, f"must divide model.n_heads={self.n_heads}")
         positive = math.isfinite(self.init_std) and self.init_std > 0
@@ -76,7 +84,8 @@ class ModelConfig:
         for part in dataclasses.fields(default):
             value = getattr(self.attention, part.name)
             require(value == getattr(default, part.name), f"model.attention.{part.name}", value, fix)
-        require_field(self, "model.n_kv_heads", self.n_kv_heads is None, fix)
+        for name in ("n_kv_heads", "head_dim"):
+            require_field(self, f"model.{name}", getattr(self, name) is None, fix)
         require_field(self, "model.backend", self.backend == "auto", fix)
 
     @property
@@ -84,11 +93,17 @@ class ModelConfig:
         """Number of key and value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
+    @property
+    def head_width(self) -> int:
+        """Width of each head."""
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
+
     def layer_shape(self, layer: int, context_length: int) -> LayerShape:
         """Sizes of the attention of one layer, counted from 0."""
-        head_dim = self.d_model // self.n_heads
         return LayerShape(
-            self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
+            *(self.n_heads, self.kv_heads, self.head_width, self.d_model, context_length, layer),
+            n_layers=self.n_layers,
+            norm_eps=self.norm_eps,
         )
 
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:

@@ -16,7 +16,7 @@ from flash_lazy.cpu.ops import is_traced
 from lit_lazy.attention import Attention
 from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import find_lazy_threshold
-from lit_lazy.model.decoder import NORM_EPS, Block, DecoderLM, SwiGLU
+from lit_lazy.model.decoder import Block, DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll
 
 MOST_WEIGHTS, MOST_WORDS = 2**20, 2**14
@@ -64,14 +64,14 @@ def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:
     if batch < torch.get_num_threads() or length < 1 or model.checkpoint_activations or not _is_known(model):
         return None
     angles = model.position.compute_angles(length)
-    layers = [_describe_layer(block, length) for block in model.blocks]  # type: ignore[arg-type]
+    layers = [_describe_layer(block, length, model.cfg.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
     known = [layer for layer in layers if layer is not None]
     if angles is None or len(known) < len(layers):
         return None
     first = model.attentions[0]
     turned = angles if angles.shape[1] else None
     weights = model.norm.weight, model.head.weight
-    decoder = Decoder(known, *weights, first.n_heads, first.n_kv_heads, NORM_EPS, turned)
+    decoder = Decoder(known, *weights, first.n_heads, first.n_kv_heads, model.cfg.norm_eps, turned)
     fits = _has_shapes(decoder, model.cfg.d_model, first.head_dim)
     return decoder if fits and all(map(_is_plain, (*decoder.tensors, model.embedding.weight))) else None
 
@@ -83,7 +83,7 @@ def _is_known(model: DecoderLM) -> bool:
         return False
     if sum(parameter.numel() for parameter in model.blocks[0].parameters()) > MOST_WEIGHTS:
         return False
-    return not _is_changed(model.modules()) and _are_linear(model.head) and _are_norms(model.norm)
+    return not _is_changed(model.modules()) and _are_linear(model.head) and _are_norms(cfg.norm_eps, model.norm)
 
 
 def _is_changed(modules: Iterable[nn.Module]) -> bool:
@@ -102,8 +102,8 @@ def _are_linear(*modules: nn.Module) -> bool:
     return all(type(m) is nn.Linear and m.bias is None for m in modules)
 
 
-def _are_norms(*modules: nn.Module) -> bool:
-    return all(type(m) is nn.RMSNorm and m.eps == NORM_EPS and m.weight is not None for m in modules)
+def _are_norms(eps: float, *modules: nn.Module) -> bool:
+    return all(type(m) is nn.RMSNorm and m.eps == eps and m.weight is not None for m in modules)
 
 
 def _has_shapes(decoder: Decoder, d_model: int, head_dim: int) -> bool:
@@ -120,14 +120,14 @@ def _is_plain(x: Tensor | None) -> bool:
     return x is None or (type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu")
 
 
-def _describe_layer(block: Block, length: int) -> Layer | None:
+def _describe_layer(block: Block, length: int, eps: float) -> Layer | None:
     """A block of known modules; None for any other."""
     mixer, mlp = block.attention, block.mlp
     if type(block) is not Block or type(mixer) is not Attention or type(mlp) is not SwiGLU:
         return None
     linear = mixer.q, mixer.k, mixer.v, mixer.out, mlp.gate, mlp.up, mlp.down
     norms = block.attention_norm, block.mlp_norm
-    if not (_are_linear(*linear) and _are_norms(*norms)):
+    if not (_are_linear(*linear) and _are_norms(eps, *norms)):
         return None
     found = find_lazy_threshold(mixer.normaliser)
     if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm or mixer.normaliser.unit_length:

@@ -15,8 +15,6 @@ from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.dropout import apply_dropout
 from lit_lazy.support.errors import one_line
 
-NORM_EPS = 1e-6
-
 
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer, arXiv 2002.05202)."""
@@ -36,10 +34,10 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig, context_length: int, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.attention_norm = nn.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         # Initial values and checkpoint keys depend on this name, so it is the same for all mixers.
         self.attention = cfg.build_mixer(layer, context_length)
-        self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
         self.layer, self.residual_dropout = layer, cfg.residual_dropout
 
@@ -69,7 +67,7 @@ class DecoderLM(nn.Module):
         blocks = [Block(cfg, context_length, layer) for layer in range(cfg.n_layers)]
         self.position = cfg.position.build(cfg.d_model, blocks[0].attention.rotary_dim, context_length)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.norm = nn.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -173,6 +171,8 @@ class DecoderLM(nn.Module):
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_inputs = inputs._replace(cache=cache[index]) if cache else inputs
+            if not self.position.rotates(index):
+                layer_inputs = layer_inputs._replace(rotate=lambda heads: heads)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # A block draws from no generator.
                 x, stats = checkpoint(block, x, layer_inputs, use_reentrant=False, preserve_rng_state=False)
@@ -201,7 +201,8 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 def init_parameters(model: DecoderLM, seed: int) -> None:
     """Initialise weight matrices and token embeddings from N(0, init_std^2), or the latter's embedding_init_std.
 
-    `SelfInitialised` modules initialise themselves; norms and tau keep their constants.
+    `SelfInitialised` modules initialise themselves; biases of other linear layers are 0; norms and tau keep their
+    constants.
     """
     for path, module in model.named_modules():
         if isinstance(module, SelfInitialised):
@@ -213,6 +214,8 @@ def init_parameters(model: DecoderLM, seed: int) -> None:
             drawn.add(id(module.weight))
             std = embedding_std if module is model.embedding else model.cfg.init_std
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict
+from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
@@ -26,6 +26,8 @@ from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
 
+TOKENIZER = "tokenizer.json"
+"""File beside an imported model's checkpoint."""
 MOST_NAMED = 8
 """Tensor names in a message, at most."""
 
@@ -54,6 +56,18 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None
         raise
+
+
+def write_untrained(
+    path: Path, cfg: RunConfig, vocab_size: int, context_length: int, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Write a checkpoint of a model that was not trained here, atomically. weights: state dict of its decoder."""
+    content = {
+        "state_dict": {f"model.{name}": weights[name] for name in sorted(weights)},
+        "global_step": 0,
+        "hyper_parameters": {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length},
+    }
+    write_atomically(path, lambda file: _save(content, file))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -115,6 +129,7 @@ def load(path: Path) -> LitLM:
             f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` writes to its run folder"
         ) from None
     try:
+        _find_tokenizer(content["hyper_parameters"]["config"]["data"], path.parent)
         module = _build_module(content)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise ValueError(
@@ -143,6 +158,13 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     for name in matching:
         target[name].data = source[name]
     return changed
+
+
+def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
+    """Point the data's settings to the tokeniser beside an imported model's checkpoint, wherever that was moved."""
+    beside = folder / TOKENIZER
+    if data.get("tokenizer") == TOKENIZER and beside.is_file():
+        data["tokenizer"] = str(beside)
 
 
 def load_matching_weights(module: LitLM, path: Path) -> str:

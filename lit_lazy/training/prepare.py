@@ -131,7 +131,7 @@ def check_size(
 
 def _projection_width(cfg: ModelConfig) -> int:
     """Width of the projections of queries and keys together, and of values and outputs together."""
-    return (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
+    return (cfg.n_heads + cfg.kv_heads) * cfg.head_width
 
 
 def _count_mixer_parameters(cfg: ModelConfig, context_length: int) -> int:

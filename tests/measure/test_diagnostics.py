@@ -29,7 +29,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.diagnostics import Diagnostics, Maps, measure, sample_validation
-from lit_lazy.model.decoder import NORM_EPS, DecoderLM
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import LitLM
 
@@ -145,7 +145,7 @@ class Dense:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * weight
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
 def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:

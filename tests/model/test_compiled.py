@@ -316,4 +316,8 @@ def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
 def test_every_known_normaliser_declares_its_threshold_itself():
     known = {spec.attention.normaliser for spec in (replace(cfg, attention=a) for cfg, a in MODELS.values())}
     assert {type(each) for each in known} == {Softmax, Elastic}
-    assert {field.name for field in dataclasses.fields(Rope)} == {"base"}  # compute_angles knows no other
+    assert {field.name for field in dataclasses.fields(Rope)} == {
+        "base",
+        "scaling",
+        "skip_every",
+    }  # compute_angles knows no other

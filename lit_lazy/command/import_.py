@@ -1,0 +1,57 @@
+"""`lit-lazy import`"""
+
+import argparse
+import re
+from pathlib import Path
+
+from lit_lazy.command.options import Commands, add_command, path
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(
+        commands, "import", import_model, "make a checkpoint of a published model: Llama, Mistral, SmolLM, Qwen2, Qwen3"
+    )
+    parser.add_argument("source", metavar="SOURCE", type=path, help="a .gguf file")
+    parser.add_argument(
+        "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
+    )
+    parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
+
+
+def digest(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 64 hex digits")
+    return text
+
+
+def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.config.key import hash_file
+    from lit_lazy.config.schema import RunConfig
+    from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
+    from lit_lazy.data.text import Text
+    from lit_lazy.model.import_ import families, weights
+    from lit_lazy.model.import_.gguf_file import read_gguf
+    from lit_lazy.support.disk import check_writable_file, write_text
+    from lit_lazy.training import checkpoints
+
+    option = f"SOURCE {str(options.source)!r}"
+    tokenizer_file: Path = options.out.with_name(checkpoints.TOKENIZER)
+    if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
+        raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
+    try:
+        source = read_gguf(options.source)
+        cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
+        words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
+        tokenizer = fit_to_embedding(source.tokenizer, words)
+        begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
+        weights.check_weights(source, cfg, words, length)
+        state = weights.read_weights(source, cfg)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+    check_writable_file("OUT", options.out)
+    data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(tokenizer_file, tokenizer)
+    checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)
+    print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {tokenizer_file}: {words:,} tokens")
+    return 0

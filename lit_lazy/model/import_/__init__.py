@@ -1,0 +1,1 @@
+"""Import of language models from their published files."""

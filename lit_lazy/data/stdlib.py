@@ -104,24 +104,30 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
     )
 
 
-def read_sources(root: Path) -> dict[str, bytes]:
-    """Content of the .py files under `root` by relative path, sorted by path."""
+def find_sources(root: Path) -> dict[str, Path]:
+    """The .py files under `root` that are text for training, by relative path, sorted by it."""
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if is_wanted(name)]
         for name in names:
             if name.endswith(".py") and is_wanted(name):
                 path = Path(folder, name)
-                files[path.relative_to(root).as_posix()] = path.read_bytes()
+                files[path.relative_to(root).as_posix()] = path
     if not files:
         raise ValueError(
             f"stdlib={str(root)!r}: has no .py file, as in a zipped or embedded Python; "
             "use a Python installation with the sources of its library"
         )
+    return dict(sorted(files.items()))
+
+
+def read_sources(root: Path) -> dict[str, bytes]:
+    """Content of the .py files under `root` by relative path, sorted by it."""
+    files = {path: file.read_bytes() for path, file in find_sources(root).items()}
     for path, text in files.items():
         if b"\0" in text:
             raise ValueError(f"stdlib={str(root / path)!r}: contains a NUL byte, the separator of files; remove it")
-    return dict(sorted(files.items()))
+    return files
 
 
 def is_wanted(name: str) -> bool:
@@ -149,11 +155,12 @@ def cut_windows(text: np.ndarray, length: int) -> torch.Tensor:
     return torch.from_numpy(text).unfold(0, length + 1, length)
 
 
-def cut_windows_with_bos(text: np.ndarray, length: int) -> torch.Tensor:
-    """Windows of NUL and `length` bytes, the last one only a target, uint8 `[N, length + 1]`: each is a target once.
+def cut_windows_with_bos(text: np.ndarray, length: int, bos: int = 0) -> torch.Tensor:
+    """Windows of `bos` and `length` tokens, the last one only a target, `[N, length + 1]`: each is a target once.
 
     An incomplete window at the end is dropped.
     """
     if len(text) < length:
         return torch.empty(0, length + 1, dtype=torch.uint8)
-    return torch.nn.functional.pad(torch.from_numpy(text).unfold(0, length, length), (1, 0))
+    windows = torch.from_numpy(text).unfold(0, length, length)
+    return torch.cat((windows.new_full((len(windows), 1), bos), windows), dim=1)

@@ -16,7 +16,7 @@ from lit_lazy.data.pipeline.shards import FileJob
 from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.stdlib import cut_windows
+from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
 
@@ -58,6 +58,8 @@ class Text(DataConfig):
     document_mask: bool = False
     """Restrict attention to documents, and count positions from each document's first token in the window. The loss
     still includes every target, also a document's first token, which is predicted from the separator before it."""
+    bos: bool = False
+    """Begin every window with the separator, as its BOS token."""
     context_length: int = 256
     """Tokens per window."""
     max_tokens: int | None = None
@@ -78,6 +80,10 @@ class Text(DataConfig):
         require(not (self.path and self.hub), "data.hub", self.hub, f"excludes data.path={self.path!r}; give one")
         require(not self.stream or bool(self.hub), "data.stream", self.stream, "needs data.hub; files are streamed")
         require(not self.stream or self.max_tokens is not None, "data.stream", self.stream, "needs data.max_tokens")
+        apart = not (self.bos and self.document_mask)
+        require(
+            apart, "data.bos", self.bos, "excludes data.document_mask, whose documents begin at any place; give one"
+        )
         byte_tokens = self.tokenizer == BYTES
         for name in ("begin_of_text", "end_of_text"):
             value = getattr(self, name)
@@ -182,7 +188,8 @@ def require_documents(source: Source) -> Sequence[Source]:
 def _build_source(config: Text, folder: Path) -> DataSource:
     corpus = open_corpus(folder)
     length = config.context_length
-    train, validation = cut_windows(corpus.train, length), cut_windows(corpus.validation, length)
+    cut = functools.partial(cut_windows_with_bos, bos=config.load_tokenizer().separator) if config.bos else cut_windows
+    train, validation = cut(corpus.train, length), cut(corpus.validation, length)
     if len(train) == 0:
         raise ValueError(
             f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller length"
@@ -206,7 +213,7 @@ def _build_source(config: Text, folder: Path) -> DataSource:
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
-            **(measure_ngrams(train, corpus.validation, chosen) if byte_tokens else {}),
+            **(measure_ngrams(train, corpus.validation, chosen, config.bos) if byte_tokens else {}),
         },
         train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),
         validation=_make_dataset(config, corpus, "validation", validation[chosen], chosen),
@@ -220,15 +227,19 @@ def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor
     return DocumentDataset(windows, numbers * config.context_length, corpus.ends(part))
 
 
-def measure_ngrams(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
+def measure_ngrams(
+    train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray, bos: bool = False
+) -> dict[str, float]:
     """Bits per byte of unigram and trigram on the targets of the chosen validation windows, as for Stdlib.
 
-    They are counted on at most TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread.
+    They are counted on at most TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread. bos: whether windows
+    begin with a BOS token, which is no part of the text.
     """
     length = train.shape[1] - 1
-    counted = train[pick_evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
+    picked = train[pick_evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))]
+    counted = picked[:, 1:] if bos else picked[:, :-1]
     # From two bytes before the first target to the last target, with NUL before the text.
-    positions = chosen[:, None] * length + np.arange(-1, length + 1)
+    positions = chosen[:, None] * length + np.arange(-1, length + 1) - bos
     text = np.where(positions < 0, 0, validation[positions])
     windows = trigrams(text.ravel()).reshape(text.shape)[:, 2:]
     return ByteTrigram(counted.numpy().ravel()).measure_bits(windows.ravel())

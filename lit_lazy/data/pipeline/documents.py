@@ -116,7 +116,7 @@ class Files:
                 ) from None
 
     def _read(self, path: Path) -> Iterator[bytes]:
-        if path.suffix == ".txt":
+        if path.suffix in (".txt", ".py"):
             return self._read_text(path)
         if path.suffix == ".parquet":
             return extract_texts(self._read_parquet(path), self.column, f"{self.field}={str(path)!r}")

@@ -1,0 +1,16 @@
+"""SmolLM2-135M, continued on the source code of Python's standard library. After `make smollm2`."""
+
+from lit_lazy.attention import Rope
+from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.stdlib_text import StdlibText
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        data=StdlibText(tokenizer="models/tokenizer.json", context_length=256, validation_windows=64),
+        model=ModelConfig(
+            d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, d_ff=1536, norm_eps=1e-5, position=Rope(base=1e5)
+        ),
+        train=TrainConfig(steps=100, batch_size=4, lr=1e-4, warmup_steps=10, val_every=50, checkpoint_every=50),
+        init_from="models/smollm2.ckpt",
+    )

@@ -1,0 +1,29 @@
+"""Python's standard library in the tokens of a language model."""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_lazy.data.pipeline.documents import Files
+from lit_lazy.data.stdlib import find_sources, is_validation
+from lit_lazy.data.text import Text
+from lit_lazy.support.checks import require
+
+
+@dataclass(frozen=True)
+class StdlibText(Text):
+    """The files of `Stdlib`, split alike into training and validation, in the tokens of `tokenizer`.
+
+    `--data.path` gives other text in its place.
+    """
+
+    def _sources(self) -> tuple[Files, Files | None]:
+        if self.path or self.hub:
+            return super()._sources()
+        require(not self.validation, "data.validation", self.validation, "needs data.path; leave it out")
+        files = find_sources(Path(sysconfig.get_path("stdlib")))
+        parts = (
+            [file for path, file in files.items() if is_validation(path) is held_out] for held_out in (False, True)
+        )
+        train, validation = (Files("data.path", "the standard library", tuple(part), self.column) for part in parts)
+        return train, validation

@@ -11,7 +11,12 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "import", import_model, "make a checkpoint of a published model: Llama, Mistral, SmolLM, Qwen2, Qwen3"
     )
-    parser.add_argument("source", metavar="SOURCE", type=path, help="a .gguf file")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=path,
+        help="a folder with config.json and safetensors, a .gguf file, or a name on the Hub",
+    )
     parser.add_argument(
         "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
     )
@@ -30,7 +35,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
     from lit_lazy.model.import_ import families, weights
-    from lit_lazy.model.import_.gguf_file import read_gguf
+    from lit_lazy.model.import_.read import read_model
     from lit_lazy.support.disk import check_writable_file, write_text
     from lit_lazy.training import checkpoints
 
@@ -39,7 +44,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
         raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
     try:
-        source = read_gguf(options.source)
+        source = read_model(options.source)
         cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
         words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
         tokenizer = fit_to_embedding(source.tokenizer, words)

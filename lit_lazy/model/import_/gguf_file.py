@@ -13,7 +13,7 @@ from gguf.constants import TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.imported_tokeniser import build_bpe
-from lit_lazy.model.import_.source import Source, Weight, rename
+from lit_lazy.model.import_.published import PublishedModel, Weight, rename
 from lit_lazy.support.errors import describe_exception
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
@@ -39,7 +39,7 @@ BLOCK_NUMBERS = 2**22
 """Numbers that are dequantised at a time."""
 
 
-def read_gguf(path: Path) -> Source:
+def read_gguf(path: Path) -> PublishedModel:
     """Raises a one-line ValueError for a damaged file, or one that holds what is not known."""
     try:
         reader = GGUFReader(path)
@@ -55,7 +55,7 @@ def read_gguf(path: Path) -> Source:
         config = make_config(kind, fields)
         heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]} if PAIRED[kind] else {}
         weights = dict(make_weight(path, tensor, heads) for tensor in reader.tensors)
-        return Source(config, weights, make_tokenizer(fields))
+        return PublishedModel(config, weights, make_tokenizer(fields))
     except KeyError as error:
         raise ValueError(f"has no field {error}; convert the model again with llama.cpp") from None
 

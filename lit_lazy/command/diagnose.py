@@ -21,7 +21,11 @@ from lit_lazy.command.options import (
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "diagnose", diagnose, "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
+        commands,
+        "diagnose",
+        diagnose,
+        "measure and plot a trained model's attention: sinks, mass, sparsity, collapse",
+        takes_overrides=True,
     )
     add_checkpoint(parser)
     parser.add_argument(
@@ -60,7 +64,7 @@ def add_to(commands: Commands) -> None:
     add_runs(parser)
 
 
-def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
+def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import Maps
     from lit_lazy.report.checkpoint import Request
     from lit_lazy.report.checkpoint import diagnose as diagnose_checkpoint
@@ -71,6 +75,7 @@ def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
         Request(
             checkpoint=options.checkpoint,
             data=options.data,
+            overrides=tuple(overrides),
             lengths=tuple(options.lengths),
             eviction=make_eviction(options),
             maps=Maps(layers, heads),

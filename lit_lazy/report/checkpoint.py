@@ -54,6 +54,8 @@ class Request:
     checkpoint: Path
     data: str | None = None
     """Experiment whose data are measured; None for the training data."""
+    overrides: tuple[str, ...] = ()
+    """Changes of the data, such as `--data.path=FILE`."""
     lengths: tuple[int, ...] = ()
     """Further context lengths to measure at."""
     eviction: Eviction | None = None
@@ -118,16 +120,13 @@ def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
     Raises a one-line ValueError if the data are unavailable or do not fit the model.
     """
     if request.data is None:
-        config, origin = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
-        source = checkpoints.load_training_data(request.checkpoint, module)
+        config = checkpoints.override_data(module.cfg, request.overrides)
+        origin = f"checkpoint {str(request.checkpoint)!r}"
+        source = checkpoints.load_training_data(request.checkpoint, module, request.overrides)
     else:
-        config, origin = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
-        source = load_data(config)
-        if source.vocab_size != module.hparams["vocab_size"]:
-            raise ValueError(
-                f"{origin}: the model has a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
-                f"{source.vocab_size}; name an experiment with the same vocabulary"
-            )
+        experiment, origin = load_experiment(find("experiments", request.data)), f"--data {request.data!r}"
+        config = checkpoints.override_data(experiment, request.overrides)
+        source = checkpoints.load_other_data(config, module, origin)
     check_length(module.model, source.context_length, origin)
     longer = {f"L{length}/": load_at_length(config, length, source, module.model) for length in request.lengths}
     return {"": source, **longer}

@@ -4,7 +4,7 @@ import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,9 +12,10 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
-from lit_lazy.data import DataSource
+from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
@@ -200,7 +201,7 @@ def _build_module(content: dict[str, Any]) -> LitLM:
         raise ValueError(f"the embedding must have shape {list(shape)} by the settings")
     if cfg.model.n_layers > len(state):
         raise ValueError(f"model.n_layers={cfg.model.n_layers}: it has weights of fewer layers")
-    check_size(cfg.model, settings["vocab_size"], settings["context_length"])
+    check_size(cfg.model, settings["vocab_size"], settings["context_length"], sequences=0, moments=None)
     return LitLM(**settings)
 
 
@@ -256,12 +257,33 @@ def _format_shape(value: torch.Tensor) -> str:
     return f"{tuple(value.shape)}{'' if value.dtype == torch.float32 else f' of {value.dtype}'}"
 
 
-def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
-    """The data that a checkpoint's model was trained on.
+def load_other_data(config: DataConfig, module: LitLM, origin: str) -> DataSource:
+    """Data for a model that was not trained on them. Raises a one-line ValueError, naming `origin`, if they differ."""
+    source = load_data(config)
+    if source.vocab_size != module.hparams["vocab_size"]:
+        raise ValueError(
+            f"{origin}: the model has a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
+            f"{source.vocab_size}; name data with the same vocabulary"
+        )
+    return source
 
-    Raises a one-line ValueError if it cannot be loaded or has changed since. Changed content is noticed only with the
-    result in the checkpoint's folder; without one, only another size is.
+
+def override_data(cfg: RunConfig, overrides: Sequence[str]) -> DataConfig:
+    """The data of a config with overrides such as `--data.path=FILE`. Raises a one-line ValueError for any others."""
+    for word in overrides:
+        if word.startswith("--") and not word.startswith(("--data=", "--data.")):
+            raise ValueError(f"{word}: of a trained model only the data can be changed, as in --data.path=FILE")
+    return apply_overrides(cfg, overrides)[0].data
+
+
+def load_training_data(checkpoint: Path, module: LitLM, overrides: Sequence[str] = ()) -> DataSource:
+    """The data that a checkpoint's model was trained on, or what overrides such as `--data.path=FILE` make of them.
+
+    Raises a one-line ValueError if they cannot be loaded or have changed since. Changed content is noticed only with
+    the result in the checkpoint's folder; without one, only another size is.
     """
+    if overrides:
+        return load_other_data(override_data(module.cfg, overrides), module, " ".join(overrides))
     source = load_data(module.cfg.data)
     for name in ("vocab_size", "context_length"):
         trained, current = module.hparams[name], getattr(source, name)

@@ -6,10 +6,6 @@ from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, path
 
-LENGTH = 256
-"""Tokens per window when the model is measured, unless --data.context_length says otherwise: all that it can read would
-take minutes a window."""
-
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
@@ -58,9 +54,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     check_writable_file("OUT", options.out)
-    data = Text(
-        tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=min(length, LENGTH)
-    )
+    data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(tokenizer_file, tokenizer)
     checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)

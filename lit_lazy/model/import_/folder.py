@@ -1,7 +1,6 @@
 """Models in a folder of config.json, safetensors and tokenizer.json, as transformers writes it and the Hub holds it."""
 
 import json
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -41,11 +40,15 @@ def download(name: str) -> Path:
     """Folder of a model of the Hub, from the cache without a network. Raises a one-line ValueError if that fails."""
     import huggingface_hub
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+    from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers
+
+    go_offline_unless_hub_answers()
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, "model*.safetensors*"]))
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"cannot be had from the Hub ({one_line(error)}); check the name and the network") from None
+        raise ValueError(
+            f"is no folder, and cannot be had from the Hub ({one_line(error)}); check name and network"
+        ) from None
 
 
 def read_folder(folder: Path) -> PublishedModel:
@@ -67,10 +70,11 @@ def _read(file: Path) -> bytes:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    content = _read(file)
     try:
-        found = json.loads(_read(file))
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name}: is no JSON ({one_line(error)})" if file.exists() else str(error)) from None
+        raise ValueError(f"{file.name}: is no JSON ({one_line(error)})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file.name}: is no JSON object")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_lazy.data.pipeline.imported_tokeniser import build_bpe
 from lit_lazy.model.import_.published import PublishedModel, Weight, rename
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, one_line
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 """Architectures, and whether the file's queries and keys are ordered for a rotation of neighbouring dimensions."""
@@ -46,6 +46,11 @@ def read_gguf(path: Path) -> PublishedModel:
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the library raises almost anything
         raise ValueError(f"is no GGUF file, or damaged ({describe_exception(error)}); fetch it again") from None
+    for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+        try:
+            gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+        except NotImplementedError:
+            raise ValueError(f"{tensor.name}: its quantisation {tensor.tensor_type.name} is not known") from None
     kind = fields.get("general.architecture")
     if kind not in PAIRED:
         raise ValueError(f"general.architecture={kind!r}: not known in a GGUF; there are {', '.join(PAIRED)}")
@@ -58,6 +63,8 @@ def read_gguf(path: Path) -> PublishedModel:
         return PublishedModel(config, weights, make_tokenizer(fields))
     except KeyError as error:
         raise ValueError(f"has no field {error}; convert the model again with llama.cpp") from None
+    except (TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"has a field of another kind ({one_line(error)})") from None
 
 
 def make_config(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The weights of a source as a state dict of this project's decoder."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,8 @@ EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 def check_weights(source: PublishedModel, cfg: ModelConfig, vocab_size: int, context_length: int) -> None:
     """Raises a one-line ValueError unless the source has the model's tensors, no others, and they fit into memory."""
+    if cfg.n_layers > len(source.weights):  # before so many layers are built
+        raise ValueError(f"num_hidden_layers={cfg.n_layers}: the files have only {len(source.weights)} tensors")
     with torch.device("meta"):
         expected = DecoderLM(cfg, vocab_size, context_length, seed=None).state_dict()
     if cfg.tie_embeddings and HEAD not in source.weights:
@@ -47,11 +47,10 @@ def read_weights(source: PublishedModel, cfg: ModelConfig) -> dict[str, Tensor]:
 
 def _read(name: str, weight: Weight) -> Tensor:
     read = torch.empty(weight.shape)
-    blocks: Iterable[Tensor] = weight.blocks()
     done = 0
-    for block in blocks:
+    for block in weight.blocks():
+        if not block.isfinite().all():
+            raise ValueError(f"{name}: is not finite")
         read[done : done + len(block)] = block
         done += len(block)
-    if not read.isfinite().all():
-        raise ValueError(f"{name}: is not finite")
     return read

@@ -2,6 +2,8 @@
 
 import argparse
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, path
@@ -42,24 +44,32 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     option = f"SOURCE {str(options.source)!r}"
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
         raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
-    try:
+    with naming(option):
         source = read_model(options.source)
         cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
         words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
         weights.check_weights(source, cfg, words, length)
         tokenizer = fit_to_embedding(source.tokenizer, words)
         begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
-        beside = options.out.with_name(checkpoints.TOKENIZER)
-        check_out(options.out, beside, tokenizer, weights.count_bytes(source))
+    beside = options.out.with_name(checkpoints.TOKENIZER)
+    check_out(options.out, beside, tokenizer, weights.count_bytes(source))
+    with naming(option):
         state = weights.read_weights(source, cfg)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
     data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside, tokenizer)
     checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)
     print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {beside}: {words:,} tokens")
     return 0
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Names the option in a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def check_out(out: Path, beside: Path, tokenizer: str, size: int) -> None:

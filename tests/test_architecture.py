@@ -26,7 +26,7 @@ ONLY = {
     "gguf": ("lit_lazy/model/import_/",),
     "tokenizers": ("lit_lazy/data/",),
     "transformers": ("lit_lazy/model/export/", "kernels/examples/"),
-    "safetensors": ("lit_lazy/model/export/",),
+    "safetensors": ("lit_lazy/model/export/", "lit_lazy/model/import_/"),
     "torchmetrics": ("lit_lazy/measure/",),
     "matplotlib": (
         "lit_lazy/figures/",

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from shutil import which
 
 from lit_lazy.command.options import Commands, add_command, add_runs
@@ -23,6 +24,7 @@ TOOLS = {
     "git": "the commit in results",
 }
 """Program -> its use."""
+SMOLLM2 = Path("models", "smollm2.ckpt")
 
 
 def add_to(commands: Commands) -> None:
@@ -50,6 +52,10 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
         print(f"{'tracking':12} {redact_url(uri)}")
     except ValueError as error:
         wrong.append(str(error))
+    if SMOLLM2.exists():
+        print(f"{'SmolLM2-135M':12} {SMOLLM2}, {SMOLLM2.stat().st_size / 1e6:.0f} MB")
+    else:
+        missing.append(f"adapting a real language model: no {SMOLLM2}; make smollm2")
     if obstacle := find_obstacle():
         missing.append(f"faster attention on CPUs: {obstacle}")
     missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not which(name)]

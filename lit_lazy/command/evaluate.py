@@ -6,12 +6,13 @@ from lit_lazy.command.options import Commands, add_checkpoint, add_command, add_
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "evaluate", evaluate_command, "measure a trained model on its validation data")
+    summary = "measure a trained model on its validation data"
+    parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
     add_checkpoint(parser)
     add_threads(parser)
 
 
-def evaluate_command(options: argparse.Namespace, _rest: list[str]) -> int:
+def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure again the metrics that the run ended with. Creates nothing.
 
     Raises a one-line ValueError for a damaged checkpoint, and if the data have changed since the training.
@@ -22,8 +23,10 @@ def evaluate_command(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.training.devices import select_training_device
 
     prepare_process(options)
-    module = checkpoints.load(options.checkpoint)
-    source = checkpoints.load_training_data(options.checkpoint, module)
+    trained = checkpoints.load(options.checkpoint)
+    cfg = checkpoints.change_settings(trained.cfg, overrides)
+    module = trained if cfg.model == trained.cfg.model else checkpoints.change_model(trained, cfg)
+    source = checkpoints.load_data_for(options.checkpoint, trained, cfg.data)
     model = module.model.to(select_training_device())
     train = module.cfg.train
     diagnostics = measure(model, sample_validation(source), maps=None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lit_lazy.command.options import Commands, add_checkpoint, add_command, folder, import_classes
 
 if TYPE_CHECKING:
+    from lit_lazy.config.schema import RunConfig
     from lit_lazy.training.module import LitLM
 
 
@@ -75,8 +76,7 @@ def format_model_card(module: "LitLM", found: Mapping[str, Any] | None, has_text
         "vocabulary, context": f"{module.hparams['vocab_size']:,}, {module.hparams['context_length']:,}",
         **{name: f"`{part!r}`" for name, part in parts.items()},
         "window": attention.window or "none",
-        "trained": f"{cfg.train.steps:,} steps of {cfg.train.batch_size} sequences on {type(cfg.data).__name__}, "
-        f"seed {cfg.seed}",
+        "trained": format_training(cfg),
     }
     if found is not None:
         sizes["lit-lazy commit, torch"] = ", ".join(
@@ -105,6 +105,16 @@ Lazy Attention. tau and biases stay float32 in every dtype.
 ```python
 {USE_OF_TEXT if has_text else USE_OF_NUMBERS}```
 """
+
+
+def format_training(cfg: "RunConfig") -> str:
+    """What a model was trained on; the data of an imported one are only a tokeniser."""
+    from lit_lazy.data.text import Text
+
+    if isinstance(cfg.data, Text) and not (cfg.data.path or cfg.data.hub):
+        return "elsewhere, then imported"
+    sequences = f"{cfg.train.steps:,} steps of {cfg.train.batch_size} sequences"
+    return f"{sequences} on {type(cfg.data).__name__}, seed {cfg.seed}"
 
 
 USE_OF_TEXT = """from transformers import AutoModelForCausalLM, AutoTokenizer

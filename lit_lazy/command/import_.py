@@ -2,6 +2,8 @@
 
 import argparse
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, path
@@ -11,7 +13,12 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "import", import_model, "make a checkpoint of a published model: Llama, Mistral, SmolLM, Qwen2, Qwen3"
     )
-    parser.add_argument("source", metavar="SOURCE", type=path, help="a .gguf file")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=path,
+        help="a folder with config.json and safetensors, a .gguf file, or a name on the Hub",
+    )
     parser.add_argument(
         "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
     )
@@ -30,28 +37,51 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
     from lit_lazy.model.import_ import families, weights
-    from lit_lazy.model.import_.gguf_file import read_gguf
-    from lit_lazy.support.disk import check_writable_file, write_text
+    from lit_lazy.model.import_.read import read_model
+    from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
 
     option = f"SOURCE {str(options.source)!r}"
-    tokenizer_file: Path = options.out.with_name(checkpoints.TOKENIZER)
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
         raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
-    try:
-        source = read_gguf(options.source)
+    with naming(option):
+        source = read_model(options.source)
         cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
         words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
+        weights.check_weights(source, cfg, words, length)
         tokenizer = fit_to_embedding(source.tokenizer, words)
         begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
-        weights.check_weights(source, cfg, words, length)
+    beside = options.out.with_name(checkpoints.TOKENIZER)
+    check_out(options.out, beside, tokenizer, weights.count_bytes(source))
+    with naming(option):
         state = weights.read_weights(source, cfg)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    check_writable_file("OUT", options.out)
     data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(tokenizer_file, tokenizer)
+    write_text(beside, tokenizer)
     checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)
-    print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {tokenizer_file}: {words:,} tokens")
+    print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {beside}: {words:,} tokens")
     return 0
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Names the option in a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def check_out(out: Path, beside: Path, tokenizer: str, size: int) -> None:
+    """Raise a one-line ValueError unless a checkpoint of `size` bytes, and the tokenizer beside it, can be written."""
+    from lit_lazy.support.disk import check_writable_file, describe_shortage
+
+    if out == beside:
+        raise ValueError(f"OUT {str(out)!r}: is the name of the tokenizer; name the checkpoint model.ckpt")
+    check_writable_file("OUT", out)
+    check_writable_file("OUT", beside)
+    if beside.exists() and beside.read_bytes() != tokenizer.encode():
+        raise ValueError(f"OUT {str(out)!r}: {beside} is another model's; name a file in another folder")
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    if lack := describe_shortage(there, size + len(tokenizer.encode())):
+        raise ValueError(f"OUT {str(out)!r}: the disk lacks {lack}; free some, or name a file on another")

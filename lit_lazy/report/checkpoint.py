@@ -4,14 +4,13 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from lit_lazy.attention import Eviction
-from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import find, load_experiment
@@ -94,7 +93,12 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     UnfinishedError if MLflow does not store the results, which then are in the folder.
     """
     trained = checkpoints.load(request.checkpoint)
-    cfg = apply_changes(trained.cfg, request.overrides)
+    base = (
+        trained.cfg
+        if request.data is None
+        else replace(trained.cfg, data=load_experiment(find("experiments", request.data)).data)
+    )
+    cfg = checkpoints.change_settings(base, request.overrides)
     same = cfg.model == trained.cfg.model and request.rise is None
     module = trained if same else checkpoints.change_model(trained, cfg)
     request.maps.check(module.model, "--")
@@ -120,15 +124,6 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     return measured
 
 
-def apply_changes(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The config of a checkpoint with other settings of its model or data. Raises a one-line ValueError for others."""
-    changed, paths = apply_overrides(cfg, overrides)
-    for path in paths:
-        if path.partition(".")[0] not in ("model", "data"):
-            raise ValueError(f"--{path}: has no effect on a trained model; set fields of model and data alone")
-    return changed
-
-
 def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
     """The taus `[layers, H]` recorded during training, by step. Raises a one-line ValueError for any other content."""
     taus = checkpoints.read_callback_state(checkpoint, STATE_KEY).get("taus", {})
@@ -146,10 +141,9 @@ def load_sources(request: Request, trained: LitLM, data: DataConfig, model: Deco
     if the data are unavailable or do not fit the model.
     """
     origin = f"checkpoint {str(request.checkpoint)!r}" if request.data is None else f"--data {request.data!r}"
-    config = data if request.data is None else load_experiment(find("experiments", request.data)).data
-    source = checkpoints.load_data_for(request.checkpoint, trained, config, origin)
+    source = checkpoints.load_data_for(request.checkpoint, trained, data, origin)
     check_length(model, source.context_length, origin)
-    longer = {f"L{length}/": load_at_length(config, length, source, model) for length in request.lengths}
+    longer = {f"L{length}/": load_at_length(data, length, source, model) for length in request.lengths}
     return {"": source, **longer}
 
 

@@ -4,7 +4,7 @@ import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
@@ -144,6 +145,18 @@ def load(path: Path) -> LitLM:
     return module
 
 
+def change_settings(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config of a trained model with other settings of its model or data, given as `--dotted.path=value`.
+
+    Raises a one-line ValueError for any other setting, which would have no effect.
+    """
+    changed, paths = apply_overrides(cfg, overrides)
+    for path in paths:
+        if path.partition(".")[0] not in ("model", "data"):
+            raise ValueError(f"--{path}: has no effect on a trained model; set only fields of model and data")
+    return changed
+
+
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     """The module with the model of another config, on its own weights where name and shape match; these are shared.
 
@@ -217,7 +230,7 @@ def _build_module(content: dict[str, Any]) -> LitLM:
         raise ValueError(f"the embedding must have shape {list(shape)} by the settings")
     if cfg.model.n_layers > len(state):
         raise ValueError(f"model.n_layers={cfg.model.n_layers}: it has weights of fewer layers")
-    check_size(cfg.model, settings["vocab_size"], settings["context_length"])
+    check_size(cfg.model, settings["vocab_size"], settings["context_length"], sequences=0, moments=None)
     return LitLM(**settings)
 
 

@@ -100,15 +100,15 @@ def check_size(
     context_length: int,
     sequences: int = 1,
     checkpointed: bool = True,
-    moments: int = 2,
+    moments: int | None = 2,
 ) -> None:
-    """Raises ValueError if the training of a model, with `sequences` at a time, does not fit into this machine.
+    """Raises ValueError if a model, trained with `sequences` at a time, does not fit into this machine.
 
     Uses a lower bound: parameters with gradients and moments, logits, and the activations that a layer saves for its
     backward pass (only its input if activations are checkpointed).
-    moments: numbers that the optimiser stores per weight.
+    moments: numbers that the optimiser stores per weight; None for a model that is not trained.
     """
-    per_parameter = BYTES_PER_NUMBER * (2 + moments)  # weight and gradient
+    per_parameter = BYTES_PER_NUMBER * (1 if moments is None else 2 + moments)  # weight, gradient and moments
     layer = 2 * cfg.d_model * _projection_width(cfg) + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     tokens = sequences * context_length

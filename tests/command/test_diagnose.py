@@ -270,10 +270,13 @@ OPTIONS = [
     (["{ckpt}", "--data", ""], "argument --data: '': must be a name"),
     (
         ["{ckpt}", "--data", "stdlib_tiny"],
-        "--data 'stdlib_tiny': the model has a vocabulary of 17 tokens, these data have 256; name an experiment",
+        "--data 'stdlib_tiny': the model has a vocabulary of 17 tokens, these data have 256; name data",
     ),
     (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
-    (["{ckpt}", "--train.steps=3"], "unknown argument '--train.steps=3'; see `lit-lazy diagnose --help`"),
+    (
+        ["{ckpt}", "--train.steps=3"],
+        "--train.steps=3: of a trained model only the data can be changed, as in --data.path=FILE",
+    ),
 ]
 
 

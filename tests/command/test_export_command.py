@@ -172,9 +172,7 @@ class TestFolder:
         assert not left.exists()
 
 
-def test_mistakes(
-    trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "full").mkdir()
     (place / "full" / "mine.txt").write_text("mine")
     (place / "file").write_text("mine")
@@ -191,6 +189,3 @@ def test_mistakes(
         ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
     ):
         assert named in expect_refusal(["export", *words], capsys)
-    monkeypatch.setattr(folder, "find_spec", lambda _: None)
-    error = expect_refusal(["export", str(trained), "out"], capsys)
-    assert error == "lit-lazy: export needs the package safetensors; pip install 'lit-lazy[export]'\n"

@@ -24,6 +24,7 @@ from lit_lazy.attention import (
     Softmax,
 )
 from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
+from lit_lazy.attention.position import LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import compiled
@@ -49,6 +50,10 @@ MODELS = {
     "learned positions": (replace(BASE, position=LearnedAbsolute()), LAZY),
     "tied head": (replace(BASE, tie_embeddings=True), LAZY),
     "one wide head": (replace(BASE, d_model=48, n_heads=1, d_ff=16, n_layers=1), LAZY),
+    "wide heads, slow rotation, another epsilon": (
+        replace(BASE, head_dim=32, norm_eps=0.01, position=Rope(scaling=LinearScaling(3.0))),
+        LAZY,
+    ),
     "long": (replace(BASE, n_layers=1), LAZY),
 }
 

@@ -40,6 +40,7 @@ from lit_lazy.attention import (
     T5Bias,
     ValueGate,
 )
+from lit_lazy.attention.position import LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
@@ -66,6 +67,13 @@ VARIANTS = {
     "softmax alone": {"attention": AttentionSpec(gate=ValueGate())},
     "lazy, normed queries": {"attention": AttentionSpec(Elastic(), LearnedBias(init_std=1.0), qk_norm=True)},
     "two maps, normed queries": {"attention": AttentionSpec(Differential(), qk_norm=True), "residual_dropout": 0.1},
+    "wide heads, biases, slowed rotation in every second layer": {
+        "head_dim": 6,
+        "norm_eps": 0.01,
+        "attention": AttentionSpec(Elastic(), qkv_bias=True, qk_norm=True),
+        "position": Rope(100.0, Llama3Scaling(4.0, trained_length=20), skip_every=2),
+    },
+    "linearly slowed rotation": {"attention": LAZY, "position": Rope(100.0, LinearScaling(3.0))},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},
     **{
         type(rule).__name__: {"attention": AttentionSpec(rule, LearnedBias(init_std=0.5))}
@@ -224,6 +232,7 @@ def test_the_parts_are_those_of_the_modelling_file() -> None:
         "bias": list(modelling.BIASES),
         "gate": list(modelling.GATES),
         "position": list(modelling.POSITIONS),
+        "scaling": list(modelling.SCALINGS),
     } == CARRIED
     ours = {
         name: {kind for kind, cls in find_leaf_classes(base).items() if cls.__module__.startswith("lit_lazy.")}

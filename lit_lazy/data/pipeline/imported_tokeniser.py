@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT
+from lit_lazy.support.errors import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,7 +37,7 @@ def build_bpe(
     try:
         tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=kind == "llama-bpe"))
     except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"tokenizer.ggml.merges: do not fit the tokens ({error})") from None
+        raise ValueError(f"tokenizer.ggml.merges: do not fit the tokens ({one_line(error)})") from None
     if kind == "smollm":
         split = pre_tokenizers.Digits(individual_digits=True)
     else:
@@ -61,22 +62,24 @@ def fit_to_embedding(content: str, words: int) -> str:
     if used > words:
         raise ValueError(f"the tokenizer has ids up to {used - 1}, the embedding only {words} rows")
     tokenizer.add_special_tokens([f"<|unused_{number}|>" for number in range(used, words)])
-    if tokenizer.get_vocab_size() < words and max(tokenizer.get_vocab().values()) + 1 < words:
-        raise ValueError(f"the tokenizer has ids up to {used - 1}, the embedding {words} rows, and cannot be extended")
+    if max(tokenizer.get_vocab().values()) != words - 1:  # it gives its first free ids, which are not always the last
+        raise ValueError(f"the tokenizer has unused ids below {used}, and the embedding {words} rows")
     return tokenizer.to_str(pretty=True)
 
 
-def find_ends(content: str, end: int | None) -> tuple[str | None, str | None]:
+def find_ends(content: str, end: object) -> tuple[str | None, str | None]:
     """The token before every text, and the one after it where the usual names are missing; None for none.
 
-    end: id of the token that ends a text by the model's settings. Raises a one-line ValueError if there is none.
+    end: id of the token that ends a text by the model's settings, the first one of several, or None. Raises a one-line
+    ValueError if there is none.
     """
+    end = end[0] if isinstance(end, list) and end else end
     tokenizer = _parse(content)
     plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = tokenizer.id_to_token(framed[0]) if framed[:1] != plain[:1] else None
     if any(tokenizer.token_to_id(token) is not None for token in END_OF_TEXT):
         return begin, None
-    named = None if end is None else tokenizer.id_to_token(end)
+    named = tokenizer.id_to_token(end) if isinstance(end, int) and 0 <= end < tokenizer.get_vocab_size() else None
     if named is None:
         raise ValueError(f"eos_token_id={end}: names no token, and the tokenizer has none of {' '.join(END_OF_TEXT)}")
     return begin, named
@@ -88,4 +91,4 @@ def _parse(content: str) -> "Tokenizer":
     try:
         return Tokenizer.from_str(content)
     except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"tokenizer.json: is not of the tokenizers library ({error})") from None
+        raise ValueError(f"tokenizer.json: is not of the tokenizers library ({one_line(error)})") from None

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from lit_lazy.attention import Rope
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.model.decoder import DecoderLM
@@ -20,10 +22,13 @@ CARRIED = {
     "bias": ["NoBias", "LearnedBias", "Alibi", "T5Bias", "KerpleLog", "Fire"],
     "gate": ["NoGate", "OutputGate", "ValueGate"],
     "position": ["NoPosition", "Rope", "LearnedAbsolute"],
+    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling"],
 }
 """Parts of a model that the modelling file supports."""
+PATHS = {"position": "model.position", "scaling": "model.position.scaling"}
 FIELDS = {
-    *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "attention", "position", "tie_embeddings"),
+    *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "norm_eps", "attention", "position"),
+    "tie_embeddings",
     *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
     "mixer",  # attention only
 }
@@ -31,17 +36,17 @@ FIELDS = {
 
 
 def check(cfg: ModelConfig) -> None:
-    """Raises a one-line ValueError if the modelling file does not support the model, or a package is missing."""
-    if find_spec("safetensors") is None:
-        raise ValueError("export needs the package safetensors; pip install 'lit-lazy[export]'")
+    """Raises a one-line ValueError if the modelling file does not support the model."""
     if not cfg.mixer.attends:
         raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file supports only attention")
     parts = {name: getattr(cfg.attention, name) for name in ("normaliser", "bias", "gate")}
+    if isinstance(cfg.position, Rope):
+        parts["scaling"] = cfg.position.scaling
     for name, part in {**parts, "position": cfg.position}.items():
         kind = type(part)
         # A custom class may have the same name.
         if kind.__name__ not in CARRIED[name] or not kind.__module__.startswith("lit_lazy."):
-            option = "model.position" if name == "position" else f"model.attention.{name}"
+            option = PATHS.get(name, f"model.attention.{name}")
             raise ValueError(
                 f"{option}={kind.__name__}: not supported by the exported modelling file; choose one of lit-lazy's "
                 f"{', '.join(CARRIED[name])}"
@@ -71,11 +76,14 @@ def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> 
         "num_hidden_layers": cfg.n_layers,
         "num_attention_heads": cfg.n_heads,
         "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_width,
+        "rms_norm_eps": cfg.norm_eps,
         "max_position_embeddings": model.context_length,
         **{name: attention[name] for name in ("normaliser", "bias", "gate")},
         "position": to_dict(cfg.position),
         "attention_window": cfg.attention.window,
         "qk_norm": cfg.attention.qk_norm,
+        "qkv_bias": cfg.attention.qkv_bias,
         "tie_word_embeddings": cfg.tie_embeddings,
         **make_token_ids(end, begin),
     }
@@ -96,8 +104,6 @@ def write(
     that end and begin a text, if any.
     """
     check(model.cfg)
-    from safetensors.torch import save_file
-
     state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
     if model.cfg.tie_embeddings:
         del state["head.weight"]

@@ -23,8 +23,8 @@ except ImportError:
     lazy_attention = None
 
 NARROW = (torch.float16, torch.bfloat16)
-NORM_EPS, HIDDEN = 1e-6, -1e30
-"""HIDDEN: score of a hidden key, finite because -inf times 0 is NaN."""
+HIDDEN = -1e30
+"""Score of a hidden key, finite because -inf times 0 is NaN."""
 
 
 class LitLazyConfig(PreTrainedConfig):
@@ -39,6 +39,8 @@ class LitLazyConfig(PreTrainedConfig):
     num_hidden_layers: int = 1
     num_attention_heads: int = 1
     num_key_value_heads: int = 1
+    head_dim: int = 64
+    rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 64
     """Context length of the training."""
     normaliser: dict | None = None
@@ -47,13 +49,10 @@ class LitLazyConfig(PreTrainedConfig):
     position: dict | None = None
     attention_window: int | None = None
     qk_norm: bool = False
+    qkv_bias: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
 
 
 class _Float32(nn.Module):
@@ -311,17 +310,34 @@ class _Position(nn.Module):
             )
         return x + self.embedding(position)
 
+    def rotates(self, layer: int) -> bool:
+        """Whether the rotation is applied in a layer, counted from 0."""
+        every = self.settings.get("skip_every")
+        return every is None or (layer + 1) % every > 0
+
+    def _scale(self, frequency: Tensor) -> Tensor:
+        scaling = self.settings.get("scaling", {"class": "NoScaling"})
+        if scaling["class"] == "NoScaling":
+            return frequency
+        slow = frequency / scaling["factor"]
+        if scaling["class"] == "LinearScaling":
+            return slow
+        turns = scaling["trained_length"] * frequency / (2 * math.pi)
+        kept = ((turns - scaling["low"]) / (scaling["high"] - scaling["low"])).clamp(0, 1)
+        return kept * frequency + (1 - kept) * slow
+
     def rotation(self, position: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and signed sines `[B, 1, L, width]` of positions `[B, L]`."""
         if self.settings["class"] != "Rope":
             return None
         exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
-        frequency = (self.settings["base"] ** -exponent).float().to(position.device)
+        frequency = self._scale(self.settings["base"] ** -exponent).float().to(position.device)
         angle = position[:, None, :, None].float() * frequency
         return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
+SCALINGS = ("NoScaling", "LinearScaling", "Llama3Scaling")
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
@@ -340,9 +356,8 @@ class _Attention(nn.Module):
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.attention_window
         self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width, d = self.n_heads * self.head_dim, config.hidden_size
-        self.q = nn.Linear(d, width, bias=False)
-        self.k = nn.Linear(d, self.n_kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(d, self.n_kv_heads * self.head_dim, bias=False)
+        kv_width = self.n_kv_heads * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(d, out, bias=config.qkv_bias) for out in (width, kv_width, kv_width))
         self.out = nn.Linear(width, d, bias=False)
         normaliser = config.normaliser or {"class": "Softmax"}
         self.normaliser = RULES[normaliser["class"]](config, layer)
@@ -352,7 +367,7 @@ class _Attention(nn.Module):
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             map_dim = self.head_dim // self.normaliser.maps
-            self.q_norm, self.k_norm = (nn.RMSNorm(map_dim, eps=NORM_EPS) for _ in range(2))
+            self.q_norm, self.k_norm = (nn.RMSNorm(map_dim, eps=config.rms_norm_eps) for _ in range(2))
 
     def forward(
         self,
@@ -448,9 +463,9 @@ class _SwiGLU(nn.Module):
 class _Block(nn.Module):
     def __init__(self, config: LitLazyConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = _Attention(config, layer)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = _SwiGLU(config)
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
@@ -472,7 +487,7 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = _Position(config)
         self.blocks = nn.ModuleList(_Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -522,8 +537,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.position.embed(x, position_ids)
         width = self.config.head_dim // RULES[(self.config.normaliser or {"class": "Softmax"})["class"]].maps
         rotation = self.position.rotation(position_ids, width)
-        for block in self.blocks:
-            x = block(x, rotation, position_ids, mask, past_key_values)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotation if self.position.rotates(layer) else None, position_ids, mask, past_key_values)
         logits = self.head(self.norm(x)[:, -logits_to_keep:])
         loss = None
         if labels is not None:

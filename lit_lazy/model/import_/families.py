@@ -6,6 +6,8 @@ from typing import Any
 from lit_lazy.attention import AttentionSpec, Rope
 from lit_lazy.attention.position import LinearScaling, Llama3Scaling, NoScaling, RopeScaling
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.support.checks import require_whole
+from lit_lazy.support.errors import one_line, short_repr
 
 FAMILIES = ("llama", "mistral", "smollm3", "qwen2", "qwen3")
 """Values of `model_type`; SmolLM2's is llama."""
@@ -36,34 +38,40 @@ def make_model_config(config: Mapping[str, Any], tied: bool) -> ModelConfig:
 
     Raises a one-line ValueError that names what is missing or not known.
     """
+    try:
+        return _make_model_config(config, tied)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"config.json: has a value of another kind ({one_line(error)})") from None
+
+
+def _make_model_config(config: Mapping[str, Any], tied: bool) -> ModelConfig:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type={family!r}: not known; there are {', '.join(FAMILIES)}")
     for name, value in config.items():
         if value and name not in READ | WITHOUT_EFFECT:
-            raise ValueError(f"{name}={value!r}: not known of {family}; remove it from config.json if it has no effect")
+            raise ValueError(
+                f"{name}={short_repr(value)}: not known of {family}; remove it from config.json if it has no effect"
+            )
     if missing := [name for name in (*SIZES, "vocab_size", "max_position_embeddings") if config.get(name) is None]:
         raise ValueError(f"{missing[0]}: is missing in config.json")
-    _require(config, "hidden_act", "silu", "silu")
+    for name in ("vocab_size", "max_position_embeddings"):
+        require_whole(name, config[name], 1)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act={activation!r}: not known; only 'silu' is")
     if types := set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"layer_types: {min(types)!r} is not known; only models whose layers are all of one kind")
     sizes = {ours: config[name] for name, ours in SIZES.items()}
-    width, heads = sizes["d_model"] // sizes["n_heads"], config.get("num_key_value_heads")
-    head_dim = config.get("head_dim")
+    heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     window = config.get("sliding_window") if family == "mistral" else None
     return ModelConfig(
         **sizes,
         n_kv_heads=None if heads == sizes["n_heads"] else heads,
-        head_dim=None if head_dim == width and sizes["d_model"] % sizes["n_heads"] == 0 else head_dim,
+        head_dim=None if head_dim is None or head_dim * sizes["n_heads"] == sizes["d_model"] else head_dim,
         attention=AttentionSpec(window=window, qk_norm=family == "qwen3", qkv_bias=family == "qwen2"),
         position=_make_rope(config),
         tie_embeddings=config.get("tie_word_embeddings", tied),
     )
-
-
-def _require(config: Mapping[str, Any], name: str, known: object, default: object) -> None:
-    if (value := config.get(name, default)) != known:
-        raise ValueError(f"{name}={value!r}: not known; only {known!r} is")
 
 
 def _make_rope(config: Mapping[str, Any]) -> Rope:
@@ -73,7 +81,7 @@ def _make_rope(config: Mapping[str, Any]) -> Rope:
     rotated = config.get("no_rope_layers") or [1]
     skip = rotated.index(0) + 1 if 0 in rotated else None
     if rotated != [int(skip is None or (layer + 1) % skip > 0) for layer in range(len(rotated))]:
-        raise ValueError(f"no_rope_layers={rotated}: not known; only one of every so many layers is")
+        raise ValueError(f"no_rope_layers={short_repr(rotated)}: not known; only one of every so many layers is")
     return Rope(float(settings.pop("rope_theta")), _make_scaling(settings), skip)
 
 

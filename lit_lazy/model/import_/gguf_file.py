@@ -13,8 +13,8 @@ from gguf.constants import TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.imported_tokeniser import build_bpe
-from lit_lazy.model.import_.source import Source, Weight, rename
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.model.import_.published import PublishedModel, Weight, rename
+from lit_lazy.support.errors import describe_exception, one_line
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 """Architectures, and whether the file's queries and keys are ordered for a rotation of neighbouring dimensions."""
@@ -39,13 +39,18 @@ BLOCK_NUMBERS = 2**22
 """Numbers that are dequantised at a time."""
 
 
-def read_gguf(path: Path) -> Source:
+def read_gguf(path: Path) -> PublishedModel:
     """Raises a one-line ValueError for a damaged file, or one that holds what is not known."""
     try:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the library raises almost anything
         raise ValueError(f"is no GGUF file, or damaged ({describe_exception(error)}); fetch it again") from None
+    for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+        try:
+            gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+        except NotImplementedError:
+            raise ValueError(f"{tensor.name}: its quantisation {tensor.tensor_type.name} is not known") from None
     kind = fields.get("general.architecture")
     if kind not in PAIRED:
         raise ValueError(f"general.architecture={kind!r}: not known in a GGUF; there are {', '.join(PAIRED)}")
@@ -55,9 +60,11 @@ def read_gguf(path: Path) -> Source:
         config = make_config(kind, fields)
         heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]} if PAIRED[kind] else {}
         weights = dict(make_weight(path, tensor, heads) for tensor in reader.tensors)
-        return Source(config, weights, make_tokenizer(fields))
+        return PublishedModel(config, weights, make_tokenizer(fields))
     except KeyError as error:
         raise ValueError(f"has no field {error}; convert the model again with llama.cpp") from None
+    except (TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"has a field of another kind ({one_line(error)})") from None
 
 
 def make_config(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,20 @@
 """The weights of a source as a state dict of this project's decoder."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.import_.source import Source, Weight
+from lit_lazy.model.import_.published import PublishedModel, Weight
 from lit_lazy.support.memory import require_memory
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
-def check_weights(source: Source, cfg: ModelConfig, vocab_size: int, context_length: int) -> None:
+def check_weights(source: PublishedModel, cfg: ModelConfig, vocab_size: int, context_length: int) -> None:
     """Raises a one-line ValueError unless the source has the model's tensors, no others, and they fit into memory."""
+    if cfg.n_layers > len(source.weights):  # before so many layers are built
+        raise ValueError(f"num_hidden_layers={cfg.n_layers}: the files have only {len(source.weights)} tensors")
     with torch.device("meta"):
         expected = DecoderLM(cfg, vocab_size, context_length, seed=None).state_dict()
     if cfg.tie_embeddings and HEAD not in source.weights:
@@ -30,12 +30,12 @@ def check_weights(source: Source, cfg: ModelConfig, vocab_size: int, context_len
     require_memory(sizes, count_bytes(source))
 
 
-def count_bytes(source: Source) -> int:
+def count_bytes(source: PublishedModel) -> int:
     """Size of the weights as float32."""
     return sum(4 * torch.Size(weight.shape).numel() for weight in source.weights.values())
 
 
-def read_weights(source: Source, cfg: ModelConfig) -> dict[str, Tensor]:
+def read_weights(source: PublishedModel, cfg: ModelConfig) -> dict[str, Tensor]:
     """The state dict of the decoder, float32. Raises a one-line ValueError for weights that are not finite."""
     state = {name: _read(name, weight) for name, weight in source.weights.items()}
     if cfg.tie_embeddings:
@@ -47,11 +47,10 @@ def read_weights(source: Source, cfg: ModelConfig) -> dict[str, Tensor]:
 
 def _read(name: str, weight: Weight) -> Tensor:
     read = torch.empty(weight.shape)
-    blocks: Iterable[Tensor] = weight.blocks()
     done = 0
-    for block in blocks:
+    for block in weight.blocks():
+        if not block.isfinite().all():
+            raise ValueError(f"{name}: is not finite")
         read[done : done + len(block)] = block
         done += len(block)
-    if not read.isfinite().all():
-        raise ValueError(f"{name}: is not finite")
     return read

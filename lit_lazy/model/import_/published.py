@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class Weight(NamedTuple):
@@ -19,7 +22,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedModel:
     """A published model; nothing of it is executed."""
 
     config: Mapping[str, Any]
@@ -28,6 +31,10 @@ class Source:
     """By this project's names; those that it does not know keep their own."""
     tokenizer: str
     """JSON of the tokenizers library."""
+
+
+def make_pickle_error(file: Path) -> ValueError:
+    return ValueError(f"{file.name}: is a pickle, which could run code, so it is not read; convert it to safetensors")
 
 
 def rename(name: str, layers: str, parts: Mapping[str, str]) -> str:

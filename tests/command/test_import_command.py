@@ -1,0 +1,239 @@
+"""`lit-lazy import`: wrong sources are refused in one line before anything is written; every command takes a result."""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from mistakes import expect_refusal
+from published import make_published, write_gguf
+from safetensors.torch import load_file, save_file
+from subwords import bpe
+
+from lit_lazy.command.main import main
+from lit_lazy.report.checkpoint import Request, load_sources
+from lit_lazy.support import disk, memory
+from lit_lazy.training import checkpoints
+
+__all__ = ["bpe"]
+IMPORT = ["import", "source", "new/model.ckpt"]
+
+
+@pytest.fixture
+def source(bpe: Path, place: Path) -> Path:
+    """A folder of this name."""
+    make_published(place / "source", "Qwen2", bpe)
+    return place / "source"
+
+
+def change_config(**changes: object) -> Callable[[Path], object]:
+    def change(source: Path) -> None:
+        content = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(content | changes))
+
+    return change
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def change_file(source: Path) -> None:
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, source / "model.safetensors")
+
+    return change_file
+
+
+def overwrite(name: str, content: bytes | str) -> Callable[[Path], object]:
+    return lambda source: (source / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda source: (source / name).unlink()
+
+
+def truncate(source: Path) -> None:
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def leave_a_pickle(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
+    return overwrite("model.safetensors.index.json", json.dumps(index))
+
+
+K = "model.layers.3.self_attn.k_proj.bias"
+HEADER = struct.pack("<Q", 2**63) + b"{}"
+OVERFLOWS = json.dumps({"x": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}).encode()
+SOURCES = {
+    "another family": (
+        change_config(model_type="gpt2"),
+        "model_type='gpt2': not known; there are llama, mistral",
+    ),
+    "no family": (overwrite("config.json", "{}"), "model_type=None: not known"),
+    "an unknown setting": (change_config(mlp_bias=True), "mlp_bias=True: not known of qwen2; remove it"),
+    "another activation": (change_config(hidden_act="gelu"), "hidden_act='gelu': not known; only 'silu' is"),
+    "windows": (change_config(use_sliding_window=True), "use_sliding_window=True: not known of qwen2"),
+    "layers of two kinds": (
+        change_config(layer_types=["sliding_attention"]),
+        "layer_types: 'sliding_attention'",
+    ),
+    "another scaling": (change_config(rope_parameters={"rope_type": "yarn"}), "rope_scaling: 'yarn' is not known"),
+    "half a scaling": (change_config(rope_parameters={"rope_type": "linear"}), "rope_scaling: factor is missing"),
+    "odd layers without rotation": (change_config(no_rope_layers=[1, 0, 0, 1]), "no_rope_layers=[1, 0, 0, 1]"),
+    "no width": (change_config(hidden_size=None), "hidden_size: is missing in config.json"),
+    "a width of text": (change_config(hidden_size="32"), "model.d_model='32': must be a whole number"),
+    "a list for a rotation": (change_config(rope_parameters=[1]), "config.json: has a value of another kind"),
+    "no vocabulary": (change_config(vocab_size=0), "vocab_size=0: must be a whole number of at least 1"),
+    "a huge vocabulary": (change_config(vocab_size=2**40), "embedding.weight: has shape [304, 32], and by"),
+    "huge layers": (change_config(num_hidden_layers=10**9), "num_hidden_layers=1000000000: the files have only"),
+    "no JSON": (overwrite("config.json", "{"), "config.json: is no JSON"),
+    "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
+    "no settings": (remove("config.json"), "config.json: cannot be read (No such file"),
+    "no weights": (remove("model.safetensors"), "model.safetensors: cannot be"),
+    "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
+    "a pickle by another name": (overwrite("model.safetensors", pickle.dumps({})), "is no safetensors file"),
+    "cut off": (truncate, "model.safetensors: is no safetensors file"),
+    "a huge header": (overwrite("model.safetensors", HEADER), "is no safetensors file"),
+    "a size that overflows": (
+        overwrite("model.safetensors", struct.pack("<Q", len(OVERFLOWS)) + OVERFLOWS + bytes(4)),
+        "is no safetensors file",
+    ),
+    "a missing tensor": (change_tensors(lambda x: x.pop(K)), "blocks.3.attention.k.bias: is missing"),
+    "a surplus tensor": (change_tensors(lambda x: x.update(extra=x[K].clone())), "extra: is not known"),
+    "another shape": (
+        change_tensors(lambda x: x.update({K: torch.zeros(8)})),
+        "blocks.3.attention.k.bias: has shape [8], and by the settings [16]",
+    ),
+    "whole numbers": (change_tensors(lambda x: x.update({K: x[K].int()})), f"{K} is of I32; only F64, F32, F16, BF16"),
+    "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), "blocks.3.attention.k.bias: is not finite"),
+    "a head that is not the embedding": (
+        change_tensors(lambda x: x.update({"lm_head.weight": 2 * x["model.embed_tokens.weight"]})),
+        "tie_word_embeddings=True: the output head is not the embedding",
+    ),
+    "a damaged index": (index_shards({}), "model.safetensors.index.json: has no weight_map of file names"),
+    "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
+    "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
+    "an index of less": (index_shards({"weight_map": {K: "model.safetensors"}}), "is not listed"),
+    "no tokenizer": (remove("tokenizer.json"), "tokenizer.json: cannot be read"),
+    "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: is not of the tokenizers library"),
+    "no end": (change_config(eos_token_id=None), None),
+}
+
+
+@pytest.mark.parametrize(("spoil", "named"), SOURCES.values(), ids=SOURCES)
+def test_a_wrong_source(
+    spoil: Callable[[Path], object], named: str | None, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(source)
+    if named is None:  # <|endoftext|> is a usual name
+        assert main(IMPORT) == 0
+    else:
+        error = expect_refusal(IMPORT, capsys)
+        assert error.startswith("lit-lazy: SOURCE 'source': ")
+        assert named in error
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding(
+    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_published(place / "source", "Llama", bpe, words=200)
+    assert "the embedding only 200 rows" in expect_refusal(IMPORT, capsys)
+    content = json.loads((place / "source" / "tokenizer.json").read_text().replace("<|endoftext|>", "<end>"))
+    content["added_tokens"][1]["content"] = "<end>"
+    make_published(place / "source", "Llama", bpe)
+    (place / "source" / "tokenizer.json").write_text(json.dumps(content))
+    assert main(IMPORT) == 0  # token 1 ends a text by config.json
+    change_config(eos_token_id=None)(place / "source")
+    assert "eos_token_id=None: names no token, and the tokenizer has none of" in expect_refusal(
+        ["import", "source", "other/model.ckpt"], capsys
+    )
+
+
+def test_a_wrong_gguf(
+    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_published(place / "published", "Llama", bpe)
+    write_gguf(place / "source.gguf", place / "published", "llama", "smollm")
+    whole = (place / "source.gguf").read_bytes()
+    huge = whole[:8] + struct.pack("<Q", 2**60) + whole[16:]
+    unknown = whole.replace(
+        struct.pack("<I", int(gguf.GGMLQuantizationType.Q8_0)) + b"\0" * 8, struct.pack("<I", 99) + b"\0" * 8
+    )
+    assert unknown != whole
+    for content, named in (
+        (b"", "is no GGUF file, or damaged"),
+        (b"GGUF", "is no GGUF file, or damaged"),
+        (whole[: len(whole) // 2], "is no GGUF file, or damaged"),
+        (whole[:-64], "is no GGUF file, or damaged"),
+        (huge, "is no GGUF file, or damaged"),
+        (unknown, "(99) is not a valid GGMLQuantizationType"),
+        (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
+        (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
+        (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
+        (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
+        (whole.replace(b"output_norm.weight", b"output_harm.weight"), "norm.weight: is missing"),
+    ):
+        (place / "source.gguf").write_bytes(content)
+        assert named in expect_refusal(["import", "source.gguf", "new/model.ckpt"], capsys), named
+    (place / "source.gguf").write_bytes(whole)
+    given = ["import", "source.gguf", "new/model.ckpt"]
+    assert "its SHA-256 is " in expect_refusal([*given, "--sha256", 64 * "0"], capsys)
+    assert "argument --sha256: 'abc' is not 64 hex digits" in expect_refusal([*given, "--sha256", "abc"], capsys)
+
+    def cannot(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(gguf, "dequantize", cannot)
+    assert "its quantisation Q8_0 is not known" in expect_refusal(given, capsys)
+
+
+@pytest.mark.usefixtures("source")
+def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "model.bin").write_bytes(pickle.dumps({}))
+    (place / "full").mkdir()
+    (place / "full" / "tokenizer.json").write_text("{}")
+    for words, named in (
+        (["model.bin", "new.ckpt"], "SOURCE 'model.bin': model.bin: is a pickle"),
+        (["none", "new.ckpt"], "must be a folder with config.json and safetensors, a .gguf file, or a name on the Hub"),
+        (["none.gguf", "new.ckpt"], "SOURCE 'none.gguf': is no GGUF file"),
+        (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
+        (["source", "source"], "OUT 'source': is a folder; name a file in it"),
+        (["source", "full/new.ckpt"], "full/tokenizer.json is another model's; name a file in another folder"),
+        (["source", "new/tokenizer.json"], "OUT 'new/tokenizer.json': is the name of the tokenizer"),
+        (["source", "/proc/new.ckpt"], "lit-lazy: OUT '/proc': nothing can be written there"),
+        (["source", "new.ckpt", "--sha256", 64 * "0"], "SOURCE='source': cannot be read (Is a directory)"),
+    ):
+        assert named in expect_refusal(["import", *words], capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "measure_total_memory", lambda: 1000)
+        assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
+    monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
+    assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
+
+
+@pytest.mark.usefixtures("source")
+def test_every_command_takes_an_imported_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(IMPORT) == 0
+    (place / "text.txt").write_text("the cat sat on the mat\n\n" * 400)
+    (place / "other.txt").write_text("the cat on the mat\n\n" * 400)
+    (place / "new").rename(place / "moved")
+    model = "moved/model.ckpt"
+    for words in (["evaluate", model], ["diagnose", model]):
+        assert "data.path='': give your text, as in --data.path=FILE" in expect_refusal(words, capsys)
+    data = ["--data.path=text.txt", "--data.validation=other.txt"]
+    data += ["--data.context_length=16", "--data.validation_windows=4"]
+    assert main(["evaluate", model, *data]) == 0
+    request = Request(Path(model), overrides=tuple(data), lengths=(32,))
+    sources = load_sources(request, checkpoints.load(Path(model)))
+    assert [source.context_length for source in sources.values()] == [16, 32]
+    assert main(["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
+    assert main(["export", model, "out"]) == 0
+    assert "| trained | elsewhere, then imported |" in (place / "out" / "README.md").read_text()

@@ -4,7 +4,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_lazy.data.pipeline.documents import Files
+from lit_lazy.data.pipeline.documents import Files, Hub
 from lit_lazy.data.stdlib import find_sources, is_validation
 from lit_lazy.data.text import Text
 from lit_lazy.support.checks import require
@@ -17,7 +17,7 @@ class StdlibText(Text):
     `--data.path` gives other text in its place.
     """
 
-    def _sources(self) -> tuple[Files, Files | None]:
+    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         if self.path or self.hub:
             return super()._sources()
         require(not self.validation, "data.validation", self.validation, "needs data.path; leave it out")

@@ -93,12 +93,10 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     UnfinishedError if MLflow does not store the results, which then are in the folder.
     """
     trained = checkpoints.load(request.checkpoint)
-    base = (
-        trained.cfg
-        if request.data is None
-        else replace(trained.cfg, data=load_experiment(find("experiments", request.data)).data)
-    )
-    cfg = checkpoints.change_settings(base, request.overrides)
+    cfg = trained.cfg
+    if request.data is not None:
+        cfg = replace(cfg, data=load_experiment(find("experiments", request.data)).data)
+    cfg = checkpoints.change_settings(cfg, request.overrides)
     same = cfg.model == trained.cfg.model and request.rise is None
     module = trained if same else checkpoints.change_model(trained, cfg)
     request.maps.check(module.model, "--")

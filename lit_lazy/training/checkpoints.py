@@ -322,7 +322,7 @@ def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: st
     source, known = load_data(data), trained.hparams["vocab_size"]
     if source.vocab_size != known:
         raise ValueError(
-            f"{option}: the model has a vocabulary of {known} tokens, these data have {source.vocab_size}; choose data "
+            f"{option}: the model has a vocabulary of {known} tokens, these data have {source.vocab_size}; name data "
             "with the same vocabulary"
         )
     return source

@@ -275,7 +275,7 @@ OPTIONS = [
     (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
     (
         ["{ckpt}", "--train.steps=3"],
-        "--train.steps=3: of a trained model only the data can be changed, as in --data.path=FILE",
+        "--train.steps: has no effect on a trained model; set only fields of model and data",
     ),
 ]
 

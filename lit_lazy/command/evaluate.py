@@ -2,29 +2,52 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_checkpoint, add_command, add_threads, prepare_process, print_metrics
+from lit_lazy.command.options import (
+    Commands,
+    add_checkpoint,
+    add_command,
+    add_threads,
+    non_empty,
+    prepare_process,
+    print_metrics,
+)
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "evaluate", evaluate_command, "measure a trained model on its validation data")
     add_checkpoint(parser)
+    parser.add_argument(
+        "--evaluations",
+        metavar="LIST",
+        type=non_empty,
+        help="measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'",
+    )
     add_threads(parser)
 
 
 def evaluate_command(options: argparse.Namespace, _rest: list[str]) -> int:
-    """Measure again the metrics that the run ended with. Creates nothing.
+    """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
 
-    Raises a one-line ValueError for a damaged checkpoint, and if the data have changed since the training.
+    Raises a one-line ValueError for a damaged checkpoint, if the data have changed since the training, and for an
+    evaluation that the model or its data do not support.
     """
+    from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.measure.diagnostics import measure, sample_validation
     from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.prepare import check_evaluations
 
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
     source = checkpoints.load_training_data(options.checkpoint, module)
     model = module.model.to(select_training_device())
+    if options.evaluations is not None:
+        cfg, _ = apply_overrides(module.cfg, [f"--evaluations={options.evaluations}"])
+        check_evaluations(cfg, source.outline)
+        for evaluation in cfg.evaluations:
+            print_metrics(evaluation.measure(model, cfg.data))
+        return 0
     train = module.cfg.train
     diagnostics = measure(model, sample_validation(source), maps=None)
     print_metrics(

@@ -19,13 +19,13 @@ from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpre
 from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
 from lit_lazy.measure.row_statistics import summarise
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import token_nll
+from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.disk import write_atomically
 
 SAMPLE = 64
 """Sequences measured by default."""
 TOKENS_AT_ONCE = 8192
-"""Tokens per forward pass, unless a single sequence is longer."""
+"""Tokens per forward pass, unless a single sequence is longer or their logits would not fit (`limit_tokens`)."""
 MOST_MAPS, MAP_ROWS = 4, 128
 """Default number of weight matrices, and maximum number of rows and keys of each."""
 EVICTED = 4
@@ -196,7 +196,7 @@ def measure(
     batch = {name: part.to(model.device) for name, part in _take_sequences(batches, sample).items()}
     tokens, (counted, targets) = batch["tokens"], select_first_documents(batch)
     n, length = tokens.shape
-    accumulator, step = _Accumulator(model, length), max(1, TOKENS_AT_ONCE // length)
+    accumulator, step = _Accumulator(model, length), max(1, limit_tokens(model) // length)
     with evaluation_mode(model):
         for part in zip(tokens.split(step), targets.split(step), counted.split(step), strict=True):
             accumulator.add(*part)
@@ -210,6 +210,11 @@ def measure(
             n = min(rows[longest], MAP_ROWS)
             arrays["maps/weights"] = _compute_weight_maps(model, tokens[[longest], :n], chosen)
     return Diagnostics(arrays)
+
+
+def limit_tokens(model: DecoderLM) -> int:
+    """Tokens whose logits are computed in one pass: fewer if the vocabulary is large."""
+    return min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.embedding.num_embeddings)
 
 
 def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
-    TOKENS_AT_ONCE,
     evaluation_mode,
     include_evicted_keys,
+    limit_tokens,
     sample_validation,
     select_first_documents,
 )
@@ -41,7 +41,7 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
     """
     tokens, targets = batch["tokens"].to(model.device), select_first_documents(batch)[1].to(model.device)
     cache = model.new_cache(eviction)
-    step = max(1, TOKENS_AT_ONCE // len(tokens))
+    step = max(1, limit_tokens(model) // len(tokens))
     parts = [piece for part in cache[0].split_tokens(tokens) for piece in part.split(step, 1)]
     target_parts = targets.split([part.shape[1] for part in parts], 1)
     with evaluation_mode(model), include_evicted_keys(model, cache) if n_held else nullcontext():

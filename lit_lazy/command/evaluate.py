@@ -28,8 +28,8 @@ def add_to(commands: Commands) -> None:
 def evaluate_command(options: argparse.Namespace, _rest: list[str]) -> int:
     """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
 
-    Raises a one-line ValueError for a damaged checkpoint, if the data have changed since the training, and for an
-    evaluation that the model or its data do not support.
+    Raises a one-line ValueError for a damaged checkpoint, if the data have changed since the training (which is not
+    checked for evaluations: some need none of it), and for an evaluation that the model or its data do not support.
     """
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.measure.diagnostics import measure, sample_validation
@@ -40,14 +40,14 @@ def evaluate_command(options: argparse.Namespace, _rest: list[str]) -> int:
 
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
-    source = checkpoints.load_training_data(options.checkpoint, module)
     model = module.model.to(select_training_device())
     if options.evaluations is not None:
         cfg, _ = apply_overrides(module.cfg, [f"--evaluations={options.evaluations}"])
-        check_evaluations(cfg, source.outline)
+        check_evaluations(cfg, model)
         for evaluation in cfg.evaluations:
             print_metrics(evaluation.measure(model, cfg.data))
         return 0
+    source = checkpoints.load_training_data(options.checkpoint, module)
     train = module.cfg.train
     diagnostics = measure(model, sample_validation(source), maps=None)
     print_metrics(

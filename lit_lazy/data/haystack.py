@@ -151,34 +151,45 @@ def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
     Markers are tokens at which the data predict, keys their targets. The first token stays, other occurrences of a
     sequence's markers are replaced. Raises a one-line ValueError if a sequence is too short or no key can be hidden.
     """
-    rng = np.random.default_rng((hiding.seed, source.context_length))
-    validation = source.validation
+    validation, width = source.validation, 1 + hiding.digits
     batch = validation.__getitems__(pick_evenly(len(validation), min(hiding.sequences, len(validation))).tolist())
     sampled, targets = (batch[name].numpy() for name in ("tokens", "targets"))
-    predicted = targets[:, 1:] != IGNORED
-    markers, symbols = np.unique(sampled[:, 1:][predicted]), np.intersect1d(targets[targets != IGNORED], sampled)
-    name, count, width = f"data={source.name}", 1 + hiding.distractors, 1 + hiding.digits
-    require(
-        len(markers) > count + 1 and len(symbols) > count, name, len(symbols), "has too few symbols to hide as keys"
-    )
-    slots = (sampled.shape[1] - width) // width
-    require(slots >= count, "lengths", sampled.shape[1], f"has no room for {count} keys; choose a greater length")
-    asked = np.array([round(depth * (slots - 1)) for depth in hiding.depths])
-    found = np.empty((len(asked), hiding.sequences, sampled.shape[1] + 1), sampled.dtype)
-    for number in range(hiding.sequences):
-        sequence = np.append(sampled[number % len(sampled)], 0)
-        chosen = rng.choice(np.setdiff1d(markers, sequence[0]), count, replace=False)
-        marked = np.isin(sequence, chosen)
-        sequence[marked] = rng.choice(np.setdiff1d(markers, chosen), marked.sum())
-        keys = rng.choice(np.setdiff1d(symbols, chosen), (count, hiding.digits))
-        phrases = np.column_stack((chosen, keys))
-        order = rng.permutation(slots)
-        for row, slot in zip(found[:, number], asked, strict=True):
-            row[:] = sequence
-            row[-width:] = phrases[0]
-            for at, phrase in zip((slot, *order[order != slot]), phrases, strict=False):
-                row[1 + at * width :][:width] = phrase
-    sequences = torch.from_numpy(found.reshape(-1, found.shape[-1]))
-    only = torch.full_like(sequences[:, 1:], IGNORED)
-    only[:, -hiding.digits :] = sequences[:, -hiding.digits :]
-    return {"tokens": sequences[:, :-1], "targets": only}
+    markers = np.unique(sampled[:, 1:][targets[:, 1:] != IGNORED])
+    symbols = np.intersect1d(targets[targets != IGNORED], sampled)
+    count = 1 + hiding.distractors
+    few = min(len(markers) - 1, len(symbols))
+    require(few > count, f"data={source.name}", few, f"has too few symbols to hide {count} keys")
+    room = _count_slots(source.context_length, hiding)
+    require(room >= count, "lengths", source.context_length, f"has no room for {count} keys; choose a greater length")
+    rng = np.random.default_rng((hiding.seed, source.context_length))
+    chosen = [sampled[number % len(sampled)] for number in range(hiding.sequences)]
+    hidden = np.stack([_hide_keys(sequence, markers, symbols, hiding, rng) for sequence in chosen], axis=1)
+    sequences = torch.from_numpy(hidden.reshape(-1, source.context_length + 1))
+    asked = torch.full_like(sequences[:, 1:], IGNORED)
+    asked[:, 1 - width :] = sequences[:, 1 - width :]
+    return {"tokens": sequences[:, :-1], "targets": asked}
+
+
+def _count_slots(length: int, hiding: Hiding) -> int:
+    """Places for a marker and its key, between the first token and the question."""
+    width = 1 + hiding.digits
+    return (length - width) // width
+
+
+def _hide_keys(
+    sequence: np.ndarray, markers: np.ndarray, symbols: np.ndarray, hiding: Hiding, rng: np.random.Generator
+) -> np.ndarray:
+    """The sequence `[L]` with keys and question, and the last target, for every depth: `[depths, L + 1]`."""
+    count, width, slots = 1 + hiding.distractors, 1 + hiding.digits, _count_slots(len(sequence), hiding)
+    chosen = rng.choice(np.setdiff1d(markers, sequence[0]), count, replace=False)
+    filler, marked = np.append(sequence, 0), np.append(np.isin(sequence, chosen), False)
+    filler[marked] = rng.choice(np.setdiff1d(markers, chosen), marked.sum())
+    phrases = np.column_stack((chosen, rng.choice(np.setdiff1d(symbols, chosen), (count, hiding.digits))))
+    filler[-width:] = phrases[0]
+    order = rng.permutation(slots)
+    found = np.tile(filler, (len(hiding.depths), 1))
+    for row, depth in zip(found, hiding.depths, strict=True):
+        asked = round(depth * (slots - 1))
+        for slot, phrase in zip((asked, *order[order != asked]), phrases, strict=False):  # more slots than phrases
+            row[1 + slot * width :][:width] = phrase
+    return found

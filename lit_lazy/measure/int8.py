@@ -70,8 +70,8 @@ def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor] | Non
 class Int8(Evaluation):
     """Loss with int8 weights and inputs of all linear layers of the blocks, simulated in fp32.
 
-    One symmetric scale per tensor: the largest absolute weight, and the largest absolute input on the same sequences
-    (static ranges by minimum and maximum, as Bondarenko et al., arXiv 2306.12929, and others measure outliers).
+    One symmetric scale per tensor: by the largest absolute weight, and by the largest absolute input in fp32 on the same
+    sequences. What this costs is a measure of outliers (Bondarenko et al., arXiv 2306.12929).
     """
 
     weights_only: bool = False

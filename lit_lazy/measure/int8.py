@@ -23,7 +23,7 @@ LARGEST = 127
 
 def quantise(x: Tensor, largest: Tensor) -> Tensor:
     """x rounded to whole multiples of largest / 127, and clipped to +- largest `[]`; 0 if largest is 0."""
-    scale = largest.clamp(min=torch.finfo(x.dtype).tiny) / LARGEST
+    scale = (largest / LARGEST).clamp(min=torch.finfo(x.dtype).tiny)
     return (x / scale).round().clamp(-LARGEST, LARGEST) * scale
 
 
@@ -70,8 +70,8 @@ def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor] | Non
 class Int8(Evaluation):
     """Loss with int8 weights and inputs of all linear layers of the blocks, simulated in fp32.
 
-    One symmetric scale per tensor: by the largest absolute weight, and by the largest absolute input in fp32 on the same
-    sequences. What this costs is a measure of outliers (Bondarenko et al., arXiv 2306.12929).
+    One symmetric scale per tensor: by the largest absolute weight, and by the largest absolute input in fp32 on the
+    same sequences. What this costs is a measure of outliers (Bondarenko et al., arXiv 2306.12929).
     """
 
     weights_only: bool = False

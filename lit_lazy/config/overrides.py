@@ -1,5 +1,6 @@
 """`--model.d_model=128`: command-line overrides of any field of a RunConfig."""
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lit_lazy.config.field_docs import format_class
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import find_leaf_classes, get_leaf_class, replace_at
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.errors import did_you_mean, one_line
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_group
 
 LONGEST_VALUE = 4096
@@ -126,10 +127,38 @@ def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:
 
 
 def _parse_field(path: str, text: str, field: _Field) -> Any:
+    if typing.get_origin(field.hint) is tuple and is_exchangeable(base := typing.get_args(field.hint)[0]):
+        return _parse_parts(path, text, base)
     try:
         return field.chosen or _parse_value(text, field.hint)
     except (KeyError, ValueError):
         raise ValueError(f"--{path}={text!r}: must be {describe_kind(field.hint)}") from None
+
+
+def _parse_parts(path: str, text: str, base: type) -> tuple[Any, ...]:
+    """Parts of a base from calls of their classes, such as `Passkey(lengths=(512, 1024)), Int8()`."""
+    try:
+        tree = ast.parse(text.strip() or "()", mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.Tuple | ast.List) else [tree]
+        parts = []
+        for call in calls:
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+                raise ValueError(
+                    f"{ast.unparse(call)} is no class with its settings in brackets, as in NAME(FIELD=VALUE)"
+                )
+            arguments = map(_read_literal, call.args)
+            settings = {str(keyword.arg): _read_literal(keyword.value) for keyword in call.keywords}
+            parts.append(get_leaf_class(base, call.func.id)(*arguments, **settings))
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"--{path}={text!r}: {one_line(error)}") from None
+    return tuple(parts)
+
+
+def _read_literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no plain value; give numbers, texts or tuples of them") from None
 
 
 def _parse_value(text: str, hint: Any) -> Any:

@@ -40,6 +40,7 @@ Arrays = Mapping[str, np.ndarray]
 
 # The same values as in lit_lazy.measure, which would import torch.
 SMALL_WEIGHT, SINK_WEIGHT, FIRST_KEYS = 1e-5, 0.3, 8
+NO_OPERATION_RATIO, BROADCAST_RATIO, BROADCAST_RANK = 0.2, 0.5, 1.5
 ZERO, HIDDEN = "#d4d4d4", "#ffffff"
 """Colours of weights that are exactly 0 or undefined, and of keys that are hidden from a query."""
 MAPS_IN_A_ROW = 4
@@ -306,6 +307,44 @@ def value_norms(arrays: Arrays) -> Figure | None:
 
 
 @use_style()
+def sink_kinds(arrays: Arrays) -> Figure | None:
+    """Draw ratio and stable rank of each head with a sink, with the bounds of the two kinds; and massive activations.
+
+    The point of a head is its mean over the sequences with a sink, whose kinds may differ.
+    """
+    states = _find_states(arrays, "hidden/max_over_median")
+    if not states or "sink/value_ratio" not in arrays:
+        return None
+    layers, heads = arrays["sink/value_ratio"].shape
+    rate = np.sum([arrays[f"sink/{kind}"] for kind in ("no_operation", "broadcast", "neither")], axis=0)
+    with_sink = np.count_nonzero(rate > 0)
+    title = f"Sinks of {with_sink} of {_pluralise(layers * heads, 'head')}, and outliers, in {_describe_sample(arrays)}"
+    figure = new_figure(WIDTH, 3.4, title)
+    panels = figure.subplots(1, 2)
+    for layer, colour in enumerate(_make_sequential_colours(layers)):
+        rank, ratio = arrays["sink/stable_rank"][layer], arrays["sink/value_ratio"][layer]
+        panels[0].plot(rank, ratio, ".", color=colour, alpha=0.8)
+    bounds = {"color": NEUTRAL, "linewidth": 0.8, "zorder": 1}
+    panels[0].axhline(NO_OPERATION_RATIO, linestyle="--", **bounds)
+    most = max(4.0, 1.1 * np.nan_to_num(arrays["sink/stable_rank"]).max())
+    top = max(1.5, 1.1 * np.nan_to_num(arrays["sink/value_ratio"]).max())
+    panels[0].plot([1, BROADCAST_RANK, BROADCAST_RANK], [BROADCAST_RATIO, BROADCAST_RATIO, top], ":", **bounds)
+    panels[0].set(title="sinks, a point per head", xlabel="stable rank of the head's update", xlim=(0.9, most))
+    panels[0].set(ylabel="value norm of the sink / others'", ylim=(0, top))
+    for state, values in _read_states(arrays, "hidden/max_over_median"):
+        _draw_profile(panels[1], values, FIRST, state)
+    panels[1].set(title="largest entry of the residual stream", ylabel="times the median entry", yscale="log")
+    _set_layer_axis(panels[1], layers + 1)
+    panels[1].set_xlabel("blocks passed (0: embedding)")
+    handles = [
+        Line2D([], [], linestyle="--", color=NEUTRAL, label="below: no operation"),
+        Line2D([], [], linestyle=":", color=NEUTRAL, label="above, left: broadcast"),
+    ]
+    _draw_colour_key(figure, panels, layers, "layer", [*handles, *_state_handles(states, marker="o")])
+    return figure
+
+
+@use_style()
 def rank_profile(arrays: Arrays) -> Figure | None:
     """Draw effective rank and token cosine of the residual stream after each layer, trained and at init."""
     kinds = {"hidden/effective_rank": "effective rank (directions)", "hidden/cosine": "mean cosine of two tokens"}
@@ -381,6 +420,7 @@ RUN_FIGURES = (
     tau_by_head,
     bias_curves,
     value_norms,
+    sink_kinds,
     rank_profile,
     loss_by_length,
 )

@@ -35,15 +35,29 @@ def effective_rank(x: Tensor) -> Tensor:
     rounding error (below the square root of min(T, d) * 2.2e-16 of the largest) count as 0. NaN where x is 0 or not
     finite.
     """
+    eigenvalues = _compute_gram_eigenvalues(x)
+    rounding = min(x.shape[-2:]) * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., -1:]
+    singular = eigenvalues.where(eigenvalues > rounding, 0).sqrt()
+    q = singular / singular.sum(-1, keepdim=True)
+    return torch.special.entr(q).sum(-1).exp()
+
+
+def stable_rank(x: Tensor) -> Tensor:
+    """`|X|_F^2 / |X|_2^2`, the sum of the squared singular values over the largest; 1 if all rows are parallel.
+
+    NaN where x is 0 or not finite.
+    """
+    eigenvalues = _compute_gram_eigenvalues(x).clamp(min=0)
+    return eigenvalues.sum(-1) / eigenvalues[..., -1]
+
+
+def _compute_gram_eigenvalues(x: Tensor) -> Tensor:
+    """Eigenvalues of the smaller Gram matrix of x, ascending, fp64 `[..., min(T, d)]`; 0 where x is not finite."""
     x = x.double()
     gram = x.mT @ x if x.shape[-1] <= x.shape[-2] else x @ x.mT
     # eigvalsh raises on non-finite values; zeros end as 0 / 0 = NaN.
     finite = gram.isfinite().all(-1).all(-1)[..., None, None]
-    eigenvalues = torch.linalg.eigvalsh(gram.where(finite, 0))
-    rounding = gram.shape[-1] * torch.finfo(gram.dtype).eps * eigenvalues[..., -1:]
-    singular = eigenvalues.where(eigenvalues > rounding, 0).sqrt()
-    q = singular / singular.sum(-1, keepdim=True)
-    return torch.special.entr(q).sum(-1).exp()
+    return torch.linalg.eigvalsh(gram.where(finite, 0))
 
 
 def rank_residual(x: Tensor) -> Tensor:
@@ -81,7 +95,8 @@ class Collapse(Metric):
     `hidden/cosine`: `token_cosine`;
     `hidden/effective_rank`: `effective_rank`;
     `hidden/rank_residual`: `rank_residual`;
-    `hidden/median_abs`: median of |h| over the entries of a sequence (the lower median).
+    `hidden/median_abs`: median of |h| over the entries of a sequence (the lower median);
+    `hidden/max_over_median`: the largest |h| of a sequence over that median.
     Over all entries of all sequences:
     `hidden/max_abs`: the largest |h|;
     `hidden/max_norm`: the largest Euclidean norm of a token;
@@ -101,7 +116,7 @@ class Collapse(Metric):
     max_abs: Tensor
     max_norm: Tensor
 
-    MEANS = ("cosine", "effective_rank", "rank_residual", "median_abs")
+    MEANS = ("cosine", "effective_rank", "rank_residual", "median_abs", "max_over_median")
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +137,8 @@ class Collapse(Metric):
         """Add one sequence, fp64 `[T, d]`."""
         size = x.abs()
         median = size.median()
-        values = torch.stack((token_cosine(x), effective_rank(x), rank_residual(x), median))
+        ratio = (size.max() / median).where(median > 0, torch.nan)
+        values = torch.stack((token_cosine(x), effective_rank(x), rank_residual(x), median, ratio))
         undefined = values.isnan()
         self.sums += values.masked_fill(undefined, 0)
         self.sequences += ~undefined

@@ -17,15 +17,16 @@ from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
 from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
-from lit_lazy.measure.row_statistics import summarise
+from lit_lazy.measure.row_statistics import RowSummary, summarise
+from lit_lazy.measure.sink_kinds import SinkKinds
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import token_nll
+from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.disk import write_atomically
 
 SAMPLE = 64
 """Sequences measured by default."""
 TOKENS_AT_ONCE = 8192
-"""Tokens per forward pass, unless a single sequence is longer."""
+"""Tokens per forward pass, unless a single sequence is longer or their logits would not fit (`limit_tokens`)."""
 MOST_MAPS, MAP_ROWS = 4, 128
 """Default number of weight matrices, and maximum number of rows and keys of each."""
 EVICTED = 4
@@ -46,6 +47,8 @@ SCALARS = {
     "sink/rate": ("sink/rate", lambda x: x[..., 0]),
     "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
     "sink/value_norm": ("sink/value_norm", lambda x: x[..., 0]),
+    "sink/no_operation": ("sink/no_operation", lambda x: x),
+    "sink/broadcast": ("sink/broadcast", lambda x: x),
     "sink/eviction": ("loss/evicted", lambda x: x[-1]),
     "sink/eviction_n_held": ("loss/evicted_n_held", lambda x: x),
     "mass/empty_rows": ("mass/empty_rows", lambda x: x),
@@ -61,6 +64,7 @@ SCALARS = {
     "collapse/effective_rank_slope": ("hidden/effective_rank", fit_slope),  # per block
     "collapse/rank_residual": ("hidden/rank_residual", lambda x: x[-1]),
     "collapse/max_abs": ("hidden/max_abs", lambda x: x.max()),
+    "collapse/max_over_median": ("hidden/max_over_median", lambda x: x.max()),
     "collapse/kurtosis": ("hidden/kurtosis", lambda x: x[-1]),
     "collapse/repeated_gap": ("hidden/repeated_gap", lambda x: x[-1]),
     "bias/alibi_distance": ("bias/alibi_distance", lambda x: x),
@@ -74,8 +78,8 @@ class Diagnostics:
 
     Without attention, arrays of heads, biases, evicted keys and maps are absent.
 
-    `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
-    (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
+    `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`, `SinkKinds`), `mass/*` (`Mass`),
+    `sparsity/*` (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
     `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
@@ -196,7 +200,7 @@ def measure(
     batch = {name: part.to(model.device) for name, part in _take_sequences(batches, sample).items()}
     tokens, (counted, targets) = batch["tokens"], select_first_documents(batch)
     n, length = tokens.shape
-    accumulator, step = _Accumulator(model, length), max(1, TOKENS_AT_ONCE // length)
+    accumulator, step = _Accumulator(model, length), max(1, limit_tokens(model) // length)
     with evaluation_mode(model):
         for part in zip(tokens.split(step), targets.split(step), counted.split(step), strict=True):
             accumulator.add(*part)
@@ -210,6 +214,11 @@ def measure(
             n = min(rows[longest], MAP_ROWS)
             arrays["maps/weights"] = _compute_weight_maps(model, tokens[[longest], :n], chosen)
     return Diagnostics(arrays)
+
+
+def limit_tokens(model: DecoderLM) -> int:
+    """Tokens whose logits are computed in one pass: fewer if the vocabulary is large."""
+    return min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.embedding.num_embeddings)
 
 
 def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -272,15 +281,20 @@ def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None)
 
 
 OnAttention = Callable[[int, Attention, AttentionCall], None]
+OnOutputs = Callable[[int, Attention, Tensor], None]
 OnHidden = Callable[[int, Tensor], None]
 
 
 @contextmanager
 def hook_layers(
-    model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
+    model: DecoderLM,
+    on_attention: OnAttention | None = None,
+    on_hidden: OnHidden | None = None,
+    on_outputs: OnOutputs | None = None,
 ) -> Iterator[None]:
     """Call `on_attention` with each layer's call of its normaliser, and `on_hidden` with the residual stream.
 
+    `on_outputs` gets the outputs of each layer's heads after the gate, `[B, T, H * D]`, which the projection reads.
     The residual stream `[B, T, d]` has index 0 after the embedding and l after block l.
     """
     with ExitStack() as hooks:
@@ -291,6 +305,13 @@ def hook_layers(
                     on_attention(layer, attention, args[0])
 
                 hooks.enter_context(attention.normaliser.register_forward_pre_hook(attend))
+        if on_outputs is not None:
+            for layer, attention in enumerate(model.attentions):
+
+                def project(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
+                    on_outputs(layer, attention, args[0])
+
+                hooks.enter_context(attention.out.register_forward_pre_hook(project))
         if on_hidden is not None:
             for index, reader in enumerate((*model.blocks, model.norm)):
 
@@ -312,9 +333,10 @@ class _Accumulator:
         heads = [attention.n_heads for attention in model.attentions]
         self.rows = [[Sink(n, length), Mass(n, length), *(metric(n) for metric in head_metrics)] for n in heads]
         self.values = [ValueNorms(n, length) for n in heads]
+        self.kinds = [SinkKinds(n) for n in heads]
         self.evicted = EVICTED if model.attentions else 0
         self.hidden = [Collapse() for _ in range(self.n_layers + 1)]
-        for metric in chain(*self.rows, self.values, self.hidden):
+        for metric in chain(*self.rows, self.values, self.kinds, self.hidden):
             metric.to(device)
         options = {"dtype": torch.float64, "device": device}
         self.gap = torch.zeros(self.n_layers + 1, **options)
@@ -327,18 +349,23 @@ class _Accumulator:
         self.sequences += len(tokens)
         self.predicted += (targets != IGNORED).sum(0)
         last: list[Tensor] = []
+        attended: list[tuple[RowSummary, Tensor]] = []
 
         def on_attention(layer: int, attention: Attention, call: AttentionCall) -> None:
             summary = summarise(attention.normaliser, call._replace(key_mask=None), counted=counted)
             for metric in self.rows[layer]:
                 metric.update(summary)
             self.values[layer].update(call.v, counted)
+            attended.append((summary, call.v))
+
+        def on_outputs(layer: int, attention: Attention, outputs: Tensor) -> None:
+            self.kinds[layer].update(*attended.pop(), outputs, attention.out.weight)
 
         def on_hidden(index: int, x: Tensor) -> None:
             self.hidden[index].update(x, counted)
             last.append(x[:, -2:-1].clone())
 
-        with hook_layers(self.model, on_attention, on_hidden):
+        with hook_layers(self.model, on_attention, on_hidden, on_outputs):
             self._add_loss(tokens, targets, 0, 0)
         for evicted in range(1, self.evicted + 1):
             self._add_loss(tokens, targets, evicted, evicted)
@@ -371,7 +398,7 @@ class _Accumulator:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays except the maps."""
-        per_layer = [*zip(*self.rows, strict=True), self.values, self.hidden]
+        per_layer = [*zip(*self.rows, strict=True), self.values, self.kinds, self.hidden]
         found: dict[str, Tensor] = {}
         for metrics in filter(None, per_layer):
             computed = [metric.compute() for metric in metrics]

@@ -22,11 +22,13 @@ SPREAD_MIN_KEYS = 8
 """Rows that see fewer keys are excluded from the spread of scores."""
 
 
-class _HeadMetric(Metric):
+class HeadMetric(Metric):
+    """A metric of heads whose states are float64 sums."""
+
     full_state_update = False
     higher_is_better = None
 
-    def _add_sums(self, **shapes: tuple[int, ...]) -> None:
+    def add_sums(self, **shapes: tuple[int, ...]) -> None:
         for name, shape in shapes.items():
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -36,7 +38,7 @@ class _HeadMetric(Metric):
         return lambda: wrapped().arrays
 
 
-class _PositionMetric(_HeadMetric):
+class _PositionMetric(HeadMetric):
     """length: maximum sequence length, and the length of every result by position."""
 
     def __init__(self, n_heads: int, length: int) -> None:
@@ -74,8 +76,8 @@ class Sink(_PositionMetric):
     def __init__(self, n_heads: int, length: int) -> None:
         super().__init__(n_heads, length)
         per_key = (n_heads, self.first_keys)
-        self._add_sums(weight=per_key, total=per_key, sinks=per_key, share_sinks=per_key)
-        self._add_sums(
+        self.add_sums(weight=per_key, total=per_key, sinks=per_key, share_sinks=per_key)
+        self.add_sums(
             shares=(self.first_keys,), sequences=(self.first_keys,), columns=(n_heads, length), rows=(length,)
         )
 
@@ -83,9 +85,9 @@ class Sink(_PositionMetric):
         length = summary.total.shape[-1]
         self._check_length(length)
         keys = min(self.first_keys, length)
-        rows = _reverse_cumsum(summary.counted.double())[:, None, :keys]
+        rows = reverse_cumsum(summary.counted.double())[:, None, :keys]
         weight = summary.first.double().sum(2)
-        total = _reverse_cumsum(summary.total.double())[..., :keys] * (not summary.signed)
+        total = reverse_cumsum(summary.total.double())[..., :keys] * (not summary.signed)
         alpha = weight / rows.clamp(min=1)
         share = torch.where(total / rows.clamp(min=1) < MIN_MASS, 0, weight / total)
 
@@ -99,7 +101,7 @@ class Sink(_PositionMetric):
         self.rows[:length] += summary.counted.sum(0)
 
     def compute(self) -> dict[str, Tensor]:
-        rows = _reverse_cumsum(self.rows)
+        rows = reverse_cumsum(self.rows)
         first_rows = rows[: self.first_keys]
         half = max(1, int((rows > 0).sum()) // 2)
         alpha, key = (self.columns[:, :half] / rows[:half]).max(-1)
@@ -128,7 +130,7 @@ class Mass(_PositionMetric):
     def __init__(self, n_heads: int, length: int) -> None:
         super().__init__(n_heads, length)
         by_position = (n_heads, length)
-        self._add_sums(mass=by_position, first=by_position, alive=by_position, rows=(length,))
+        self.add_sums(mass=by_position, first=by_position, alive=by_position, rows=(length,))
 
     def update(self, summary: RowSummary) -> None:
         length = summary.mass.shape[-1]
@@ -151,7 +153,7 @@ class Mass(_PositionMetric):
         }
 
 
-class Sparsity(_HeadMetric):
+class Sparsity(HeadMetric):
     """Shares of the visible keys, pooled over rows and sequences, all `[H]`; NaN for signed weights.
 
     `sparsity/zero`: weight 0; NaN if the normaliser never gives 0 (`RowSummary.can_zero`).
@@ -169,8 +171,8 @@ class Sparsity(_HeadMetric):
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
-        self._add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), can_zero=())
-        self._add_sums(alive_tiles=(n_heads, len(TILES)), tiles=(len(TILES),))
+        self.add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), can_zero=())
+        self.add_sums(alive_tiles=(n_heads, len(TILES)), tiles=(len(TILES),))
 
     def update(self, summary: RowSummary) -> None:
         if summary.signed:
@@ -191,7 +193,7 @@ class Sparsity(_HeadMetric):
         }
 
 
-class Entropy(_HeadMetric):
+class Entropy(HeadMetric):
     """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`; NaN for signed weights.
 
     `entropy/nats`: H; `entropy/normalised`: H / ln n over the rows that see n >= 2 keys; `entropy/keys`: exp(H), the
@@ -208,8 +210,8 @@ class Entropy(_HeadMetric):
     def __init__(self, n_heads: int) -> None:
         super().__init__()
         per_head = (n_heads,)
-        self._add_sums(nats=per_head, normalised=per_head, keys=per_head, participation=per_head)
-        self._add_sums(rows=per_head, wide_rows=per_head)
+        self.add_sums(nats=per_head, normalised=per_head, keys=per_head, participation=per_head)
+        self.add_sums(rows=per_head, wide_rows=per_head)
 
     def update(self, summary: RowSummary) -> None:
         alive = (summary.total > 0) & (not summary.signed)
@@ -231,7 +233,7 @@ class Entropy(_HeadMetric):
         }
 
 
-class ScoreSpread(_HeadMetric):
+class ScoreSpread(HeadMetric):
     """`scores/spread` `[H]`: standard deviation of the visible scores within a row, including bias, in nats.
 
     Root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
@@ -242,7 +244,7 @@ class ScoreSpread(_HeadMetric):
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
-        self._add_sums(variance=(n_heads,), rows=())
+        self.add_sums(variance=(n_heads,), rows=())
 
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
@@ -253,7 +255,7 @@ class ScoreSpread(_HeadMetric):
         return {"scores/spread": (self.variance / self.rows).sqrt()}
 
 
-class GaussianNull(_HeadMetric):
+class GaussianNull(HeadMetric):
     """Sparsity and mass of independent Gaussian scores as a null model, all `[H]`; NaN without a threshold.
 
     Each row is compared with normal scores of the row's variance, number of keys and threshold (`null_sparsity`); one
@@ -271,7 +273,7 @@ class GaussianNull(_HeadMetric):
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
-        self._add_sums(null=(n_heads,), zeros=(n_heads,), visible=(), mass=(n_heads,), rows=(), thresholded=())
+        self.add_sums(null=(n_heads,), zeros=(n_heads,), visible=(), mass=(n_heads,), rows=(), thresholded=())
 
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
@@ -303,7 +305,7 @@ class ValueNorms(_PositionMetric):
 
     def __init__(self, n_heads: int, length: int) -> None:
         super().__init__(n_heads, length)
-        self._add_sums(ratio=(n_heads, self.first_keys), sequences=(n_heads, self.first_keys))
+        self.add_sums(ratio=(n_heads, self.first_keys), sequences=(n_heads, self.first_keys))
 
     def update(self, v: Tensor, counted: Tensor | None = None) -> None:
         """v `[B, Hkv, T, D]`; counted bool `[B, T]`, False at padding."""
@@ -338,7 +340,7 @@ def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
     return sparsity, mass
 
 
-def _reverse_cumsum(x: Tensor) -> Tensor:
+def reverse_cumsum(x: Tensor) -> Tensor:
     """Sum over the last dimension from each position to the end."""
     return x.flip(-1).cumsum(-1).flip(-1)
 

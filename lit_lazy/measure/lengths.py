@@ -16,9 +16,9 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
-    TOKENS_AT_ONCE,
     evaluation_mode,
     include_evicted_keys,
+    limit_tokens,
     sample_validation,
     select_first_documents,
 )
@@ -41,7 +41,7 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
     """
     tokens, targets = batch["tokens"].to(model.device), select_first_documents(batch)[1].to(model.device)
     cache = model.new_cache(eviction)
-    step = max(1, TOKENS_AT_ONCE // len(tokens))
+    step = max(1, limit_tokens(model) // len(tokens))
     parts = [piece for part in cache[0].split_tokens(tokens) for piece in part.split(step, 1)]
     target_parts = targets.split([part.shape[1] for part in parts], 1)
     with evaluation_mode(model), include_evicted_keys(model, cache) if n_held else nullcontext():
@@ -151,6 +151,8 @@ class Streaming(Evaluation):
     """Number of newest tokens to cache."""
     times: int = 2
     """Length of the sequences as a multiple of the training's context."""
+    length: int | None = None
+    """Length of the sequences in tokens instead; None for `times` contexts."""
     sequences: int = 16
     """Number of evenly spaced validation sequences."""
     n_held: bool = False
@@ -162,11 +164,15 @@ class Streaming(Evaluation):
             require_whole("Streaming.first", first, 0)
         for name in ("window", "times", "sequences"):
             require_whole(f"Streaming.{name}", getattr(self, name), 1)
+        if self.length is not None:
+            require_whole("Streaming.length", self.length, 1)
+            fix = f"has no effect with Streaming.length={self.length}; leave it at {Streaming.times}"
+            require_field(self, "Streaming.times", self.times == Streaming.times, fix)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if the model does not support eviction, or the sequences are too short for it."""
         model.new_cache(Eviction(max(self.first), self.window))
-        length = self.times * model.context_length
+        length = self._find_length(model)
         evicts = max(self.first) + self.window < length
         require_field(self, "Streaming.window", evicts, f"must evict within {length} tokens")
         check_reach(model, data, length)
@@ -176,7 +182,7 @@ class Streaming(Evaluation):
 
         With n_held also `streaming/4_and_64_n_held/loss` and `loss_excess`.
         """
-        source = data.at_length(self.times * model.context_length).load()
+        source = data.at_length(self._find_length(model)).load()
         (batch,) = sample_validation(source, self.sequences)
         after = max(self.first) + self.window
         full = loss_by_position(model, batch)[after:]
@@ -187,6 +193,9 @@ class Streaming(Evaluation):
             losses = {"loss": loss, "loss_excess": loss - full}
             found |= make_loss_metrics(f"streaming/{first}_and_{self.window}{suffix}/", losses, source)
         return found
+
+    def _find_length(self, model: DecoderLM) -> int:
+        return self.times * model.context_length if self.length is None else self.length
 
 
 def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:

@@ -66,6 +66,13 @@ CAPTIONS = {
         "Value norms",
         "Look for first keys with a norm far below 1: as with a sink, weight on them adds almost nothing.",
     ),
+    "sink_kinds": (
+        "Kinds of sinks",
+        "A sink below the dashed line has next to no value: weight on it is no operation. One in the dotted corner has "
+        "a value of the usual size, and its head adds nearly the same to all tokens: a broadcast (Fesser et al. 2026). "
+        "Look for the block from which on single entries are far above the median: such outliers come with sinks and "
+        "make low precision costly.",
+    ),
     "rank_profile": (
         "Rank through the layers",
         "Look for an effective rank that falls with depth: the tokens become similar.",

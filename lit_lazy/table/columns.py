@@ -115,6 +115,28 @@ HEAD_COLUMNS = (
 )
 """Further head metrics that reviewers asked for (R8, R11, R14); measured in every run."""
 
+SINK_COLUMNS = (
+    _percentage(
+        "sink/no_operation",
+        "no-operation sinks",
+        note="heads and sequences with a sink, at any key of the first half, whose projected value is at most 0.2 of "
+        "the others' in size (Fesser et al., arXiv 2606.08105)",
+    ),
+    _percentage(
+        "sink/broadcast",
+        "broadcast sinks",
+        note="those at least 0.5 of the others' in size, in a head whose update has a stable rank of at most 1.5",
+    ),
+    Column(
+        "collapse/max_over_median",
+        "largest entry",
+        digits=0,
+        unit="medians",
+        note="of a sequence's residual stream over the median entry, in the layer where that is largest",
+    ),
+)
+"""Kinds of sinks, and the outliers that come with them; measured in every run."""
+
 INIT_COLUMNS = (
     _fraction("init/sink/first_key_weight_non_trigger", "first-key weight at init", note=AT_INIT),
     _percentage("init/sink/rate", "sink rate at init", note=AT_INIT),

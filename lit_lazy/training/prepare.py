@@ -183,13 +183,13 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
     if cfg.init_from is not None:
         hash_file(cfg.init_from)
     if cfg.evaluations and data.sequences is not None:
-        _check_evaluations(cfg, data)
+        with torch.device("meta"):
+            model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+        check_evaluations(cfg, model)
 
 
-def _check_evaluations(cfg: RunConfig, data: Outline) -> None:
-    """Raises ValueError if an evaluation does not support the model or its data."""
-    with torch.device("meta"):
-        model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
+    """Raises a one-line ValueError if an evaluation does not support the model or its data."""
     for evaluation in cfg.evaluations:
         try:
             evaluation.check(model, cfg.data)

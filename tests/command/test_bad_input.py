@@ -102,6 +102,7 @@ OPTIONS = [
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "http"], "argument --port: 'http': must be a whole number from 1 to 65535"),
     (["evaluate"], "the following arguments are required: CHECKPOINT"),
+    (["evaluate", "final.ckpt", "--evaluations", ""], "must be a name; leave the option out for the default"),
     (["evaluate", "final.ckpt", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
 ]
 FIELDS = [
@@ -488,6 +489,14 @@ def test_evaluate_measures_what_the_run_did_and_creates_nothing(
     assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
     assert snapshot_tree(trained.parent) == before
     assert snapshot_tree(Path.cwd()) == {}
+
+
+def test_evaluate_measures_what_it_is_asked_for(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "Passkey((16,), depths=(0, 1), digits=2), Lengths((1,))"
+    assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1", "--evaluations", asked]) == 0
+    measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert {"passkey/accuracy_16_at_1", "passkey/loss_16", "length_1x/loss"} <= measured.keys()
+    assert "loss/val" not in measured
 
 
 class Bomb:

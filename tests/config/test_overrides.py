@@ -30,6 +30,9 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
+from lit_lazy.measure.evaluation import Varied
+from lit_lazy.measure.lengths import Lengths
+from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.optim import WSD, Muon
 
 NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
@@ -113,6 +116,40 @@ def test_a_leaf_and_one_of_its_fields(path, cls, name, text, value):
     start = replace_at(SET, {path: next(leaf() for p, leaf in LEAVES if p == path and leaf is not cls)})
     assert apply(*arguments, base=start)[0] == replace_at(start, {path: cls(**{name: value})})
     assert apply(*arguments, base=base) == (expected, [path, f"{path}.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", ()),
+        ("()", ()),
+        ("Varied('queries', (4,))", (Varied("queries", (4,)),)),
+        ("(Lengths((1, 2), sequences=8), Needle())", (Lengths((1, 2), sequences=8), Needle())),
+        ("[Passkey(seed=-0)]", (Passkey(),)),
+    ],
+)
+def test_evaluations_are_given_as_calls(text, value):
+    assert apply(f"--evaluations={text}") == (replace_at(BASE, {"evaluations": value}), ["evaluations"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Passkeys()", "Evaluation='Passkeys': unknown (did you mean Passkey?); known are"),
+        ("Passkey", "Passkey is no class with its settings in brackets, as in NAME(FIELD=VALUE)"),
+        ("Passkey(", "'(' was never closed"),
+        ("Passkey(lengths=(0,))", "Passkey.lengths=0: must be a whole number of at least 2"),
+        ("Passkey(depth=1)", "unexpected keyword argument 'depth'"),
+        ("Passkey(seed=open('file'))", "open('file') is no plain value"),
+        ("Passkey(seed='a')", "Passkey.seed='a': must be a whole number of at least 0"),
+        ("Passkey(**{})", "unexpected keyword argument 'None'"),
+        ("Passkey(), Passkey()", "is given twice; leave one out"),
+    ],
+)
+def test_wrong_evaluations_are_one_line(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        apply(f"--evaluations={text}")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from lit_lazy.figures import (
 from lit_lazy.figures import heads as figures
 from lit_lazy.figures.canvas import WIDTH, average_log_bins, use_style
 from lit_lazy.figures.mechanism import mechanism_figure, weights
-from lit_lazy.measure import head_metrics, row_statistics
+from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 
@@ -43,9 +43,13 @@ NAMES = [
     "tau_by_head",
     "bias_curves",
     "value_norms",
+    "sink_kinds",
     "rank_profile",
     "loss_by_length",
 ]
+
+
+KINDS = ("no_operation", "broadcast", "neither")
 
 
 def make(layers=2, heads=4, length=64, maps=2, init=True, lengths=()):
@@ -57,6 +61,9 @@ def make(layers=2, heads=4, length=64, maps=2, init=True, lengths=()):
             f"{prefix}sink/weight": rng.random((layers, heads, keys)) / 2,
             f"{prefix}sink/share": rng.random((layers, heads, keys)),
             f"{prefix}sink/value_norm": rng.random((layers, heads, keys)),
+            **{f"{prefix}sink/{kind}": rng.random((layers, heads)) / 3 for kind in KINDS},
+            f"{prefix}sink/value_ratio": 1.3 * rng.random((layers, heads)),
+            f"{prefix}sink/stable_rank": 1 + 3 * rng.random((layers, heads)),
             f"{prefix}mass/row": rng.random((layers, heads, n)),
             f"{prefix}mass/first_key": rng.random((layers, heads, n)) / 2,
             f"{prefix}sparsity/zero": rng.random((layers, heads)),
@@ -65,6 +72,7 @@ def make(layers=2, heads=4, length=64, maps=2, init=True, lengths=()):
             f"{prefix}sparsity/null": rng.random((layers, heads)),
             f"{prefix}tau": 1 + rng.normal(size=(layers, heads)),
             f"{prefix}hidden/effective_rank": 30 * rng.random(layers + 1),
+            f"{prefix}hidden/max_over_median": 10 + 300 * rng.random(layers + 1),
             f"{prefix}hidden/cosine": rng.random(layers + 1),
             f"{prefix}loss/by_position": 2 + rng.random(n),
             f"{prefix}sample": np.array([16, n, layers]),
@@ -302,9 +310,33 @@ def test_lengths_have_dashed_curves_with_a_cache_that_evicts_and_thresholds_belo
     assert len(drawn(figures.loss_by_length(arrays)).axes) == 1
 
 
+def test_a_head_s_sink_is_a_point_and_outliers_a_line_by_depth():
+    arrays = make(layers=3, heads=2)
+    arrays["sink/value_ratio"][1, 0] = arrays["sink/stable_rank"][1, 0] = np.nan
+    for kind in KINDS:
+        arrays[f"sink/{kind}"][1, 0] = 0
+    figure = drawn(figures.sink_kinds(arrays))
+    kinds, outliers = figure.axes
+    assert "Sinks of 5 of 6 heads" in figure.get_suptitle()
+    points = [line for line in kinds.lines if line.get_marker() == "."]
+    same([line.get_xdata() for line in points], arrays["sink/stable_rank"])
+    same([line.get_ydata() for line in points], arrays["sink/value_ratio"])
+    same(lines(outliers), [arrays["hidden/max_over_median"]])
+    same(lines(outliers, "--"), [arrays["init/hidden/max_over_median"]])
+    for name in ("value_ratio", "stable_rank"):
+        arrays[f"sink/{name}"][:] = np.nan
+    for kind in KINDS:
+        arrays[f"sink/{kind}"][:] = 0
+    without = drawn(figures.sink_kinds(arrays))
+    assert "Sinks of 0 of 6 heads" in without.get_suptitle()
+    assert_legible(without)
+
+
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
     own = figures.SMALL_WEIGHT, figures.SINK_WEIGHT, figures.FIRST_KEYS
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
+    bounds = figures.NO_OPERATION_RATIO, figures.BROADCAST_RATIO, figures.BROADCAST_RANK
+    assert bounds == (sink_kinds.NO_OPERATION_RATIO, sink_kinds.BROADCAST_RATIO, sink_kinds.BROADCAST_RANK)
 
 
 def test_long_lines_are_means_over_bins():

@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.measure.collapse import Collapse, effective_rank, rank_residual, repeated_gap, token_cosine
+from lit_lazy.measure.collapse import (
+    Collapse,
+    effective_rank,
+    rank_residual,
+    repeated_gap,
+    stable_rank,
+    token_cosine,
+)
 
 NAMES = {
     f"hidden/{name}"
     for name in (
-        *("cosine", "effective_rank", "rank_residual", "median_abs"),
+        *("cosine", "effective_rank", "rank_residual", "median_abs", "max_over_median"),
         *("max_abs", "max_norm", "massive", "kurtosis"),
     )
 }
@@ -87,6 +94,25 @@ class TestEffectiveRank:
     def test_undefined_for_zeros_and_for_what_is_not_finite(self):
         x = torch.stack((torch.zeros(3, 3), torch.eye(3), torch.full((3, 3), torch.nan)))
         assert effective_rank(x).isnan().tolist() == [True, False, True]
+
+
+class TestStableRank:
+    def test_known_singular_values(self):
+        assert stable_rank(torch.eye(7, 5)).item() == pytest.approx(5)
+        assert stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item() == pytest.approx(1.5)
+        assert stable_rank(torch.ones(3, 4, 9)).tolist() == pytest.approx([1] * 3)
+
+    def test_equals_the_one_of_the_svd(self):
+        for x in (normal(4, 30, 6), normal(4, 6, 30)):
+            singular = torch.linalg.svdvals(x.double())
+            expected = singular.square().sum(-1) / singular[:, 0].square()
+            torch.testing.assert_close(stable_rank(x), expected)
+
+    def test_undefined_for_zeros_and_for_what_is_not_finite(self):
+        x = torch.zeros(2, 3, 4)
+        x[1, 1, 1] = torch.inf
+        assert stable_rank(x).isnan().all()
+        assert stable_rank(torch.zeros(0, 3, 4)).shape == (0,)
 
 
 class TestRankResidual:
@@ -214,6 +240,7 @@ class TestAccumulation:
             "effective_rank": np.mean([effective_rank(x).item() for x in sequences()]),
             "rank_residual": np.mean([rank_residual(x).item() for x in sequences()]),
             "median_abs": np.mean([np.sort(x.abs().numpy().ravel())[(x.numel() - 1) // 2] for x in sequences()]),
+            "max_over_median": np.mean([x.abs().max().item() / x.abs().median().item() for x in sequences()]),
             "max_abs": np.abs(entries).max(),
             "max_norm": max(x.double().norm(dim=-1).max().item() for x in sequences()),
             "kurtosis": np.mean(deviation**4) / np.mean(deviation**2) ** 2,
@@ -289,6 +316,6 @@ class TestAccumulation:
         x = normal(2, 5, 4)
         x[0] = 0
         measured, alone = measure(x), measure(x[1:])
-        for name in ("cosine", "effective_rank", "rank_residual"):
+        for name in ("cosine", "effective_rank", "rank_residual", "max_over_median"):
             assert measured[name] == alone[name]
         assert measured["median_abs"] == alone["median_abs"] / 2

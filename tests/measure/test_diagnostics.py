@@ -158,6 +158,30 @@ def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
     return found
 
 
+def find_kinds(w: Tensor, v: Tensor, projection: Tensor) -> dict[str, Tensor]:
+    """Kinds of the sinks of weights `[B, H, T, T]` and values `[B, H, T, D]`, projected by `[H, d, D]`."""
+    n, heads = w.shape[:2]
+    names = ("no_operation", "broadcast", "neither", "value_ratio", "stable_rank")
+    found = {f"sink/{name}": torch.zeros(heads, dtype=torch.float64) for name in names}
+    sinks = torch.zeros(heads)
+    for b, h in np.ndindex(n, heads):
+        alpha = torch.stack([w[b, h, key:, key].mean() for key in range(T // 2)])
+        if alpha.max() <= 0.3:
+            continue
+        key, u = int(alpha.argmax()), v[b, h] @ projection[h].T
+        size, singular = u.norm(dim=-1), torch.linalg.svdvals(w[b, h] @ u)
+        ratio = size[key] / size[torch.arange(T) != key].mean()
+        rank = singular.square().sum() / singular[0] ** 2
+        kind = "no_operation" if ratio <= 0.2 else "broadcast" if ratio >= 0.5 and rank <= 1.5 else "neither"
+        found[f"sink/{kind}"][h] += 1 / n
+        found["sink/value_ratio"][h] += ratio
+        found["sink/stable_rank"][h] += rank
+        sinks[h] += 1
+    for name in names[3:]:
+        found[f"sink/{name}"] /= sinks
+    return found
+
+
 def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     """The arrays, by loops over dense matrices."""
     dense = Dense(module, batch["tokens"])
@@ -181,6 +205,9 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         add("sink/rate", rate)
         size = v.norm(dim=-1)
         add("sink/value_norm", (size[..., :8] / size.mean(-1, keepdim=True)).mean(0))
+        projection = module.model.attentions[len(found["sink/value_norm"]) - 1].out.weight
+        for name, values in find_kinds(w, v, projection.unflatten(1, (heads, -1)).transpose(0, 1)).items():
+            add(name, values)
         add("mass/row", mass.mean(0))
         before = w * (mass / w.sum(-1).masked_fill(mass == 0, 1))[..., None]
         add("mass/first_key", before[..., 0].mean(0))
@@ -255,6 +282,10 @@ def test_shapes_and_types() -> None:
         **dict.fromkeys(("sink/weight", "sink/share", "sink/rate", "sink/rate_share"), (layers, heads, keys)),
         "sink/value_norm": (layers, heads, keys),
         "sink/position": (layers, heads),
+        **dict.fromkeys(
+            (f"sink/{name}" for name in ("no_operation", "broadcast", "neither", "value_ratio", "stable_rank")),
+            (layers, heads),
+        ),
         **dict.fromkeys(("mass/row", "mass/first_key", "bias/curve"), (layers, heads, T)),
         **dict.fromkeys(("mass/empty_rows", "mass/dead", "tau"), (layers, heads)),
         **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "block_64", "block_128")), (layers, heads)),
@@ -267,8 +298,8 @@ def test_shapes_and_types() -> None:
             (
                 f"hidden/{name}"
                 for name in (
-                    "cosine", "effective_rank", "rank_residual", "max_abs", "median_abs", "massive", "max_norm",
-                    "kurtosis", "repeated_gap",
+                    "cosine", "effective_rank", "rank_residual", "max_abs", "median_abs", "max_over_median", "massive",
+                    "max_norm", "kurtosis", "repeated_gap",
                 )
             ),
             (layers + 1,),
@@ -489,6 +520,8 @@ def test_scalars_are_made_of_the_arrays() -> None:
             "sink/rate": arrays["sink/rate"][..., 0].mean(),
             "sink/rate_share": arrays["sink/rate_share"][..., 0].mean(),
             "sink/value_norm": arrays["sink/value_norm"][..., 0].mean(),
+            "sink/no_operation": arrays["sink/no_operation"].mean(),
+            "sink/broadcast": arrays["sink/broadcast"].mean(),
             "sink/eviction": arrays["loss/evicted"][3],
             "sink/eviction_n_held": arrays["loss/evicted_n_held"],
             "mass/empty_rows": arrays["mass/empty_rows"].mean(),
@@ -502,6 +535,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
             "collapse/effective_rank_slope": np.polyfit([0, 1, 2], arrays["hidden/effective_rank"], 1)[0],
             "collapse/rank_residual": arrays["hidden/rank_residual"][2],
             "collapse/max_abs": arrays["hidden/max_abs"].max(),
+            "collapse/max_over_median": arrays["hidden/max_over_median"].max(),
             "collapse/kurtosis": arrays["hidden/kurtosis"][2],
             "collapse/repeated_gap": arrays["hidden/repeated_gap"][2],
             "bias/alibi_distance": arrays["bias/alibi_distance"].mean(),

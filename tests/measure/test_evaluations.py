@@ -19,8 +19,10 @@ from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
+from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
 from lit_lazy.measure.lm_eval import LmEval
+from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
 from lit_lazy.training.prepare import prepare
@@ -29,11 +31,12 @@ from lit_lazy.training.run import run
 TINY = experiment("backcopy_tiny")
 LENGTHS, STREAMING = Lengths((1, 2), sequences=8), Streaming((0, 2), window=5, sequences=4)
 VARIED = Varied("validation_sequences", (16, 32))
+RETRIEVAL = Passkey((24,), digits=2, sequences=2), Needle((24,), digits=1, sequences=2), Int8(sequences=8)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED))
+    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED, *RETRIEVAL))
     folder = tmp_path_factory.mktemp("run")
     return run(cfg, folder, keep_checkpoint=True), folder
 
@@ -103,8 +106,18 @@ def test_streaming_compares_the_same_tokens():
         assert held[f"streaming/{first}_and_5_n_held/loss_excess"] == pytest.approx(loss - whole)
 
 
+def test_streaming_takes_a_length_in_tokens():
+    model = DecoderLM(TINY.model, 9, 16, seed=1).double()
+    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
+    found = dataclasses.replace(STREAMING, length=24).measure(model, data)
+    (batch,) = sample_validation(dataclasses.replace(data, context_length=24).load(), 4)
+    assert found["streaming/whole/loss"] == pytest.approx(loss_by_position(model, batch)[7:].mean().item())
+    assert dataclasses.replace(STREAMING, length=32).measure(model, data) == STREAMING.measure(model, data)
+
+
 def test_mlflow_takes_the_names_of_all_that_is_measured(result):
     """Unsupported evaluations fail before the training, not after it."""
+    assert {"passkey/loss_24_at_0.25", "needle/accuracy", "int8/loss_rise"} <= result[0].metrics.keys()
     for name in result[0].metrics:
         _validate_metric_name(name)
 
@@ -138,7 +151,7 @@ def test_a_custom_one_is_measured_and_what_is_undefined_left_out(tmp_path):
 
 
 def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):
-    assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED)
+    assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
 
 
 ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention=AttentionSpec(Elastic()))
@@ -149,6 +162,11 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
     [
         (Lengths((1, 2)), {"model": ABSOLUTE}, r"evaluations: Lengths: .*32"),
         (STREAMING, {"model": ABSOLUTE}, r"evaluations: Streaming: model\.position=LearnedAbsolute"),
+        (
+            Streaming(window=20, length=24),
+            {},
+            r"evaluations: Streaming: Streaming\.window=20: must evict within 24 tokens",
+        ),
         (Streaming(window=10**4), {}, r"evaluations: Streaming: Streaming\.window=10000: must evict within"),
         (
             Varied("pears", (1,)),
@@ -172,6 +190,11 @@ def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluati
         (lambda: Lengths((0,)), r"Lengths\.times=0"),
         (lambda: Streaming((-1,)), r"Streaming\.first=-1"),
         (lambda: Streaming(window=0), r"Streaming\.window=0"),
+        (lambda: Streaming(length=0), r"Streaming\.length=0"),
+        (
+            lambda: Streaming(times=3, length=99),
+            r"Streaming\.times=3: has no effect with Streaming\.length=99; leave it at 2",
+        ),
         (lambda: dataclasses.replace(TINY, evaluations=(LENGTHS, LENGTHS)), "is given twice"),
         (lambda: dataclasses.replace(TINY, evaluations=(Lengths,)), "evaluations"),
         (lambda: dataclasses.replace(TINY, evaluations=(Mine(3),)), r"evaluations\.0\.name=3: must be text"),
@@ -185,7 +208,7 @@ def test_mistakes_in_their_settings_are_named(make, message):
 def test_they_leave_the_model_as_it_was():
     model = DecoderLM(TINY.model, TINY.data.load().vocab_size, TINY.data.context_length, seed=1).train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    for evaluation in (LENGTHS, STREAMING, VARIED):
+    for evaluation in (LENGTHS, STREAMING, VARIED, *RETRIEVAL):
         evaluation.measure(model, TINY.data)
     assert model.training
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -8,7 +8,7 @@ import torch
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, LearnedBias, Softmax
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.measure import lengths
+from lit_lazy.measure import diagnostics
 from lit_lazy.measure.lengths import (
     compute_keys_and_thresholds,
     compute_length_metrics,
@@ -31,7 +31,7 @@ def build(**changes):
 
 @pytest.mark.parametrize("at_once", [1, 64, 8192])
 def test_loss_is_that_of_the_full_pass_whatever_is_read_at_once(at_once, monkeypatch):
-    monkeypatch.setattr(lengths, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(diagnostics, "TOKENS_AT_ONCE", at_once)
     model = build()
     expected = token_nll(model(BATCH["tokens"]), BATCH["targets"]).double().mean(0)
     torch.testing.assert_close(loss_by_position(model, BATCH), expected, rtol=1e-6, atol=1e-6)
@@ -40,7 +40,7 @@ def test_loss_is_that_of_the_full_pass_whatever_is_read_at_once(at_once, monkeyp
 
 @pytest.mark.parametrize("at_once", [10, 8192])
 def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeypatch):
-    monkeypatch.setattr(lengths, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(diagnostics, "TOKENS_AT_ONCE", at_once)
     model, eviction = build().train(), Eviction(2, 9)
     cache = model.new_cache(eviction)
     with torch.no_grad():

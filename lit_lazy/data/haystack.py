@@ -1,0 +1,195 @@
+"""Keys hidden in filler, with a question for one of them at the end: in words, or in symbols of synthetic data.
+
+The passkey task is that of Mohtashami and Jaggi (arXiv 2305.16300), in their words but for the announcement of the
+question. The needle among distractors is after RULER's retrieval with several keys (Hsieh et al., arXiv 2404.06654),
+in other words. Both are short so that they fit into contexts of bytes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lit_lazy.data.base import IGNORED, Batch, DataSource
+from lit_lazy.data.pipeline.tokeniser import Tokenizer
+from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.support.checks import require
+
+FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+NAMES = ("apple", "bell", "boat", "book", "coat", "cup", "door", "drum", "flag", "kite", "lamp", "leaf", "ring", "tree")
+
+
+class Wording(NamedTuple):
+    """The sentences of a task; `{key}` is the number, `{name}` the thing that it belongs to."""
+
+    opening: str
+    hidden: str
+    question: str
+
+
+PASSKEY = Wording(
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them.",
+    "The pass key is {key}. Remember it. {key} is the pass key.",
+    "What is the pass key? The pass key is",
+)
+NEEDLE = Wording(
+    "Some numbers are hidden in this text. Memorize them.",
+    "The number of the {name} is {key}.",
+    "What is the number of the {name}? The number of the {name} is",
+)
+
+
+class Hiding(NamedTuple):
+    """What is hidden in the sequences of one length."""
+
+    depths: tuple[float, ...]
+    """Places of the key that is asked for, from 0 (first) to 1 (last)."""
+    sequences: int
+    """Sequences of each depth. Keys and distractors are the same at all depths."""
+    distractors: int
+    """Other keys in each sequence, at random places."""
+    digits: int
+    """Digits of a key in text; symbols of a key in other data."""
+    seed: int
+
+
+class _Puzzle(NamedTuple):
+    opening: str
+    hidden: list[tuple[float, str]]
+    """Each hidden sentence with its depth."""
+    question: str
+    answer: str
+
+    def write(self, sentences: int) -> str:
+        """The text before the answer, a space included, with this number of sentences of filler."""
+        lines = [FILLER[i % len(FILLER)] for i in range(sentences)]
+        for depth, sentence in sorted(self.hidden, reverse=True):
+            lines.insert(round(depth * sentences), sentence)
+        return "\n".join((self.opening, " ".join(lines), f"{self.question} "))
+
+
+def hide_in_text(tokenizer: Tokenizer, wording: Wording, hiding: Hiding, length: int) -> Batch:
+    """`tokens` and `targets`, int64 `[depths * sequences, T]` with T <= length, depth by depth.
+
+    As much filler as fits; shorter sequences are padded on their right. Only the key's tokens are targets. A text
+    begins with the tokenizer's begin token, if there is one. Raises a one-line ValueError if no filler would fit.
+    """
+    puzzles = _draw_puzzles(wording, hiding, length)
+
+    def encode(sentences: int) -> list[tuple[list[int], int]]:
+        return _encode_answered(tokenizer, [(puzzle.write(sentences), puzzle.answer) for puzzle in puzzles])
+
+    def count_tokens(sentences: int) -> int:
+        return max(len(tokens) for tokens, _ in encode(sentences)) - 1  # the last token is only a target
+
+    least = count_tokens(1)
+    require(least <= length, "lengths", length, f"question and keys need {least} tokens; choose a greater length")
+    return _pad(encode(bisect_right(range(length), length, lo=1, key=count_tokens) - 1))
+
+
+def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle]:
+    """The puzzles of all depths, depth by depth."""
+    rng = np.random.default_rng((hiding.seed, length))
+    count = 1 + hiding.distractors
+    drawn = []
+    for _ in range(hiding.sequences):
+        names = rng.choice(NAMES, count, replace=False)
+        keys = rng.integers(10 ** (hiding.digits - 1), 10**hiding.digits, count)
+        drawn.append(([*zip(names, keys, strict=True)], rng.random(hiding.distractors)))
+    return [
+        _Puzzle(
+            wording.opening,
+            [
+                (place, wording.hidden.format(name=name, key=key))
+                for place, (name, key) in zip((depth, *places), named, strict=True)
+            ],
+            wording.question.format(name=named[0][0]),
+            str(named[0][1]),
+        )
+        for depth in hiding.depths
+        for named, places in drawn
+    ]
+
+
+def _encode_answered(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+    """Tokens of each prompt with its answer, and the number of those that the prompt alone does not begin with."""
+    wholes = tokenizer.encode([(prompt + answer).encode() for prompt, answer in texts])
+    prompts = tokenizer.encode([prompt.encode() for prompt, _ in texts])
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    found = []
+    for whole, prompt in zip(wholes, prompts, strict=True):
+        n = min(len(whole), len(prompt))
+        common = int(np.cumprod(whole[:n] == prompt[:n]).sum())
+        found.append((begin + whole.tolist(), len(whole) - common))
+    return found
+
+
+def _pad(answered: Sequence[tuple[list[int], int]]) -> Batch:
+    """One batch of sequences that end in so many tokens of the answer."""
+    longest = max(len(tokens) for tokens, _ in answered)
+    sequences = torch.zeros(len(answered), longest, dtype=torch.int64)
+    targets = torch.full((len(answered), longest - 1), IGNORED)
+    for row, (tokens, n) in enumerate(answered):
+        end = len(tokens)
+        sequences[row, :end] = torch.tensor(tokens)
+        targets[row, end - 1 - n : end - 1] = sequences[row, end - n : end]
+    return {"tokens": sequences[:, :-1], "targets": targets}
+
+
+def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
+    """`tokens` and `targets`, int64 `[depths * sequences, L]`, depth by depth, from validation sequences of L tokens.
+
+    A key is hidden behind a marker; the sequence ends in the marker and the key, whose tokens are the only targets.
+    Markers are tokens at which the data predict, keys their targets. The first token stays, other occurrences of a
+    sequence's markers are replaced. Raises a one-line ValueError if a sequence is too short or no key can be hidden.
+    """
+    validation, width = source.validation, 1 + hiding.digits
+    batch = validation.__getitems__(pick_evenly(len(validation), min(hiding.sequences, len(validation))).tolist())
+    sampled, targets = (batch[name].numpy() for name in ("tokens", "targets"))
+    markers = np.unique(sampled[:, 1:][targets[:, 1:] != IGNORED])
+    symbols = np.intersect1d(targets[targets != IGNORED], sampled)
+    count = 1 + hiding.distractors
+    few = min(len(markers) - 1, len(symbols))
+    require(few > count, f"data={source.name}", few, f"has too few symbols to hide {count} keys")
+    room = _count_slots(source.context_length, hiding)
+    require(room >= count, "lengths", source.context_length, f"has no room for {count} keys; choose a greater length")
+    rng = np.random.default_rng((hiding.seed, source.context_length))
+    chosen = [sampled[number % len(sampled)] for number in range(hiding.sequences)]
+    hidden = np.stack([_hide_keys(sequence, markers, symbols, hiding, rng) for sequence in chosen], axis=1)
+    sequences = torch.from_numpy(hidden.reshape(-1, source.context_length + 1))
+    asked = torch.full_like(sequences[:, 1:], IGNORED)
+    asked[:, 1 - width :] = sequences[:, 1 - width :]
+    return {"tokens": sequences[:, :-1], "targets": asked}
+
+
+def _count_slots(length: int, hiding: Hiding) -> int:
+    """Places for a marker and its key, between the first token and the question."""
+    width = 1 + hiding.digits
+    return (length - width) // width
+
+
+def _hide_keys(
+    sequence: np.ndarray, markers: np.ndarray, symbols: np.ndarray, hiding: Hiding, rng: np.random.Generator
+) -> np.ndarray:
+    """The sequence `[L]` with keys and question, and the last target, for every depth: `[depths, L + 1]`."""
+    count, width, slots = 1 + hiding.distractors, 1 + hiding.digits, _count_slots(len(sequence), hiding)
+    chosen = rng.choice(np.setdiff1d(markers, sequence[0]), count, replace=False)
+    filler, marked = np.append(sequence, 0), np.append(np.isin(sequence, chosen), False)
+    filler[marked] = rng.choice(np.setdiff1d(markers, chosen), marked.sum())
+    phrases = np.column_stack((chosen, rng.choice(np.setdiff1d(symbols, chosen), (count, hiding.digits))))
+    filler[-width:] = phrases[0]
+    order = rng.permutation(slots)
+    found = np.tile(filler, (len(hiding.depths), 1))
+    for row, depth in zip(found, hiding.depths, strict=True):
+        asked = round(depth * (slots - 1))
+        for slot, phrase in zip((asked, *order[order != asked]), phrases, strict=False):  # more slots than phrases
+            row[1 + slot * width :][:width] = phrase
+    return found

@@ -1,0 +1,108 @@
+"""Loss under int8 weights and activations, which outliers make coarse."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.data import DataConfig
+from lit_lazy.data.base import Batch
+from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, evaluation_mode, sample_validation
+from lit_lazy.measure.lengths import make_loss_metrics
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import head_nll, mean_nll
+from lit_lazy.support.checks import require_whole
+
+LARGEST = 127
+"""Largest int8 of a symmetric scale."""
+
+
+def quantise(x: Tensor, largest: Tensor) -> Tensor:
+    """x rounded to whole multiples of largest / 127, and clipped to +- largest `[]`; 0 if largest is 0."""
+    scale = (largest / LARGEST).clamp(min=torch.finfo(x.dtype).tiny)
+    return (x / scale).round().clamp(-LARGEST, LARGEST) * scale
+
+
+def find_linear_layers(model: DecoderLM) -> list[nn.Linear]:
+    """Linear layers of all blocks. Embedding, head and norms keep their precision."""
+    return [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+
+
+@contextmanager
+def record_largest_inputs(layers: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
+    """Yields the largest absolute input `[]` of each layer so far, in the order of the layers; 0 for a layer unused."""
+    largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+
+            def read(_: object, args: Any, index: int = index) -> None:
+                largest[index] = torch.maximum(largest[index], args[0].abs().max())
+
+            hooks.enter_context(layer.register_forward_pre_hook(read))
+        yield largest
+
+
+@contextmanager
+def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor] | None) -> Iterator[None]:
+    """Quantise the layers' weights and, given their largest absolute values, their inputs; restores the weights."""
+    weights = [layer.weight.data for layer in layers]
+    with ExitStack() as hooks:
+        for layer, bound in zip(layers, largest or (), strict=largest is not None):
+
+            def quantise_input(_: object, args: Any, bound: Tensor = bound) -> tuple[Tensor]:
+                return (quantise(args[0], bound),)
+
+            hooks.enter_context(layer.register_forward_pre_hook(quantise_input))
+        try:
+            for layer, weight in zip(layers, weights, strict=True):
+                layer.weight.data = quantise(weight, weight.abs().max())
+            yield
+        finally:
+            for layer, weight in zip(layers, weights, strict=True):
+                layer.weight.data = weight
+
+
+@dataclass(frozen=True)
+class Int8(Evaluation):
+    """Loss with int8 weights and inputs of all linear layers of the blocks, simulated in fp32.
+
+    One symmetric scale per tensor: by the largest absolute weight, and by the largest absolute input in fp32 on the
+    same sequences. What this costs is a measure of outliers (Bondarenko et al., arXiv 2306.12929).
+    """
+
+    weights_only: bool = False
+    """Quantise only the weights; the metrics then begin with `int8_weights/`."""
+    sequences: int = SAMPLE
+    """Number of evenly spaced validation sequences."""
+
+    def __post_init__(self) -> None:
+        require_whole("Int8.sequences", self.sequences, 1)
+
+    @torch.no_grad()
+    def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+        """`int8/loss` and its rise over fp32, `int8/loss_rise`, in nats; for text also in bits per byte."""
+        source = data.load()
+        (batch,) = sample_validation(source, self.sequences)
+        layers = find_linear_layers(model)
+        with evaluation_mode(model):
+            with record_largest_inputs(layers) as largest:
+                exact = compute_mean_loss(model, batch)
+            with quantise_layers(layers, None if self.weights_only else largest):
+                loss = compute_mean_loss(model, batch)
+        prefix = "int8_weights/" if self.weights_only else "int8/"
+        return make_loss_metrics(prefix, {"loss": loss, "loss_rise": loss - exact}, source)
+
+
+def compute_mean_loss(model: DecoderLM, batch: Batch) -> Tensor:
+    """Mean loss in nats over the targets of a batch `[B, T]`, fp64 `[]`."""
+    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
+    losses = []
+    for start in range(0, len(batch["tokens"]), step):
+        part = {name: x[start : start + step].to(model.device) for name, x in batch.items()}
+        hidden = model.compute_hidden(part["tokens"], part.get("place"))
+        losses.append(head_nll(hidden, model.head.weight, part["targets"]).double().cpu())
+    return mean_nll(torch.cat(losses), batch["targets"])

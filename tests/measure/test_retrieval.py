@@ -1,0 +1,207 @@
+"""Keys hidden in filler: an oracle finds all of them, a model that knows nothing none."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from subwords import bpe  # noqa: F401 - a fixture
+
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.base import IGNORED
+from lit_lazy.data.distractors import Distractors
+from lit_lazy.data.haystack import FILLER, NEEDLE, PASSKEY, Hiding, hide_in_symbols, hide_in_text
+from lit_lazy.data.mqar import Mqar
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.data.recall import Recall
+from lit_lazy.data.stdlib import Stdlib
+from lit_lazy.data.text import Text
+from lit_lazy.measure.retrieval import Needle, Passkey, score_answers
+from lit_lazy.model.decoder import DecoderLM
+
+TINY = ModelConfig(d_model=8, n_heads=1, d_ff=8)
+HIDING = Hiding(depths=(0.0, 0.5, 1.0), sequences=4, distractors=3, digits=3, seed=1)
+BACKCOPY = Backcopy(vocab_size=40, context_length=64, train_sequences=4, validation_sequences=6)
+MQAR = Mqar(vocab_size=64, context_length=64, pairs=4, train_sequences=4, validation_sequences=6)
+
+
+class Copyist(DecoderLM):
+    """Predicts what followed the latest place with the longest common past."""
+
+    def compute_hidden(self, tokens, place=None, dropout_keys=None):  # noqa: ARG002
+        same = tokens[:, :, None] == tokens[:, None, :]
+        common = torch.zeros_like(same, dtype=torch.int64)
+        for i in range(tokens.shape[1]):
+            common[:, i, 0] = same[:, i, 0]
+            if i:
+                common[:, i, 1:] = (common[:, i - 1, :-1] + 1) * same[:, i, 1:]
+        length = tokens.shape[1]
+        common = common.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(), -1)
+        rank = common * length + torch.arange(length)
+        following = tokens.gather(1, (rank.argmax(-1) + 1).clamp(max=length - 1))
+        return 30 * torch.nn.functional.one_hot(following, self.embedding.num_embeddings).float()
+
+
+def build(kind, vocabulary, context=64):
+    model = kind(TINY, vocabulary, context, seed=0)
+    if kind is Copyist:
+        model.head = torch.nn.Identity()
+    return model
+
+
+def read(batch, row):
+    tokens = bytes(batch["tokens"][row].tolist()).decode()
+    targets = batch["targets"][row]
+    return tokens, bytes(targets[targets != IGNORED].tolist()).decode()
+
+
+@pytest.mark.parametrize("length", [220, 400, 1000])
+def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
+    hiding = HIDING._replace(distractors=0, digits=5)
+    batch = hide_in_text(ByteTokenizer(), PASSKEY, hiding, length)
+    assert length - max(map(len, FILLER)) <= batch["tokens"].shape[1] <= length
+    for number, depth in enumerate(hiding.depths):
+        for row in range(4 * number, 4 * number + 4):
+            text, key = read(batch, row)
+            assert re.fullmatch("[1-9][0-9]{4}", key)
+            opening, body, question = text.split("\n")
+            assert opening == PASSKEY.opening
+            assert question == f"{PASSKEY.question} {key[:-1]}"
+            before, after = body.split(PASSKEY.hidden.format(key=key))
+            sentences = [part.count(".") for part in (before, after)]
+            assert sentences[0] == round(depth * sum(sentences))
+            assert before + after.lstrip() == " ".join((FILLER * 30)[: sum(sentences)]) or depth == 1
+    keys = [read(batch, row)[1] for row in range(12)]
+    assert keys[:4] == keys[4:8] == keys[8:]
+    assert len({*keys[:4]}) == 4
+
+
+def test_a_needle_is_among_distractors_that_are_the_same_at_every_depth():
+    batch = hide_in_text(ByteTokenizer(), NEEDLE, HIDING, 500)
+    for row in range(12):
+        text, key = read(batch, row)
+        named = dict(re.findall(r"The number of the (\w+) is (\d{3})\.", text))
+        assert len(named) == 4
+        (asked,) = re.findall(r"What is the number of the (\w+)\?", text)
+        assert named[asked] == key
+        assert named == dict(re.findall(r"The number of the (\w+) is (\d{3})\.", read(batch, row % 4)[0]))
+
+
+def test_a_key_s_tokens_are_those_of_the_whole_text(bpe):  # noqa: F811
+    tokenizer = FileTokenizer(bpe, begin_of_text="<s>")
+    batch = hide_in_text(tokenizer, PASSKEY, HIDING._replace(distractors=0), 300)
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        assert tokens[0] == tokenizer.begin
+        answered = [i for i, target in enumerate(targets) if target != IGNORED]
+        answer = [targets[i] for i in answered]
+        text = "".join(tokenizer.decode(tokens[1 : answered[0] + 1] + answer))
+        key = "".join(tokenizer.decode(answer)).strip()
+        assert len(key) == 3
+        assert text.endswith(f"The pass key is {key}")
+        assert tokenizer.encode([text.encode()])[0].tolist() == tokens[1 : answered[0] + 1] + answer
+
+
+@pytest.mark.parametrize(("data", "digits"), [(BACKCOPY, 3), (MQAR, 1)])
+def test_symbols_are_hidden_behind_a_marker_that_is_nowhere_else(data, digits):
+    source = data.load()
+    hiding = HIDING._replace(digits=digits)
+    batch = hide_in_symbols(source, hiding)
+    tokens, targets = (batch[name].view(3, 4, -1).numpy() for name in ("tokens", "targets"))
+    width = 1 + digits
+    slots = (data.context_length - width) // width
+    for row, depth in zip(tokens, hiding.depths, strict=True):
+        for number, sequence in enumerate(row):
+            marker, place = sequence[-digits], 1 + round(depth * (slots - 1)) * width
+            assert np.flatnonzero(sequence[:-digits] == marker).tolist() == [place]
+            key = targets[0, number, -digits:]
+            assert sequence[place + 1 : place + width].tolist() == key.tolist()
+            assert sequence[0] == source.validation[number * 6 // 4]["tokens"][0]
+    assert (targets[..., :-digits] == IGNORED).all()
+    assert (targets == targets[:1]).all()
+    if data is MQAR:  # keys are asked for, values are answers
+        assert (tokens[..., -1] < 32).all()
+        assert (targets[..., -1] >= 32).all()
+
+
+@pytest.mark.parametrize("data", [Stdlib(), BACKCOPY, MQAR])
+@pytest.mark.parametrize("kind", [Passkey, Needle])
+def test_an_oracle_finds_every_key_and_ignorance_none(data, kind):
+    text = isinstance(data, Stdlib)
+    evaluation = kind((300, 420) if text else (48, 64), sequences=3, digits=5 if text else 3)
+    vocabulary = data.load().vocab_size
+    oracle, ignorant = build(Copyist, vocabulary), build(DecoderLM, vocabulary)
+    torch.nn.init.zeros_(ignorant.embedding.weight)
+    for model in (oracle, ignorant):
+        evaluation.check(model, data)
+    found = evaluation.measure(oracle, data)
+    places = [f"_{length}_at_{depth}" for length in evaluation.lengths for depth in ("0", "0.25", "0.5", "0.75", "1")]
+    suffixes = ["", *(f"_{length}" for length in evaluation.lengths), *places]
+    name = kind.__name__.lower()
+    assert found.keys() == {f"{name}/{what}{suffix}" for what in ("accuracy", "loss") for suffix in suffixes}
+    assert all(value == 1.0 for metric, value in found.items() if "accuracy" in metric)
+    assert all(value < 1e-9 for metric, value in found.items() if "loss" in metric)
+    missed = evaluation.measure(ignorant, data)
+    assert missed[f"{name}/accuracy"] == 0
+    assert missed[f"{name}/loss"] == pytest.approx(math.log(vocabulary))
+    assert evaluation.measure(oracle, data) == found
+
+
+def test_scores_are_means_over_the_key_and_of_all_its_tokens():
+    model = DecoderLM(dataclasses.replace(TINY, init_std=0.5), 41, 64, seed=3).train()
+    batch = hide_in_symbols(BACKCOPY.load(), HIDING)
+    loss, hit = score_answers(model, batch)
+    with torch.no_grad():
+        logits = model(batch["tokens"])[:, -3:].double().log_softmax(-1)
+    wanted = batch["targets"][:, -3:]
+    torch.testing.assert_close(loss, -logits.gather(-1, wanted[..., None]).mean((1, 2)), rtol=1e-5, atol=1e-6)
+    assert torch.equal(hit, (logits.argmax(-1) == wanted).all(-1))
+    assert model.training
+    parts = [score_answers(model, {name: x[i : i + 1] for name, x in batch.items()})[0] for i in range(12)]
+    torch.testing.assert_close(torch.cat(parts), loss)
+
+
+def test_means_are_over_depths_and_lengths():
+    model = DecoderLM(dataclasses.replace(TINY, init_std=0.5), 41, 64, seed=3)
+    found = Passkey((32, 64), depths=(0, 1), sequences=2, digits=2).measure(model, BACKCOPY)
+    for what in ("loss", "accuracy"):
+        for length in (32, 64):
+            both = [found[f"passkey/{what}_{length}_at_{depth}"] for depth in (0, 1)]
+            assert found[f"passkey/{what}_{length}"] == pytest.approx(np.mean(both))
+        assert found[f"passkey/{what}"] == pytest.approx(np.mean([found[f"passkey/{what}_{n}"] for n in (32, 64)]))
+    other = Passkey((32, 64), depths=(0, 1), sequences=2, digits=2, seed=5).measure(model, BACKCOPY)
+    assert other["passkey/loss"] != found["passkey/loss"]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "data", "message"),
+    [
+        (Passkey((100,)), Stdlib(), r"lengths=100: question and keys need 2\d\d tokens; choose a greater length"),
+        (Needle((16,)), BACKCOPY, r"lengths=16: has no room for 4 keys"),
+        (Passkey((256,)), Recall(), r"Recall has no context_length to change"),
+        (Passkey((256,)), Distractors(), r"Distractors has no context_length to change"),
+        (Passkey((64,)), Text(path="nowhere", tokenizer="nowhere.json"), r"data\.tokenizer='nowhere\.json'"),
+    ],
+)
+def test_what_cannot_be_hidden_is_refused_in_a_line(evaluation, data, message):
+    with pytest.raises(ValueError, match=message) as error:
+        evaluation.check(build(DecoderLM, 256), data)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Passkey(()), r"Passkey\.lengths=\(\): needs at least one"),
+        (lambda: Passkey((1,)), r"Passkey\.lengths=1"),
+        (lambda: Needle(depths=(1.5,)), r"Needle\.depths=1\.5: must be from 0 to 1"),
+        (lambda: Passkey(digits=0), r"Passkey\.digits=0"),
+        (lambda: Passkey(sequences=0), r"Passkey\.sequences=0"),
+        (lambda: Needle(distractors=99), r"Needle\.distractors=99: must be a whole number from 0 to"),
+    ],
+)
+def test_mistakes_in_their_settings_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -135,6 +135,9 @@ class TrainConfig:
     """Decay per step of an exponential moving average of the weights, which is validated and saved; 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the names of the parameters to train, such as blocks.*.attention.normaliser.tau; the others keep
+    their values of init_from. Empty to train all."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):

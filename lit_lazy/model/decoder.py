@@ -224,10 +224,11 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]
 
 
 def flops_per_token(model: DecoderLM, context_length: int) -> int:
-    """Training FLOPs per token: 6 per weight of a linear layer, plus those of the mixers.
+    """Training FLOPs per token: 6 per weight of a linear layer, 4 if it is not trained, plus those of the mixers.
 
     For attention these are its two causal products, half of the full square (Chowdhery et al., arXiv 2204.02311,
     appendix B), forward and backward. Windows, recomputed products and positional biases are not counted.
     """
-    weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
-    return 6 * weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)
+    linear = [m.weight for _, m in _matrices(model) if isinstance(m, nn.Linear)]
+    weights = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in linear)
+    return weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)

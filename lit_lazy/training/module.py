@@ -24,6 +24,7 @@ from lit_lazy.support.sharded_tensors import gather_full_tensor
 from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import build_optimizer, lr_factor
+from lit_lazy.training.trainable import freeze_others
 
 AVERAGE = "weight_average"
 """Key of the weights' average in a checkpoint."""
@@ -45,6 +46,7 @@ class LitLM(L.LightningModule):
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
+        self.frozen = freeze_others(self.model, self.cfg.train.trainable)
         self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
         self._validating = ExitStack()
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))

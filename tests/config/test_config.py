@@ -217,6 +217,7 @@ class TestCellKey:
         "model.mixer": OwnAttention(),
         "train.optimiser": SGD(),
         "train.schedule": WSD(),
+        "train.trainable": ("*.q.weight",),
         "evaluations": (Lengths(),),
     }
 

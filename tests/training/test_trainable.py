@@ -15,6 +15,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.optim import SGD, AdamW, Muon, Optimiser
+from lit_lazy.tracking.spool import MetricFile
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
@@ -75,11 +76,10 @@ def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, optimise
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_freeze_the_same(trained: str, tmp_path: Path, strategy: str) -> None:
     cfg, execution = adapting(trained), Execution(devices=2, strategy=strategy)  # type: ignore[arg-type]
-    run(cfg, tmp_path / "2", keep_checkpoint=True, execution=execution)
+    run(cfg, tmp_path / "2", logger=MetricFile(tmp_path / "2"), keep_checkpoint=True, execution=execution)
     run(cfg, tmp_path / "1", keep_checkpoint=True, execution=Execution(micro_batch=4))
     start = torch.load(trained, weights_only=True)["state_dict"]
     for name, value in weights(tmp_path / "2").items():

@@ -239,8 +239,10 @@ class NormaliserModule(nn.Module, ABC):
             return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
-        # The first call may run under autocast, which rules run without, or inference mode, which has no gradients.
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        # The first call may run under autocast, which rules run without, in inference mode, which has no gradients, or
+        # in a checkpointed block, which would recompute the block for these gradients.
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False), plain:
             probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
 

@@ -209,7 +209,7 @@ def init_parameters(model: DecoderLM, seed: int) -> None:
     embedding_std = model.cfg.init_std if model.cfg.embedding_init_std is None else model.cfg.embedding_init_std
     drawn: set[int] = set()
     for path, module in _matrices(model):
-        if id(module.weight) not in drawn:
+        if id(module.weight) not in drawn and not isinstance(module, SelfInitialised):
             drawn.add(id(module.weight))
             std = embedding_std if module is model.embedding else model.cfg.init_std
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
@@ -217,7 +217,8 @@ def init_parameters(model: DecoderLM, seed: int) -> None:
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
     """Linear layers and embeddings by path, except those within `SelfInitialised` modules."""
-    inside = {id(m) for part in model.modules() if isinstance(part, SelfInitialised) for m in part.modules()}
+    parts = [part for part in model.modules() if isinstance(part, SelfInitialised)]
+    inside = {id(m) for part in parts for m in part.modules() if m is not part}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside:
             yield path, module

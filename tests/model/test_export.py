@@ -63,7 +63,7 @@ VARIANTS = {
     },
     "constant, window": {"attention": AttentionSpec(Elastic(0.05, "constant"), Fire(), window=5)},
     "softmax, ALiBi": {"attention": AttentionSpec(Softmax(), Alibi(), gate=OutputGate("head"))},
-    "softmax alone": {"attention": AttentionSpec(gate=ValueGate())},
+    "softmax alone": {"attention": AttentionSpec(gate=ValueGate(starts_open=True))},
     "lazy, normed queries": {"attention": AttentionSpec(Elastic(), LearnedBias(init_std=1.0), qk_norm=True)},
     "two maps, normed queries": {"attention": AttentionSpec(Differential(), qk_norm=True), "residual_dropout": 0.1},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},

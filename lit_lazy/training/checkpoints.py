@@ -24,6 +24,7 @@ from lit_lazy.support.typecheck import MOST
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
+from lit_lazy.training.teacher import Teacher, require_teacher
 from lit_lazy.training.trainable import freeze_others, require_loaded
 
 MOST_NAMED = 8
@@ -132,13 +133,19 @@ def load(path: Path) -> LitLM:
 def load_matching_weights(module: LitLM, path: Path) -> str:
     """Load the weights of a checkpoint that match a module's by name and shape. Returns a one-line summary.
 
+    With distillation the checkpoint's model becomes the module's teacher.
+
     Raises a one-line ValueError if the checkpoint cannot be loaded, none of its weights matches, or one that is not
     trained is missing.
     """
-    source, target = load(path).model.state_dict(), module.model.state_dict()
+    trained = load(path).model
+    source, target = trained.state_dict(), module.model.state_dict()
     matching = _select_matching(path, source, target)
     require_loaded(module.cfg.train.trainable, module.frozen, matching)
+    require_teacher(module.cfg.train, trained, module.model)
     module.model.load_state_dict(target | matching)
+    if module.cfg.train.distillation.active:
+        module.teacher = Teacher(trained, module.cfg.train.distillation)
     share = sum(value.numel() for value in matching.values()) / sum(value.numel() for value in target.values())
     new, unused = sorted(target.keys() - matching.keys()), sorted(source.keys() - matching.keys())
     return (
@@ -151,7 +158,9 @@ def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
     """Raises a one-line ValueError as `load_matching_weights` does."""
     with torch.device("meta"):
         target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
-    matching = _select_matching(path, load(path).model.state_dict(), target.state_dict())
+    trained = load(path).model
+    matching = _select_matching(path, trained.state_dict(), target.state_dict())
+    require_teacher(cfg.train, trained, target)
     patterns = cfg.train.trainable
     require_loaded(patterns, freeze_others(target, patterns), matching)
 

@@ -66,6 +66,7 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     parts = execution.accumulation_steps(cfg.train.batch_size)
     with torch.device("meta"):
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    forward = flops_per_token(model, data.context_length) // 3
     freeze_others(model, cfg.train.trainable)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -79,11 +80,12 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
         "gradients": gradients,
         "optimiser": moments // shards,
         **({"average": average} if average else {}),
+        **({"teacher": weights} if cfg.train.distillation.active else {}),
         "activations": _estimate_activation_bytes(cfg, model, pass_tokens, execution),
         "logits": LOGITS_COPIES * FP32_BYTES * min(pass_tokens * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
-    flops = float(tokens) * flops_per_token(model, data.context_length)
+    flops = float(tokens) * (flops_per_token(model, data.context_length) + forward * cfg.train.distillation.active)
     return Cost(parameters, tokens, flops, memory, parts, disk=2 * (FP32_BYTES * parameters + average + moments))
 
 

@@ -183,6 +183,9 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
     require_field(data, "data.document_mask", cfg.model.mixer.attends or not data.document_mask, fix)
     if cfg.init_from is not None:
         hash_file(cfg.init_from)
+    teacher = "needs a teacher: the model of init_from, which is not given"
+    taught = cfg.init_from is not None or not cfg.train.distillation.active
+    require(taught, "train.distillation", type(cfg.train.distillation).__name__, teacher)
     if patterns := cfg.train.trainable:
         frozen = freeze_others(_build_meta_model(cfg, data), patterns)
         require_loaded(patterns, frozen, () if cfg.init_from is None else frozen)

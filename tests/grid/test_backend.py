@@ -103,6 +103,7 @@ def test_a_compiled_grid_is_refused_without_the_library_unless_it_is_finished(
     assert read_labels(runs) == ["cpu", "cpu"]
 
 
+@pytest.mark.long
 def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(
     runs: Path, tmp_path: Path, machine: Machine, run: Callable[..., tuple[int, str]]
 ) -> None:

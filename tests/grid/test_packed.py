@@ -253,6 +253,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.long
 def test_a_command_that_is_killed_between_any_two_steps_is_finished_by_the_next(
     trained: Trained, elsewhere: Path, tmp_path: Path
 ) -> None:

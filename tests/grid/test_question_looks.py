@@ -1,15 +1,16 @@
 """A question with looks, run by the command: which rows go on, where it stops, and that it resumes."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import forked
 import pytest
-from test_question import RUN, SOURCE, git
+from test_question import SOURCE, git
 
 from lit_lazy.command.ablate_run import find_next_look
 from lit_lazy.command.main import main
+from lit_lazy.report import publish
 from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Table
 
@@ -39,23 +40,35 @@ def write_question(folder: Path, contrasts: str, margin: str = "0.1") -> Path:
     return path
 
 
-def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
-    done = forked.run([*RUN, str(question), "--runs", str(runs), "--workers", "2", *words])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text())), done.stdout
+Run = Callable[..., tuple[Table, str]]
 
 
-def dry_run(question: Path, runs: Path) -> str:
-    done = forked.run([*RUN, str(question), "--runs", str(runs), "--dry-run"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return " ".join(done.stdout.split())
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a question without figures, which take longer than its trainings; returns its table and what was printed."""
+    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
+    monkeypatch.setattr(publish, "write_report", lambda *_: [])
+
+    def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
+        assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
+        table = json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text())
+        return Table.from_json(table), capsys.readouterr().out
+
+    return run
+
+
+def dry_run(question: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["ablate", "run", str(question), "--runs", str(runs), "--dry-run"]) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
 def seeds(table: Table) -> dict[str, list[int]]:
     return {row.variant: row.seeds for row in table.rows}
 
 
-def test_only_rows_with_an_open_contrast_go_on(tmp_path: Path, runs: Path) -> None:
+def test_only_rows_with_an_open_contrast_go_on(
+    tmp_path: Path, runs: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, printed = run(write_question(tmp_path / "mine", OPEN), runs, "--looks", "3")
     assert seeds(whole) == {
         "softmax": [3, 4, 5, 6, 7, 8],
@@ -68,12 +81,14 @@ def test_only_rows_with_an_open_contrast_go_on(tmp_path: Path, runs: Path) -> No
     assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
     assert [part.n for part in whole.verdict.parts] == [3, 6]
     assert find_next_look(whole, None, 3) is None
-    printed = dry_run(tmp_path / "mine" / "q_mine.py", runs)
+    printed = dry_run(tmp_path / "mine" / "q_mine.py", runs, capsys)
     assert "There is no look to make." in printed
 
 
 @pytest.mark.long
-def test_a_resumed_question_equals_an_undisturbed_one(tmp_path: Path, runs: Path) -> None:
+def test_a_resumed_question_equals_an_undisturbed_one(
+    tmp_path: Path, runs: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     question = write_question(tmp_path / "mine", OPEN)
     whole, _ = run(question, runs / "whole", "--looks", "3")
     for number in (1, 2, 3):
@@ -82,7 +97,7 @@ def test_a_resumed_question_equals_an_undisturbed_one(tmp_path: Path, runs: Path
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
-            printed = dry_run(question, runs / "parts")
+            printed = dry_run(question, runs / "parts", capsys)
             assert "2 cells of q_mine-backcopy_tiny" in printed
             assert "This is look 2 of 3, at n = 3, 4, 6." in printed
     # Packed after its first look, and continued in another folder.
@@ -113,7 +128,7 @@ def check_next_look(table: Table) -> None:
 
 
 @pytest.mark.long
-def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path) -> None:
+def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path, run: Run) -> None:
     table, printed = run(write_question(tmp_path / "mine", ONE), runs)
     assert table.verdict is not None
     assert (table.verdict.status, table.verdict.n, table.verdict.exploratory) == ("supported", 3, ())
@@ -123,7 +138,7 @@ def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: Path, runs: Path) -> None:
+def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: Path, runs: Path, run: Run) -> None:
     question = write_question(tmp_path / "mine", OPEN)
     run(question, runs, "--looks", "1")
     question.write_text(question.read_text().replace("looks=(3, 4, 6)", "looks=(3, 5, 6)"))

@@ -186,7 +186,10 @@ def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_pa
 
 
 WRONG = [
-    (["report", "nothing-at-all"], "ablation 'nothing-at-all': unknown; there are "),
+    (
+        ["report", "nothing-at-all"],
+        "ablation 'nothing-at-all': unknown; give a name in ablations/, the path of a .py file, or a grid in ",
+    ),
     (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` creates it"),
     (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
     (["report", ID, "--ui-url", "127.0.0.1:5000"], "--ui-url '127.0.0.1:5000': must be http://HOST:PORT or https://"),

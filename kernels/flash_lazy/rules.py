@@ -319,8 +319,8 @@ class _RuleFunction(torch.autograd.Function):
     @once_differentiable  # its stub drops the parameters' names
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, parameters = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
-        call = Call(*tensors, *ctx.settings)
+        saved = ctx.saved_tensors  # once: activation checkpointing refuses a second reading
+        parameters, call = saved[TENSORS:], Call(*saved[:TENSORS], *ctx.settings)
         with torch.autocast(call.q.device.type, enabled=False):
             found = _RuleSweep(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])
         dq, dk, dv, dbias, dslopes, *dparameters = found

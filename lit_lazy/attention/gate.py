@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.normaliser import LayerShape
 
 Per = Literal["element", "head"]
@@ -47,23 +48,34 @@ class OutputGate(Gate):
 
     per: Per = "element"
     """One gate per element of a head's output, or one per head."""
+    starts_open: bool = False
+    """2 sigmoid(x W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
     def __post_init__(self) -> None:
         _check_per(self)
 
     def build(self, shape: LayerShape) -> GateModule:
-        return _OutputGate(shape, self.per, shape.d_model)
+        return _OutputGate(shape, self, shape.d_model)
 
 
 class _OutputGate(GateModule):
-    def __init__(self, shape: LayerShape, per: Per, inputs: int) -> None:
+    def __init__(self, shape: LayerShape, spec: "OutputGate | ValueGate", inputs: int) -> None:
         super().__init__()
         self.n_heads = shape.n_heads
-        width = shape.head_dim if per == "element" else 1
-        self.linear = nn.Linear(inputs, shape.n_heads * width, bias=False)
+        width = shape.head_dim if spec.per == "element" else 1
+        self.scale = 2.0 if spec.starts_open else 1.0
+        self.linear = (_ZeroLinear if spec.starts_open else nn.Linear)(inputs, shape.n_heads * width, bias=False)
 
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
-        return out * torch.sigmoid(self.linear(x)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        gate = self.scale * torch.sigmoid(self.linear(x))
+        return out * gate.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+class _ZeroLinear(nn.Linear, SelfInitialised):
+    """A linear layer whose weights start at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
 
 @dataclass(frozen=True)
@@ -72,12 +84,14 @@ class ValueGate(Gate):
 
     per: Per = "element"
     """One gate per element of a head's output, or one per head."""
+    starts_open: bool = False
+    """2 sigmoid(v W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
     def __post_init__(self) -> None:
         _check_per(self)
 
     def build(self, shape: LayerShape) -> GateModule:
-        return _ValueGate(shape, self.per, shape.n_kv_heads * shape.head_dim)
+        return _ValueGate(shape, self, shape.n_kv_heads * shape.head_dim)
 
 
 class _ValueGate(_OutputGate):

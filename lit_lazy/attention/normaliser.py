@@ -241,8 +241,10 @@ class NormaliserModule(nn.Module, ABC):
             return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
-        # The first call may run under autocast, which rules run without, or inference mode, which has no gradients.
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        # The first call may run under autocast, which rules run without, in inference mode, which has no gradients, or
+        # in a checkpointed block, which would recompute the block for these gradients.
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False), plain:
             probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
 
@@ -348,9 +350,13 @@ class Elastic(Normaliser):
     tau_lr_scale: float = 1.0
     """Factor on the learning rate of tau."""
     tau_ramp: float = 0.0
-    """Share of the training over which tau moves linearly from tau_init to tau_final; then tau is not trained."""
+    """Share of the training over which tau moves linearly from tau_init to tau_final. It is not trained, nor afterwards
+    unless learn_after_ramp."""
     tau_final: float = 1.0
     """Value of tau after tau_ramp."""
+    learn_after_ramp: bool = False
+    """Train tau after tau_ramp, from its value at the ramp's last step: tau_final if the ramp is a whole number of
+    steps."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.tau_init):
@@ -376,6 +382,8 @@ class Elastic(Normaliser):
         if not (math.isfinite(self.tau_final) and self.tau_final < highest):
             below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
             raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
+        if self.learn_after_ramp and not self.learn_tau:
+            raise ValueError("Elastic.learn_after_ramp=True: has no effect with Elastic.learn_tau=False; leave one out")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Elastic(self, shape.n_heads, shape.context_length)
@@ -390,12 +398,12 @@ class _Elastic(NormaliserModule):
         self.relative = spec.threshold != "per_token"
         self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
-        trained = spec.learn_tau and spec.tau_ramp == 0
+        trained = spec.learn_tau and (spec.tau_ramp == 0 or spec.learn_after_ramp)
         self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=trained)
 
     @torch.no_grad()
     def at_progress(self, progress: float) -> None:
-        if self.spec.tau_ramp > 0:
+        if self.spec.tau_ramp > 0 and not (self.spec.learn_after_ramp and progress > self.spec.tau_ramp):
             done = min(1.0, progress / self.spec.tau_ramp)
             self.tau.fill_((1 - done) * self.spec.tau_init + done * self.spec.tau_final)
 

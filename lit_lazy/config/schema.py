@@ -11,7 +11,7 @@ from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
-from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
+from lit_lazy.optim import AdamW, Cosine, Distillation, NoDistillation, Optimiser, Schedule
 from lit_lazy.support.checks import require, require_field, require_whole
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
@@ -150,6 +150,11 @@ class TrainConfig:
     """Decay per step of an exponential moving average of the weights, which is validated and saved; 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the names of the parameters to train, such as blocks.*.attention.normaliser.tau; the others keep
+    their values of init_from. Empty to train all."""
+    distillation: Distillation = field(default_factory=NoDistillation)
+    """A term of the loss that compares with the model of init_from as it was."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):

@@ -210,7 +210,7 @@ def init_parameters(model: DecoderLM, seed: int) -> None:
     embedding_std = model.cfg.init_std if model.cfg.embedding_init_std is None else model.cfg.embedding_init_std
     drawn: set[int] = set()
     for path, module in _matrices(model):
-        if id(module.weight) not in drawn:
+        if id(module.weight) not in drawn and not isinstance(module, SelfInitialised):
             drawn.add(id(module.weight))
             std = embedding_std if module is model.embedding else model.cfg.init_std
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
@@ -220,17 +220,19 @@ def init_parameters(model: DecoderLM, seed: int) -> None:
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
     """Linear layers and embeddings by path, except those within `SelfInitialised` modules."""
-    inside = {id(m) for part in model.modules() if isinstance(part, SelfInitialised) for m in part.modules()}
+    parts = [part for part in model.modules() if isinstance(part, SelfInitialised)]
+    inside = {id(m) for part in parts for m in part.modules() if m is not part}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside:
             yield path, module
 
 
 def flops_per_token(model: DecoderLM, context_length: int) -> int:
-    """Training FLOPs per token: 6 per weight of a linear layer, plus those of the mixers.
+    """Training FLOPs per token: 6 per weight of a linear layer, 4 if it is not trained, plus those of the mixers.
 
     For attention these are its two causal products, half of the full square (Chowdhery et al., arXiv 2204.02311,
     appendix B), forward and backward. Windows, recomputed products and positional biases are not counted.
     """
-    weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
-    return 6 * weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)
+    linear = [m.weight for _, m in _matrices(model) if isinstance(m, nn.Linear)]
+    weights = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in linear)
+    return weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_lazy.data.base import IGNORED
 
+HiddenAndHead = tuple[Tensor, Tensor]
 LOGITS_AT_ONCE = 2**26
 """256 MiB in fp32. Unlimited, 32k tokens with a vocabulary of 32k would need three copies of 4 GB."""
 
@@ -23,31 +24,45 @@ def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
     Tokens are processed in blocks of at most LOGITS_AT_ONCE logits, which the backward pass recomputes.
     """
-    return _apply_in_blocks(_nll, hidden, head, targets)
+    return _apply_in_blocks(_nll, targets, (hidden, head))
 
 
 def head_nll_and_log_z(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """`head_nll` and log Z, the log-sum-exp of the logits: `[B, L]` each, 0 for `IGNORED`, in the same memory."""
-    nll, log_z = _apply_in_blocks(_nll_and_log_z, hidden, head, targets)
+    nll, log_z = _apply_in_blocks(_nll_and_log_z, targets, (hidden, head))
     return nll, log_z
 
 
-def _apply_in_blocks(
-    function: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, head: Tensor, targets: Tensor
+def average_logits(
+    first: HiddenAndHead, second: HiddenAndHead, targets: Tensor, function: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Apply a function of logits `[N, V]` and targets `[N]` with result `[..., N]` to all tokens: `[..., B, L]`."""
-    tokens = max(1, LOGITS_AT_ONCE // head.shape[0])
+    """Mean over the targets of a function of two models' logits `[N, V]`, fp32, with result `[N]`, by the same blocks.
+
+    first, second: input of the head `[B, L, d]` and head `[V, d]`.
+    """
+
+    def apply(first: Tensor, second: Tensor, targets: Tensor) -> Tensor:
+        return function(first.float(), second.float()).masked_fill(targets == IGNORED, 0)
+
+    return mean_nll(_apply_in_blocks(apply, targets, first, second), targets)
+
+
+def _apply_in_blocks(function: Callable[..., Tensor], targets: Tensor, *models: HiddenAndHead) -> Tensor:
+    """Apply a function to all tokens, with result `[..., B, L]`.
+
+    function: of the logits `[N, V]` of each model and the targets `[N]`, with result `[..., N]`.
+    """
+    hidden, heads = [hidden for hidden, _ in models], [head for _, head in models]
+    tokens = max(1, LOGITS_AT_ONCE // sum(map(len, heads)))
     if targets.numel() <= tokens:
-        return function(F.linear(hidden, head).flatten(0, 1), targets.flatten()).unflatten(-1, targets.shape)
+        logits = (F.linear(*model).flatten(0, 1) for model in models)
+        return function(*logits, targets.flatten()).unflatten(-1, targets.shape)
 
-    def apply(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        return function(F.linear(hidden, head), targets)
+    def apply(targets: Tensor, *hidden: Tensor) -> Tensor:
+        return function(*map(F.linear, hidden, heads), targets)
 
-    blocks = zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
-    found = [
-        checkpoint(apply, block, head, block_targets, use_reentrant=False, preserve_rng_state=False)
-        for block, block_targets in blocks
-    ]
+    blocks = zip(targets.flatten().split(tokens), *(x.flatten(0, 1).split(tokens) for x in hidden), strict=True)
+    found = [checkpoint(apply, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
     return torch.cat(found, -1).unflatten(-1, targets.shape)
 
 

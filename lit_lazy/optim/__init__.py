@@ -1,6 +1,20 @@
-"""Optimisers and learning rate schedules. Needs only torch."""
+"""Optimisers, learning rate schedules and distillation. Needs only torch."""
 
+from lit_lazy.optim.distillation import AttentionOutputs, Distillation, Logits, NoDistillation
 from lit_lazy.optim.optimiser import SGD, AdamW, Muon, Optimiser
 from lit_lazy.optim.schedule import WSD, Constant, Cosine, Schedule
 
-__all__ = ["SGD", "WSD", "AdamW", "Constant", "Cosine", "Muon", "Optimiser", "Schedule"]
+__all__ = [
+    "SGD",
+    "WSD",
+    "AdamW",
+    "AttentionOutputs",
+    "Constant",
+    "Cosine",
+    "Distillation",
+    "Logits",
+    "Muon",
+    "NoDistillation",
+    "Optimiser",
+    "Schedule",
+]

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Literal, get_args
 
@@ -131,14 +132,16 @@ class Muon(Optimiser):
         scaled = [
             {**group, "lr": self.lr_scale * group["lr"]} for group in _select_parameters(groups, chosen.__contains__)
         ]
-        muon = torch.optim.Muon(
-            scaled,
+        muon = partial(
+            torch.optim.Muon,
             momentum=self.momentum,
             nesterov=self.nesterov,
             ns_steps=self.iterations,
             adjust_lr_fn=self.adjustment,
         )
-        return CombinedOptimizer(AdamW(self.eps).build(others, matrices, betas), muon)
+        adamw = partial(AdamW(self.eps).build, matrices=matrices, betas=betas)
+        # One of the two may be left without parameters by `train.trainable`.
+        return CombinedOptimizer(*(build(part) for build, part in ((adamw, others), (muon, scaled)) if part))
 
     def moments(self, matrix: bool) -> int:
         return 1 if matrix else 2

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class WeightAverage:
     """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, for trainable parameters.
 
-    Parameters that follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
+    Parameters that are frozen or follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

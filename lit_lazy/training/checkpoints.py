@@ -26,6 +26,8 @@ from lit_lazy.support.typecheck import MOST
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
+from lit_lazy.training.teacher import Teacher, require_teacher
+from lit_lazy.training.trainable import freeze_others, require_loaded
 
 TOKENIZER = "tokenizer.json"
 """File beside an imported model's checkpoint."""
@@ -183,11 +185,19 @@ def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
 def load_matching_weights(module: LitLM, path: Path) -> str:
     """Load the weights of a checkpoint that match a module's by name and shape. Returns a one-line summary.
 
-    Raises a one-line ValueError if the checkpoint cannot be loaded or none of its weights matches.
+    With distillation the checkpoint's model becomes the module's teacher.
+
+    Raises a one-line ValueError if the checkpoint cannot be loaded, none of its weights matches, or one that is not
+    trained is missing.
     """
-    source, target = load(path).model.state_dict(), module.model.state_dict()
+    trained = load(path).model
+    source, target = trained.state_dict(), module.model.state_dict()
     matching = _select_matching(path, source, target)
+    require_loaded(module.cfg.train.trainable, module.frozen, matching)
+    require_teacher(module.cfg.train, trained, module.model)
     module.model.load_state_dict(target | matching)
+    if module.cfg.train.distillation.active:
+        module.teacher = Teacher(trained, module.cfg.train.distillation)
     share = sum(value.numel() for value in matching.values()) / sum(value.numel() for value in target.values())
     new, unused = sorted(target.keys() - matching.keys()), sorted(source.keys() - matching.keys())
     return (
@@ -197,10 +207,14 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
 
 
 def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
-    """Raises a one-line ValueError if the checkpoint cannot be loaded or has no weight that the run's model has."""
+    """Raises a one-line ValueError as `load_matching_weights` does."""
     with torch.device("meta"):
-        target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
-    _select_matching(path, load(path).model.state_dict(), target)
+        target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    trained = load(path).model
+    matching = _select_matching(path, trained.state_dict(), target.state_dict())
+    require_teacher(cfg.train, trained, target)
+    patterns = cfg.train.trainable
+    require_loaded(patterns, freeze_others(target, patterns), matching)
 
 
 def _select_matching(
@@ -230,7 +244,7 @@ def _build_module(content: dict[str, Any]) -> LitLM:
         raise ValueError(f"the embedding must have shape {list(shape)} by the settings")
     if cfg.model.n_layers > len(state):
         raise ValueError(f"model.n_layers={cfg.model.n_layers}: it has weights of fewer layers")
-    check_size(cfg.model, settings["vocab_size"], settings["context_length"], sequences=0, moments=None)
+    check_size(cfg.model, settings["vocab_size"], settings["context_length"], sequences=0, state=0)
     return LitLM(**settings)
 
 

@@ -1,6 +1,7 @@
 """Estimates of a training's cost: parameters, tokens, FLOPs, memory by part, hours, disk."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,6 +21,7 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import find_block_matrices
 from lit_lazy.training.prepare import prepare_outline
+from lit_lazy.training.trainable import freeze_others
 
 UTILISATION = 0.4
 """Assumed share of the peak FLOP/s; well-tuned trainings of such models reach 0.35 to 0.5."""
@@ -64,47 +66,59 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     parts = execution.accumulation_steps(cfg.train.batch_size)
     with torch.device("meta"):
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    forward = flops_per_token(model, data.context_length) // 3
+    freeze_others(model, cfg.train.trainable)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     shards = execution.devices if execution.strategy == "fsdp" else 1
-    state = FP32_BYTES * parameters // shards
+    weights, gradients = (FP32_BYTES * count // shards for count in (parameters, trained))
     pass_tokens = cfg.train.batch_size // execution.devices // parts * data.context_length
     moments = FP32_BYTES * _count_moments(model, cfg.train.optimiser)
-    average = {"average": state} if cfg.train.ema_decay else {}
+    average = FP32_BYTES * trained if cfg.train.ema_decay else 0
     memory = {
-        "weights": state,
-        "gradients": state,
+        "weights": weights,
+        "gradients": gradients,
         "optimiser": moments // shards,
-        **average,
-        "activations": _estimate_activation_bytes(cfg, data.context_length, pass_tokens, execution),
+        **({"average": average} if average else {}),
+        **({"teacher": weights} if cfg.train.distillation.active else {}),
+        "activations": _estimate_activation_bytes(cfg, model, pass_tokens, execution),
         "logits": LOGITS_COPIES * FP32_BYTES * min(pass_tokens * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
-    flops = float(tokens) * flops_per_token(model, data.context_length)
-    return Cost(
-        parameters, tokens, flops, memory, parts, disk=2 * (FP32_BYTES * parameters * (1 + len(average)) + moments)
-    )
+    flops = float(tokens) * (flops_per_token(model, data.context_length) + forward * cfg.train.distillation.active)
+    return Cost(parameters, tokens, flops, memory, parts, disk=2 * (FP32_BYTES * parameters + average + moments))
 
 
 def _count_moments(model: DecoderLM, optimiser: Optimiser) -> int:
-    """Number of an optimiser's state values for a model's parameters."""
+    """Number of an optimiser's state values for a model's trained parameters."""
     matrices = {id(matrix) for matrix in find_block_matrices(model)}
-    return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters())
+    return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters() if p.requires_grad)
 
 
-def _estimate_activation_bytes(cfg: RunConfig, context_length: int, tokens: int, execution: Execution) -> int:
+def _estimate_activation_bytes(cfg: RunConfig, model: DecoderLM, tokens: int, execution: Execution) -> int:
     """Bytes saved for the backward pass of `tokens` tokens."""
-    fixed, per_token = measure_block_activations(cfg.model, context_length, cfg.train.precision == "bf16")
-    block, stream = fixed + tokens * per_token, tokens * FP32_BYTES * cfg.model.d_model
-    layers = cfg.model.n_layers * stream + block if execution.checkpoint_activations else cfg.model.n_layers * block
+    trained = [frozenset(name for name, p in block.named_parameters() if p.requires_grad) for block in model.blocks]
+    measured = {
+        names: measure_block_activations(cfg.model, model.context_length, cfg.train.precision == "bf16", names)
+        for names in {*trained}
+    }
+    blocks = [fixed + tokens * per_token for fixed, per_token in (measured[names] for names in trained)]
+    stream = tokens * FP32_BYTES * cfg.model.d_model
+    layers = len(blocks) * stream + max(blocks) if execution.checkpoint_activations else sum(blocks)
     return round(layers + 3 * stream)  # the embeddings, and the last norm's input and output
 
 
-def measure_block_activations(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[float, float]:
+def measure_block_activations(
+    cfg: ModelConfig, context_length: int, bf16: bool, trained: Collection[str]
+) -> tuple[float, float]:
     """Constant and per-token bytes that one block saves for its backward pass, measured on the CPU with few tokens.
 
-    Under bf16 the constant part includes the matrices cast to bf16.
+    trained: names of the block's trained parameters; the others save fewer inputs. Under bf16 the constant part
+    includes the matrices cast to bf16.
     """
     block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(name in trained)
     rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation
 
     def measure_bytes(length: int) -> int:

@@ -50,6 +50,9 @@ class Execution:
             shardable = not train.optimiser.needs_whole_matrices
             require(shardable, "train.optimiser", type(train.optimiser).__name__, fix)
             require(not train.ema_decay, "train.ema_decay", train.ema_decay, fix)
+        if self.strategy == "fsdp" or self.compile:
+            fix = "is untested with --compile and --strategy fsdp; leave them out"
+            require(not train.distillation.active, "train.distillation", type(train.distillation).__name__, fix)
 
     def accumulation_steps(self, batch_size: int) -> int:
         """Micro-batches per step on each device. Raises ValueError if a batch cannot be divided evenly."""

@@ -1,6 +1,7 @@
 """The LightningModule that trains a decoder language model."""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -24,6 +25,8 @@ from lit_lazy.support.sharded_tensors import gather_full_tensor
 from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import build_optimizer, lr_factor
+from lit_lazy.training.teacher import Teacher
+from lit_lazy.training.trainable import freeze_others
 
 AVERAGE = "weight_average"
 """Key of the weights' average in a checkpoint."""
@@ -45,7 +48,9 @@ class LitLM(L.LightningModule):
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
+        self.frozen = freeze_others(self.model, self.cfg.train.trainable)
         self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
+        self.teacher: Teacher | None = None
         self._validating = ExitStack()
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
         self.set_execution(ONE_DEVICE)
@@ -59,7 +64,8 @@ class LitLM(L.LightningModule):
         """Use this execution from now on."""
         self.execution, self.parts = execution, execution.accumulation_steps(self.cfg.train.batch_size)
         self._hidden = execution.prepare_forward(self.model)
-        self._loss, self._is_sharded = torch.zeros(()), False
+        self._is_sharded = False
+        self._means: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         """Shard the parameters over the devices for fsdp."""
@@ -73,21 +79,30 @@ class LitLM(L.LightningModule):
             self._hidden, self._is_sharded = self.execution.prepare_forward(self.model), True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        loss, penalty = self._compute_loss(batch, batch_index)
-        self._loss = self._loss + loss.detach() / self.parts
-        return loss if penalty is None else loss + self.cfg.train.z_loss * penalty
+        terms = self._compute_terms(batch, batch_index)
+        for name, value in terms.items():
+            self._means[name] = self._means.get(name, 0) + value.detach() / self.parts
+        loss, *added = terms.values()
+        return sum(added, loss)
 
-    def _compute_loss(self, batch: Batch, batch_index: int) -> tuple[Tensor, Tensor | None]:
-        """Mean loss of a batch and, with z_loss, the mean square of log Z."""
-        targets, place = batch["targets"], batch.get("place")
-        dropout_keys = self._dropout_keys(targets, batch_index)
-        if self.execution.is_plain and place is None and dropout_keys is None and not self.cfg.train.z_loss:
-            return compute_mean_loss(self.model, batch["tokens"], targets), None
-        hidden = self._hidden(batch["tokens"], place, dropout_keys)
-        if not self.cfg.train.z_loss:
-            return mean_nll(head_nll(hidden, self.model.head.weight, targets), targets), None
-        nll, log_z = head_nll_and_log_z(hidden, self.model.head.weight, targets)
-        return mean_nll(nll, targets), mean_nll(log_z.square(), targets)
+    def _compute_terms(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
+        """The terms of a batch's loss, whose first is the cross-entropy."""
+        targets, place, z_loss = batch["targets"], batch.get("place"), self.cfg.train.z_loss
+        dropout_keys, added = self._dropout_keys(targets, batch_index), {}
+        plain = place is None and dropout_keys is None and not z_loss and self.teacher is None
+        if self.execution.is_plain and plain:
+            return {"loss": compute_mean_loss(self.model, batch["tokens"], targets)}
+        compute_hidden = partial(self._hidden, batch["tokens"], place, dropout_keys)
+        if self.teacher is None:
+            hidden = compute_hidden()
+        else:
+            hidden, added["distillation"] = self.teacher.compute_term(self.model, compute_hidden, batch)
+        if z_loss:
+            nll, log_z = head_nll_and_log_z(hidden, self.model.head.weight, targets)
+            added["z_loss"] = z_loss * mean_nll(log_z.square(), targets)
+        else:
+            nll = head_nll(hidden, self.model.head.weight, targets)
+        return {"loss": mean_nll(nll, targets)} | added
 
     def _dropout_keys(self, targets: Tensor, batch_index: int) -> Tensor | None:
         """Dropout key of each sequence of a micro-batch, independent of how the batch is divided."""
@@ -111,16 +126,18 @@ class LitLM(L.LightningModule):
         norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
             self._log_step(optimizer, norm)
-        self._loss = torch.zeros_like(self._loss)
+        self._means = {}
 
     def _log_step(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Log the step's loss (mean over all devices, so that all of them stop if one diverges), rate and norm."""
-        loss = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
+        """Log the step's terms (means over all devices, so that all of them stop if one diverges), rate and norm."""
+        means = {name: self.trainer.strategy.reduce(x, reduce_op="mean") for name, x in self._means.items()}
+        loss = means["loss"]
         if not torch.isfinite(loss):
             raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
         self.log("train/loss", loss, prog_bar=True, logger=False)
         if self.logger is not None:
-            step = {"loss": loss.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
+            step = {name: mean.item() for name, mean in means.items()}
+            step |= {"lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -134,6 +151,10 @@ class LitLM(L.LightningModule):
         """Set scheduled parameters to their values after `step` finished steps."""
         for attention in self.model.attentions:
             attention.normaliser.at_progress(step / self.cfg.train.steps)
+
+    def on_fit_start(self) -> None:
+        if self.teacher is not None:
+            self.teacher.model.to(self.device)
 
     def use_average(self) -> AbstractContextManager[None]:
         """Replace the trained weights by their average, if one is computed, in the block."""

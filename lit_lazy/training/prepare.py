@@ -20,6 +20,7 @@ from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.trainable import freeze_others, require_loaded
 
 T = TypeVar("T")
 BYTES_PER_NUMBER = 4
@@ -100,15 +101,15 @@ def check_size(
     context_length: int,
     sequences: int = 1,
     checkpointed: bool = True,
-    moments: int | None = 2,
+    state: int = 3,
 ) -> None:
     """Raises ValueError if a model, trained with `sequences` at a time, does not fit into this machine.
 
     Uses a lower bound: parameters with gradients and moments, logits, and the activations that a layer saves for its
     backward pass (only its input if activations are checkpointed).
-    moments: numbers that the optimiser stores per weight; None for a model that is not trained.
+    state: numbers per weight besides the weight itself: its gradient and the optimiser's moments; 0 without training.
     """
-    per_parameter = BYTES_PER_NUMBER * (1 if moments is None else 2 + moments)  # weight, gradient and moments
+    per_parameter = BYTES_PER_NUMBER * (1 + state)
     layer = 2 * cfg.d_model * _projection_width(cfg) + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     tokens = sequences * context_length
@@ -169,23 +170,27 @@ def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewher
 def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
     fits = data.sequences is None or cfg.train.batch_size <= data.sequences
     require_field(cfg.train, "train.batch_size", fits, f"must not exceed the {data.sequences} training sequences")
-    moments = cfg.train.optimiser.moments(matrix=True)
+    state = 0 if cfg.train.trainable else 1 + cfg.train.optimiser.moments(matrix=True)
     if execution is None and not elsewhere:
-        check_size(cfg.model, data.vocab_size, data.context_length, moments=moments)
+        check_size(cfg.model, data.vocab_size, data.context_length, state=state)
     if execution is not None:
         execution.check(cfg.train)
         execution.accumulation_steps(cfg.train.batch_size)
         at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
-        check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, moments=moments)
+        check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, state=state)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
     fix = f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False"
     require_field(data, "data.document_mask", cfg.model.mixer.attends or not data.document_mask, fix)
     if cfg.init_from is not None:
         hash_file(cfg.init_from)
+    teacher = "needs a teacher: the model of init_from, which is not given"
+    taught = cfg.init_from is not None or not cfg.train.distillation.active
+    require(taught, "train.distillation", type(cfg.train.distillation).__name__, teacher)
+    if patterns := cfg.train.trainable:
+        frozen = freeze_others(_build_meta_model(cfg, data), patterns)
+        require_loaded(patterns, frozen, () if cfg.init_from is None else frozen)
     if cfg.evaluations and data.sequences is not None:
-        with torch.device("meta"):
-            model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
-        check_evaluations(cfg, model)
+        check_evaluations(cfg, _build_meta_model(cfg, data))
 
 
 def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
@@ -197,6 +202,12 @@ def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
             raise ValueError(f"evaluations: {type(evaluation).__name__}: {one_line(error)}") from None
         except MISTAKES as error:
             raise ValueError(f"evaluations: {type(evaluation).__name__}: {_describe_user_error(error)}") from error
+
+
+def _build_meta_model(cfg: RunConfig, data: Outline) -> DecoderLM:
+    """The run's model without memory for its weights."""
+    with torch.device("meta"):
+        return DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
 
 
 def load_outline(config: DataConfig) -> Outline:

@@ -1,14 +1,28 @@
 """Gates against closed forms, and everything they must not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lit_lazy.attention import AttentionSpec, Elastic, Gate, HeadNorm, LayerShape, OutputGate, ValueGate
+from lit_lazy.attention import (
+    AttentionSpec,
+    Elastic,
+    Gate,
+    HeadNorm,
+    LayerShape,
+    LearnedBias,
+    NoBias,
+    OutputGate,
+    Softmax,
+    ValueGate,
+)
 from lit_lazy.config import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
 
 SHAPE = LayerShape(4, 2, 6, 24, context_length=16)
 GATES = [OutputGate(), OutputGate("head"), ValueGate(), ValueGate("head")]
+OPEN = [replace(gate, starts_open=True) for gate in GATES]
 CFG = {"d_model": 24, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "d_ff": 16, "init_std": 0.3}
 
 
@@ -38,6 +52,31 @@ def test_a_weight_of_zero_halves_the_output(gate):
     torch.nn.init.zeros_(module.linear.weight)
     out = torch.randn(1, 4, 3, 6)
     assert torch.equal(module(out, torch.randn(1, 3, 24), torch.randn(1, 2, 3, 6)), out / 2)
+
+
+@pytest.mark.parametrize("gate", OPEN, ids=repr)
+def test_a_gate_that_starts_open_changes_no_logit_and_learns(gate):
+    """Bit for bit at step 0; then every gate has a gradient and twice the sigmoid's range."""
+    plain, gated = model(None), model(gate)
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
+    logits = gated(tokens)
+    assert torch.equal(logits, plain(tokens))
+    logits.square().sum().backward()
+    linears = [attention.gate.linear for attention in gated.attentions]
+    assert all(linear.weight.grad.any(1).all() for linear in linears)
+    torch.nn.init.constant_(linears[0].weight, 1.0)
+    out, x, v = torch.randn(1, 4, 3, 6), torch.ones(1, 3, 24), torch.ones(1, 2, 3, 6)
+    torch.testing.assert_close(gated.attentions[0].gate(out, x, v), 2 * out, rtol=1e-4, atol=1e-4)
+
+
+def test_a_learned_bias_starts_as_none():
+    """With tau at 0 a trained softmax model is unchanged by all of Lazy Attention, bit for bit on the same backend."""
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
+    lazy, plain = (
+        DecoderLM(ModelConfig(**CFG, attention=AttentionSpec(normaliser, bias), backend="reference"), 16, 16, seed=3)
+        for normaliser, bias in ((Elastic(tau_init=0.0), LearnedBias()), (Softmax(), NoBias()))
+    )
+    assert torch.equal(lazy(tokens), plain(tokens))
 
 
 def test_a_head_norm_gives_each_head_a_root_mean_square_of_its_gain():

@@ -306,6 +306,7 @@ class TestElastic:
             ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be finite and above 0"),
             ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a share of the training, 0 to 1"),
             ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a share of the training, 0 to 1"),
+            ({"learn_after_ramp": True, "learn_tau": False}, "Elastic.learn_after_ramp=True: has no effect with "),
             ({"tau_final": math.inf}, "Elastic.tau_final=inf: must be finite"),
             (
                 {"tau_init": 0.0, "threshold": "constant", "tau_ramp": 0.5},

@@ -42,7 +42,7 @@ from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
-from lit_lazy.optim import SGD, WSD, Constant, Muon, Optimiser, Schedule
+from lit_lazy.optim import SGD, WSD, Constant, Logits, Muon, Optimiser, Schedule
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 
@@ -217,6 +217,8 @@ class TestCellKey:
         "model.mixer": OwnAttention(),
         "train.optimiser": SGD(),
         "train.schedule": WSD(),
+        "train.distillation": Logits(),
+        "train.trainable": ("*.q.weight",),
         "evaluations": (Lengths(),),
     }
 

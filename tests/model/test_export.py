@@ -64,7 +64,7 @@ VARIANTS = {
     },
     "constant, window": {"attention": AttentionSpec(Elastic(0.05, "constant"), Fire(), window=5)},
     "softmax, ALiBi": {"attention": AttentionSpec(Softmax(), Alibi(), gate=OutputGate("head"))},
-    "softmax alone": {"attention": AttentionSpec(gate=ValueGate())},
+    "softmax alone": {"attention": AttentionSpec(gate=ValueGate(starts_open=True))},
     "lazy, normed queries": {"attention": AttentionSpec(Elastic(), LearnedBias(init_std=1.0), qk_norm=True)},
     "two maps, normed queries": {"attention": AttentionSpec(Differential(), qk_norm=True), "residual_dropout": 0.1},
     "wide heads, biases, slowed rotation in every second layer": {

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_run import RAMP, assert_same_run, config, weights
 
-from lit_lazy.attention import AttentionSpec
+from lit_lazy.attention import AttentionSpec, Elastic, Entmax15, Normaliser, Softmax
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import list_imported_files
@@ -312,8 +312,10 @@ class TestHeadNll:
         assert max(seen) <= max(40 * 10, hidden.numel(), head.numel())
 
 
-def test_checkpointed_blocks_have_the_same_gradients() -> None:
-    cfg = ModelConfig(d_model=16, n_layers=3, n_heads=2, d_ff=32)
+@pytest.mark.parametrize("normaliser", [Softmax(), Elastic(), Entmax15()], ids=lambda one: type(one).__name__)
+def test_checkpointed_blocks_have_the_same_gradients(normaliser: Normaliser) -> None:
+    """Also in the first pass, which checks the normaliser."""
+    cfg = ModelConfig(d_model=16, n_layers=3, n_heads=2, d_ff=32, attention=AttentionSpec(normaliser))
     tokens = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
     gradients = []
     for kept in (False, True):

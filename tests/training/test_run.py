@@ -41,6 +41,7 @@ from lit_lazy.training.run import CellBusyError, read_finished, run
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 KERNEL = "chunked" if find_obstacle() else "cpu"
 RAMP = Elastic(tau_init=0.0, tau_ramp=0.75, tau_final=1.5)
+THEN_LEARNED = replace(RAMP, tau_ramp=0.5, learn_after_ramp=True)
 
 
 def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:
@@ -117,6 +118,7 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
         pytest.param(AttentionSpec(Softmax()), (13,), marks=pytest.mark.long),
         pytest.param(AttentionSpec(Elastic(threshold="per_token")), (5,), marks=pytest.mark.long),
         (AttentionSpec(RAMP), (11,)),
+        (AttentionSpec(THEN_LEARNED), (7, 18)),
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
@@ -222,6 +224,19 @@ def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> Non
     assert (result.metrics["init/tau/mean"], result.metrics["tau/min"], result.metrics["tau/max"]) == (0, 1.5, 1.5)
     taus = [value for name, value in weights(tmp_path).items() if name.endswith("tau")]
     assert [tau.tolist() for tau in taus] == [[1.5, 1.5]] * 2
+
+
+def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
+    """The ramp is bit-equal to one that stays, up to step 10; from there on every head's tau moves away from 1.5."""
+    for name, normaliser in (("stays", replace(RAMP, tau_ramp=0.5)), ("learned", THEN_LEARNED)):
+        run(config(AttentionSpec(normaliser), clip_norm=1e9, val_every=1), tmp_path / name)
+    stays, learned = (Diagnostics.load(tmp_path / name / DIAGNOSTICS).arrays for name in ("stays", "learned"))
+    steps = learned["watch/step"].tolist()
+    assert steps == stays["watch/step"].tolist() == [*range(21)]
+    until = steps.index(10) + 1
+    np.testing.assert_array_equal(learned["watch/tau"][:until], stays["watch/tau"][:until])
+    assert (learned["watch/tau"][until - 1] == 1.5).all()
+    assert (learned["watch/tau"][until:] != 1.5).all()
 
 
 class Batches(Callback):

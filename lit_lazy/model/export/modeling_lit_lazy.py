@@ -280,12 +280,14 @@ class _Gate(nn.Module):
             per = config.head_dim if (config.gate or {})["per"] == "element" else 1
             inputs = config.hidden_size if self.kind == "OutputGate" else config.num_key_value_heads * config.head_dim
             self.linear = nn.Linear(inputs, self.n_heads * per, bias=False)
+            self.scale = 2.0 if (config.gate or {}).get("starts_open") else 1.0
 
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:
         if self.kind == "NoGate":
             return out
         source = x if self.kind == "OutputGate" else v.transpose(1, 2).flatten(2)
-        return out * torch.sigmoid(self.linear(source)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        gate = self.scale * torch.sigmoid(self.linear(source))
+        return out * gate.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
 
 GATES = ("NoGate", "OutputGate", "ValueGate")

@@ -1,0 +1,233 @@
+"""Distillation from the model before the swap: its formulas, its memory, and a teacher that stays as it was."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_run import LAZY, assert_same_run, config, run_until_killed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_lazy.attention import AttentionSpec, LearnedBias, Softmax
+from lit_lazy.command.main import main
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import IGNORED
+from lit_lazy.model import loss
+from lit_lazy.model.loss import average_logits
+from lit_lazy.optim import AttentionOutputs, Distillation, Logits
+from lit_lazy.optim.distillation import Passes
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.cost_estimate import estimate_cost
+from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run import run
+from lit_lazy.training.trainer import build_module, fit, make_trainer
+
+TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
+KIND = {"ids": lambda term: type(term).__name__}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A final.ckpt of softmax attention."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(config(AttentionSpec(Softmax()), steps=12, lr=1e-2), folder, keep_checkpoint=True)
+    return str(folder / FINAL_CHECKPOINT)
+
+
+def distilling(trained: str, term: Distillation, attention: AttentionSpec = LAZY, **train: object) -> RunConfig:
+    return replace(config(attention, distillation=term, **train), init_from=trained)
+
+
+@pytest.mark.parametrize("at_once", [2**26, 2 * 30 * 7])
+def test_the_divergence_of_the_logits_in_blocks_and_whole(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients against the plain formula in float64; ignored targets do not count."""
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(0)
+    hidden, other = (torch.randn(2, 12, 8, generator=generator) for _ in range(2))
+    head, other_head = (torch.randn(30, 8, generator=generator) for _ in range(2))
+    leaves = hidden.requires_grad_(), head.requires_grad_()
+    targets = torch.randint(30, (2, 12), generator=generator)
+    targets[:, ::5] = IGNORED
+    term = Logits(temperature=3.0)
+    found = term.compute(
+        Passes([], lambda function: average_logits((hidden, head), (other, other_head), targets, function))
+    )
+    own, teacher = (
+        (x.double() @ w.double().T / 3).softmax(-1)[targets != IGNORED]
+        for x, w in ((hidden, head), (other, other_head))
+    )
+    expected = 9 * (teacher * (teacher / own).log()).sum(-1).mean()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(found, leaves)
+    for mine, plain in zip(ours, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_logits_of_both_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in the backward pass: the largest tensor is a block of one model's logits."""
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 2 * 400 * 10)
+    hidden, head = torch.randn(4, 50, 8, requires_grad=True), torch.randn(400, 8, requires_grad=True)
+    other = hidden.detach() + 1
+    seen = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(x.numel() for x in (out if isinstance(out, tuple) else [out]) if isinstance(x, Tensor))
+            return out
+
+    targets = torch.zeros(4, 50, dtype=torch.long)
+    with Sizes():
+        Logits().compute(
+            Passes([], lambda function: average_logits((hidden, head), (other, head), targets, function))
+        ).backward()
+    assert max(seen) == 400 * 10
+
+
+def test_the_error_of_the_attention_outputs(trained: str) -> None:
+    """Against a loop over layers and sequences of what each layer adds."""
+    cfg = distilling(trained, AttentionOutputs())
+    module = build_module(cfg, prepare(cfg), ONE_DEVICE)
+    teacher, batch = module.teacher.model, cfg.data.load().train.__getitems__([0, 1, 2])
+    mixed: dict[int, list[Tensor]] = {0: [], 1: []}
+    for which, model in enumerate((module.model, teacher)):
+        for mixer in model.mixers:
+            mixer.register_forward_hook(lambda _, __, out, which=which: mixed[which].append(out[0]))
+        model.compute_hidden(batch["tokens"])
+    errors = [
+        ((own[b] - taught[b]).square().mean() / taught[b].square().mean()).item()
+        for own, taught in zip(mixed[0], mixed[1], strict=True)
+        for b in range(3)
+    ]
+    forward = lambda: module.model.compute_hidden(batch["tokens"])  # noqa: E731
+    _, term = module.teacher.compute_term(module.model, forward, batch)
+    assert term.item() == pytest.approx(sum(errors) / 6, rel=1e-5)
+    assert term.item() > 0.01
+
+
+@pytest.mark.parametrize("term", TERMS, **KIND)
+def test_a_model_that_equals_its_teacher_has_no_term(trained: str, term: Distillation) -> None:
+    cfg = distilling(trained, term, AttentionSpec(Softmax(), LearnedBias()))
+    module = build_module(cfg, prepare(cfg), ONE_DEVICE)
+    batch = cfg.data.load().train.__getitems__([0, 1, 2])
+    terms = module._compute_terms(batch, 0)
+    assert terms["distillation"].item() == pytest.approx(0, abs=1e-6)
+    assert terms["loss"] > 0
+
+
+@pytest.mark.parametrize("term", TERMS, **KIND)
+def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
+    trained: str, tmp_path: Path, term: Distillation
+) -> None:
+    """The term ends lower than in a training that hardly has it, and is logged beside the plain loss."""
+    terms, losses = {}, {}
+    for weight in (1e-6, 20.0):
+        cfg = distilling(trained, replace(term, weight=weight), steps=20, log_every=1)
+        source, folder = prepare(cfg), tmp_path / str(weight)
+        module = build_module(cfg, source, ONE_DEVICE)
+        before = {name: value.clone() for name, value in module.teacher.model.state_dict().items()}
+        names = module.state_dict().keys()
+        fit(make_trainer(cfg, folder, MetricFile(folder), (), False, ONE_DEVICE), module, cfg, source, None)
+        logged = [line.metrics for line in read_lines(folder / METRICS) if "train/loss" in line.metrics]
+        terms[weight] = [line["train/distillation"] / weight for line in logged]
+        losses[weight] = [line["train/loss"] for line in logged]
+    assert [len(found) for found in losses.values()] == [20, 20]
+    assert losses[20.0][0] == losses[1e-6][0]
+    assert terms[20.0][0] == pytest.approx(terms[1e-6][0], rel=1e-5)
+    assert terms[20.0][-1] < terms[1e-6][-1]
+    for name, value in module.teacher.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not any(p.requires_grad or p.grad is not None for p in module.teacher.model.parameters())
+    content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["state_dict"].keys() == names
+    assert not any("teacher" in key for key in content)
+
+
+@pytest.mark.parametrize("term", TERMS, **KIND)
+def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Distillation) -> None:
+    cfg = distilling(trained, term)
+    run(cfg, tmp_path / "whole", keep_checkpoint=True)
+    run_until_killed(cfg, tmp_path / "killed", 11)
+    run(cfg, tmp_path / "killed", keep_checkpoint=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("term", TERMS, **KIND)
+@pytest.mark.parametrize("execution", [Execution(micro_batch=2), Execution(checkpoint_activations=True)], ids=str)
+def test_execution_changes_no_more_than_rounding(
+    trained: str, tmp_path: Path, term: Distillation, execution: Execution
+) -> None:
+    cfg = distilling(trained, term, steps=4)
+    ends = []
+    for number, chosen in enumerate((ONE_DEVICE, execution)):
+        module, source = build_module(cfg, prepare(cfg), chosen), cfg.data.load()
+        trainer = make_trainer(cfg, tmp_path / str(number), None, (), False, chosen)
+        ends.append(fit(trainer, module, cfg, source, None).state_dict())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_only_what_is_trained_moves_towards_the_teacher(trained: str, tmp_path: Path) -> None:
+    cfg = distilling(trained, Logits(), trainable=("*.tau", "*.table"))
+    module, source = build_module(cfg, prepare(cfg), ONE_DEVICE), cfg.data.load()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    fit(make_trainer(cfg, tmp_path, None, (), False, ONE_DEVICE), module, cfg, source, None)
+    changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.rsplit(".", 1)[-1] for name in changed} == {"tau", "table"}
+
+
+@dataclass(frozen=True)
+class FirstLayer(Distillation):
+    """A user's own term."""
+
+    weight: float = 2.0
+    reads_attention = True
+
+    def compute(self, passes: Passes) -> Tensor:
+        own, taught = passes.mixed[0]
+        return self.weight * (own - taught).abs().mean()
+
+
+def test_a_term_of_ones_own(trained: str, tmp_path: Path) -> None:
+    cfg = distilling(trained, FirstLayer(), steps=3)
+    result = run(cfg, tmp_path, keep_checkpoint=True)
+    assert result.config["train"]["distillation"] == {"class": "FirstLayer", "weight": 2.0}
+
+
+def test_its_cost_is_a_second_model_and_a_forward_pass(trained: str) -> None:
+    cfg = distilling(trained, Logits())
+    outline = prepare(cfg).outline
+    with_teacher, alone = (
+        estimate_cost(one, outline, ONE_DEVICE) for one in (cfg, replace(cfg, train=config(LAZY).train))
+    )
+    assert with_teacher.memory["teacher"] == 4 * alone.parameters
+    assert with_teacher.flops == pytest.approx(4 / 3 * alone.flops)
+
+
+SIZES = ["--data.vocab_size=16", "--model.n_layers=2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--train.distillation=Logits"], "train.distillation='Logits': needs a teacher: the model of init_from"),
+        (["--train.distillation=Logits", "--train.distillation.temperature=0"], "Logits.temperature=0.0: must be"),
+        (["--train.distillation=AttentionOutputs", "--train.distillation.weight=-1"], "AttentionOutputs.weight=-1.0"),
+        (["init", "--train.distillation=AttentionOutputs", "--model.n_layers=1"], "has 2 layers; give a teacher"),
+        (["init", "--train.distillation=Logits", "--data.vocab_size=20"], "has 17 words; give a teacher"),
+        (["init", "--train.distillation=Logits", "--compile"], "'Logits': is untested with --compile and --strategy"),
+    ],
+)
+def test_mistakes_are_one_line(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    start = ["--init-from", trained] if given[0] == "init" else []
+    options = [option for option in given if option != "init"]
+    sizes = [size for size in SIZES if not any(size.partition("=")[0] in option for option in options)]
+    assert main(["train", "backcopy_tiny", *sizes, *start, *options, "--runs", str(tmp_path / "runs")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "runs").exists()

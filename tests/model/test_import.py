@@ -112,13 +112,16 @@ def test_shards_and_another_place_give_the_same_bytes(bpe: Path, tmp_path: Path)
 
 
 PEAK = """
-import sys, psutil, resource
+import re, sys
+from pathlib import Path
 from lit_lazy.command.main import main
 small, large, out = sys.argv[1:]
 assert main(["import", small, out + "/small/model.ckpt"]) == 0  # so that all modules are in memory
-before = psutil.Process().memory_info().rss
+def read_memory(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = read_memory("VmRSS")
 assert main(["import", large, out + "/large/model.ckpt"]) == 0
-print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(read_memory("VmHWM") - before)
 """
 
 

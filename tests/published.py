@@ -47,11 +47,11 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-def make_published(folder: Path, family: str, bpe: Path, words: int = 304) -> Any:
+def make_published(folder: Path, family: str, bpe: Path, words: int = 304, **sizes: int) -> Any:
     """A random model as transformers writes it; its embedding has more rows than the tokenizer has tokens."""
     kind, changes = FAMILIES[family]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(kind(vocab_size=words, **SIZES | changes)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(kind(vocab_size=words, **SIZES | changes | sizes)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", ".bias")):  # neither 1 nor 0
             torch.nn.init.normal_(parameter, 0.5, 0.3)

@@ -29,6 +29,7 @@ RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "rivals-stdlib"
 NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
+SCALING = "--model.position.scaling"
 pytestmark = pytest.mark.usefixtures("place")
 
 OPTIONS = [
@@ -123,6 +124,18 @@ FIELDS = [
     (["--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
     (["--model.n_heads=4", "--model.n_kv_heads=3"], "model.n_kv_heads=3: must divide model.n_heads=4"),
     (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),
+    (["--model.head_dim=0"], "model.head_dim=0: must be a whole number of at least 1"),
+    (["--model.head_dim=3"], "Rope: the head dimension must be even, got 3; choose another"),
+    (["--model.head_dim=4", "--model.mixer=RetNet"], "model.head_dim=4: has no effect in model.mixer=RetNet"),
+    (["--model.norm_eps=0"], "model.norm_eps=0.0: must be finite and above 0"),
+    (["--model.attention.qkv_bias=some"], "--model.attention.qkv_bias='some': must be true or false"),
+    (["--model.position.skip_every=0"], "Rope.skip_every=0: must be at least 1"),
+    (
+        ["--model.position.scaling=Yarn"],
+        "--model.position.scaling='Yarn': unknown; there are LinearScaling, ",
+    ),
+    ([f"{SCALING}=LinearScaling", f"{SCALING}.factor=0"], "LinearScaling.factor=0.0: must be finite and above 0"),
+    ([f"{SCALING}=Llama3Scaling", f"{SCALING}.low=4"], "Llama3Scaling.low=4.0: must be above 0 and below high=4.0"),
     (["--model.backend=cuda"], "--model.backend='cuda': must be one of auto, reference, chunked"),
     (["--model.init_std=0"], "model.init_std=0.0: must be finite and above 0"),
     (["--model.attention.window=0"], "model.attention.window=0: must be at least 1, or None for no window"),

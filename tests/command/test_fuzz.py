@@ -180,7 +180,7 @@ FLAGS = [
 ]
 COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], []),
-    *(["generate"], ["export"]),
+    *(["generate"], ["export"], ["import"]),
     *(["lm-eval"], ["tokenise"]),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "verdicts", "questions", "rum")),
 ]
@@ -201,12 +201,13 @@ GOOD = [
     (["ablate", "table", "a.py", "--from", f"answers/{ANSWERED}/table.json"], ["--from", "--base"]),
     (["report", "a.py"], ["--runs", "--base", "--out", "--ui-url"]),
     (["dashboard"], ["--runs", "--port"]),
-    (["evaluate", "final.ckpt"], ["--threads", "--import"]),
-    (["diagnose", "final.ckpt"], ["--data", "--lengths", "--layers", "--heads", "--sequences", "--out", "--runs"]),
+    (["evaluate", "final.ckpt"], ["--threads", "--import", ""]),
+    (["diagnose", "final.ckpt"], ["--data", "--lengths", "--layers", "--heads", "--sequences", "--out", "--runs", ""]),
     (["diagnose", "final.ckpt", "--window", "9"], ["--first", "--window", "--lengths"]),
     (["generate", "final.ckpt", "--prompt", "1 2"], [*DRAWS, "--prompt", "--prompt-file", "--import"]),
     (["export", "final.ckpt", "new/model"], ["--import"]),
     (["export", "final.ckpt"], ["--import"]),
+    (["import", "model.gguf", "new/model.ckpt"], ["--sha256"]),
     (["lm-eval", "final.ckpt"], ["--tasks", "--task-folder", "--limit", "--out", "--threads"]),
     (["tokenise", "e.py"], ["--processes", ""]),
 ]

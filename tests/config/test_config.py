@@ -31,6 +31,7 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention.position import LinearScaling
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
@@ -119,7 +120,8 @@ class TestRoundTrip:
     def test_an_exchangeable_part_carries_its_class(self):
         plain = to_dict(BASE)
         assert plain["data"]["class"] == "Backcopy"
-        assert plain["model"]["position"] == {"class": "Rope", "base": 10000.0}
+        scaling = {"class": "NoScaling"}
+        assert plain["model"]["position"] == {"class": "Rope", "base": 10000.0, "scaling": scaling, "skip_every": None}
         assert plain["model"]["attention"] == {
             "normaliser": {"class": "Elastic"} | dataclasses.asdict(Elastic()),
             "bias": {"class": "LearnedBias", "length": 9, "init_std": 0.0},
@@ -210,6 +212,7 @@ class TestCellKey:
     CHANGES = changed_fields(BASE) | {
         "data": Stdlib(),
         "model.position": NoPosition(),
+        "model.position.scaling": LinearScaling(),
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
         "model.attention.gate": OutputGate(),

@@ -21,6 +21,7 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
+from lit_lazy.attention.position import RopeScaling
 from lit_lazy.config.field_docs import list_fields
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -31,9 +32,11 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.optim import WSD, Muon
+from lit_lazy.support.typecheck import is_exchangeable
 
 NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
 PARTS = {NORMALISER: Normaliser, BIAS: Bias, "model.attention.gate": Gate, POSITION: Position, DATA: DataConfig}
+PARTS |= {"model.position.scaling": RopeScaling}
 LEAVES = [
     (path, cls)
     for path, base in PARTS.items()
@@ -84,6 +87,8 @@ def leaf_fields():
         for field in dataclasses.fields(cls):
             if cls is Text and field.name in ("stream", "begin_of_text", "end_of_text"):
                 continue  # refused without others beside them, which tests/data/test_text.py gives
+            if is_exchangeable(hints[field.name]):
+                continue  # its leaves are among LEAVES
             bound = BOUND.get((cls.__name__, field.name))
             text, value = other_value(field.default, hints[field.name]) if bound is None else (str(bound), bound)
             yield path, cls, field.name, text, value
@@ -97,10 +102,10 @@ def apply(*arguments, base=BASE):
 @pytest.mark.parametrize("base", [BASE, SET], ids=["plain base", "set base"])
 def test_a_leaf_by_its_name_has_its_defaults(base, path, cls):
     """And nothing of the leaf it takes the place of, also where a field has the same name."""
-    if any(isinstance(part, cls) for part in (base.data, base.model.position, *vars(base.model.attention).values())):
-        expected = base  # it names the leaf that is there, which stays
-    else:
-        expected = replace_at(base, {path: cls()})
+    position = base.model.position
+    parts = (base.data, position, position.scaling, *vars(base.model.attention).values())
+    is_there = any(isinstance(part, cls) for part in parts)
+    expected = base if is_there else replace_at(base, {path: cls()})
     assert apply(f"--{path}={cls.__name__}", base=base) == (expected, [path])
 
 

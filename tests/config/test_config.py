@@ -128,6 +128,7 @@ class TestRoundTrip:
             "window": 5,
             "gate": {"class": "NoGate"},
             "qk_norm": False,
+            "qkv_bias": False,
         }
         assert "class" not in plain
         assert "class" not in plain["train"]

@@ -146,7 +146,7 @@ def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
     assert not any("teacher" in key for key in content)
 
 
-@pytest.mark.parametrize("term", TERMS, **KIND)
+@pytest.mark.parametrize("term", [pytest.param(TERMS[0], marks=pytest.mark.long), TERMS[1]], **KIND)
 def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Distillation) -> None:
     cfg = distilling(trained, term)
     run(cfg, tmp_path / "whole", keep_checkpoint=True)
@@ -155,8 +155,16 @@ def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Di
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("term", TERMS, **KIND)
-@pytest.mark.parametrize("execution", [Execution(micro_batch=2), Execution(checkpoint_activations=True)], ids=str)
+@pytest.mark.parametrize(
+    ("term", "execution"),
+    [
+        (TERMS[0], Execution(micro_batch=2)),
+        (TERMS[1], Execution(checkpoint_activations=True)),
+        pytest.param(TERMS[0], Execution(checkpoint_activations=True), marks=pytest.mark.long),
+        pytest.param(TERMS[1], Execution(micro_batch=2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_execution_changes_no_more_than_rounding(
     trained: str, tmp_path: Path, term: Distillation, execution: Execution
 ) -> None:

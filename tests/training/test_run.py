@@ -118,7 +118,7 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
         pytest.param(AttentionSpec(Softmax()), (13,), marks=pytest.mark.long),
         pytest.param(AttentionSpec(Elastic(threshold="per_token")), (5,), marks=pytest.mark.long),
         (AttentionSpec(RAMP), (11,)),
-        (AttentionSpec(THEN_LEARNED), (7, 18)),
+        (AttentionSpec(THEN_LEARNED), (9, 18)),
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
@@ -229,10 +229,10 @@ def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> Non
 def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
     """The ramp is bit-equal to one that stays, up to step 10; from there on every head's tau moves away from 1.5."""
     for name, normaliser in (("stays", replace(RAMP, tau_ramp=0.5)), ("learned", THEN_LEARNED)):
-        run(config(AttentionSpec(normaliser), clip_norm=1e9, val_every=1), tmp_path / name)
+        run(config(AttentionSpec(normaliser), clip_norm=1e9, val_every=5), tmp_path / name)
     stays, learned = (Diagnostics.load(tmp_path / name / DIAGNOSTICS).arrays for name in ("stays", "learned"))
     steps = learned["watch/step"].tolist()
-    assert steps == stays["watch/step"].tolist() == [*range(21)]
+    assert steps == stays["watch/step"].tolist() == [0, 1, 2, 4, 5, 8, 10, 15, 16, 20]
     until = steps.index(10) + 1
     np.testing.assert_array_equal(learned["watch/tau"][:until], stays["watch/tau"][:until])
     assert (learned["watch/tau"][until - 1] == 1.5).all()

@@ -66,7 +66,9 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_pa
     assert {tuple(value.shape) for value in stored} == set(shapes)
 
 
-@pytest.mark.parametrize("optimiser", [AdamW(), Muon()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "optimiser", [pytest.param(AdamW(), marks=pytest.mark.long), Muon()], ids=lambda one: type(one).__name__
+)
 def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, optimiser: Optimiser) -> None:
     cfg = adapting(trained, optimiser=optimiser, ema_decay=0.8)
     run(cfg, tmp_path / "whole", keep_checkpoint=True)

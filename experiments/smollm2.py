@@ -7,10 +7,13 @@ from lit_lazy.data.stdlib_text import StdlibText
 
 def config() -> RunConfig:
     return RunConfig(
-        data=StdlibText(tokenizer="models/tokenizer.json", context_length=256, validation_windows=64),
+        data=StdlibText(tokenizer="models/tokenizer.json", context_length=256, validation_windows=24),
         model=ModelConfig(
             d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, d_ff=1536, norm_eps=1e-5, position=Rope(base=1e5)
         ),
-        train=TrainConfig(steps=100, batch_size=4, lr=1e-4, warmup_steps=10, val_every=50, checkpoint_every=50),
+        # bf16 doubles the speed of processors that have it; what is measured at the end is measured in fp32.
+        train=TrainConfig(
+            steps=100, batch_size=4, lr=1e-4, warmup_steps=10, val_every=50, checkpoint_every=25, precision="bf16"
+        ),
         init_from="models/smollm2.ckpt",
     )

@@ -39,8 +39,8 @@ ROWS = {
         row("sink logit", SinkLogit()),
         row("softpick", Softpick()),
         row("gate", Softmax(), "an output gate that starts open", **{GATE: OutputGate(starts_open=True)}),
-        row("softmax, BOS", Softmax(), "every window begins with token 0", **{"data.bos": True}),
-        row("elastic ramped, BOS", RAMPED, "every window begins with token 0", **{"data.bos": True}),
+        row("softmax with BOS", Softmax(), "every window begins with token 0", **{"data.bos": True}),
+        row("elastic ramped with BOS", RAMPED, "every window begins with token 0", **{"data.bos": True}),
     )
 }
 OTHER_LOSSES = ("loss/excess", "loss/bits_per_byte")
@@ -61,5 +61,5 @@ ablation = Ablation(
     columns=MEASURED,
     rows=tuple(ROWS.values()),
     common=COMMON,
-    primary=LOSS,
+    primary=(LOSS,),
 )

@@ -70,7 +70,7 @@ SUBJECTS: Mapping[str, Mapping[str, str]] = {
     "The sink": {
         "q_sink": "removes the sink, and it alone",
         "q_sink_2": "removes it without any one part",
-        "q_sink_tasks": "and of the sink on five chains",
+        "q_sink_tasks": "and on five chains",
         "q_mask": "leaves less than a quarter of BOS's sink at four places",
         "q_null": "shows absent keys by its mass better than rivals",
     },
@@ -87,7 +87,7 @@ SUBJECTS: Mapping[str, Mapping[str, str]] = {
         "q_lasts": "keeps its gain as training goes on",
     },
     "Bias and positions": {
-        "q_bias_gain": "gains, like softmax on average, by a learned bias",
+        "q_bias_gain": "gains by a learned bias",
         "q_bias_range": "needs a bias over few distances only",
         "q_position": "finds keys among distractors by that bias",
         "q_rope_base": "depends less on RoPE's base than softmax",

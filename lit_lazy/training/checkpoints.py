@@ -244,7 +244,7 @@ def _build_module(content: dict[str, Any]) -> LitLM:
         raise ValueError(f"the embedding must have shape {list(shape)} by the settings")
     if cfg.model.n_layers > len(state):
         raise ValueError(f"model.n_layers={cfg.model.n_layers}: it has weights of fewer layers")
-    check_size(cfg.model, settings["vocab_size"], settings["context_length"], sequences=0, state=0)
+    check_size(cfg.model, settings["vocab_size"], settings["context_length"], state=0)
     return LitLM(**settings)
 
 

@@ -55,7 +55,7 @@ MOST_WRITTEN = 48
 
 
 class _State(NamedTuple):
-    """The trained model, or it before its training or before a change: prefix of its arrays, look of its lines."""
+    """The measured model, or it before its training or before a change: prefix of its arrays, look of its lines."""
 
     prefix: str
     label: str
@@ -64,8 +64,7 @@ class _State(NamedTuple):
 
 
 TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
-BEFORE = _State("before/", "before the change", "--", "white")
-STATES = (TRAINED, INIT, BEFORE)
+CHANGED, BEFORE = _State("", "changed", "-", None), _State("before/", "before the change", "--", "white")
 
 
 @use_style()
@@ -446,20 +445,25 @@ def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
     return None if np.isnan(values).all() else values
 
 
+def _list_states(arrays: Arrays) -> tuple[_State, _State]:
+    """The measured model, then what it is compared with."""
+    return (CHANGED, BEFORE) if any(name.startswith(BEFORE.prefix) for name in arrays) else (TRAINED, INIT)
+
+
 def _read_states(arrays: Arrays, key: str) -> list[tuple[_State, np.ndarray]]:
     """The array of each state that has something to draw under the key."""
-    found = ((state, _read_finite(arrays, state.prefix + key)) for state in STATES)
+    found = ((state, _read_finite(arrays, state.prefix + key)) for state in _list_states(arrays))
     return [(state, values) for state, values in found if values is not None]
 
 
 def _find_states(arrays: Arrays, *keys: str) -> list[_State]:
     """The states that have something to draw under any of the keys."""
     found = {state for key in keys for state, _ in _read_states(arrays, key)}
-    return [state for state in STATES if state in found]
+    return [state for state in _list_states(arrays) if state in found]
 
 
 def _find_shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
-    return next(arrays[s.prefix + key].shape for s in STATES for key in keys if s.prefix + key in arrays)
+    return next(arrays[s.prefix + key].shape for s in _list_states(arrays) for key in keys if s.prefix + key in arrays)
 
 
 def _pluralise(count: int, thing: str) -> str:
@@ -512,7 +516,7 @@ def _make_sequential_colours(count: int) -> np.ndarray:
 
 def _draw_ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _State, marker: str = "") -> None:
     """Draw a line per row of `values` `[lines, len(x)]`, coloured by index."""
-    thickness = 1.4 if state is TRAINED else 1.0
+    thickness = 1.4 if not state.prefix else 1.0
     for colour, line in zip(_make_sequential_colours(len(values)), values, strict=True):
         look = {"marker": marker, "markersize": 3, "markerfacecolor": state.face or colour}
         axes.plot(x, line, color=colour, linestyle=state.line, linewidth=thickness, **look)
@@ -539,7 +543,7 @@ def _draw_by_layer(
 ) -> None:
     """Draw the mean over heads of `values` `[layers, heads]`; with `points`, also each head of the trained model."""
     layers, heads = values.shape
-    if points and state is TRAINED and heads > 1:
+    if points and not state.prefix and heads > 1:
         x = np.arange(layers)[:, None] + np.linspace(-0.18, 0.18, heads)
         axes.plot(x.ravel(), values.ravel(), ".", color=colour, alpha=0.45, markersize=4)
     _draw_profile(axes, finite_mean(values, axis=1), colour, state, marker)
@@ -586,18 +590,19 @@ def _write_remark(axes: Axes, text: str) -> None:
 
 def _state_handles(states: Sequence[_State], marker: str = "") -> list[Line2D]:
     """Legend entries of the states; empty if there is only the trained model."""
-    if states == [TRAINED]:
+    if len(states) == 1 and not states[0].prefix:
         return []
-    if BEFORE in states:
-        states = [state._replace(label="changed") if state is TRAINED else state for state in states]
     look = {"color": NEUTRAL, "marker": marker}
     return [Line2D([], [], linestyle=s.line, markerfacecolor=s.face or NEUTRAL, label=s.label, **look) for s in states]
 
 
 def _layer_handles(states: Sequence[_State], heads: int) -> list[Line2D]:
     """Legend entries of `_draw_by_layer`."""
-    point = Line2D([], [], color=NEUTRAL, linestyle="", marker=".", alpha=0.6, label="one head (trained)")
-    return _state_handles(states, marker="o") + [point] * (heads > 1 and TRAINED in states)
+    named = [state.label for state in states if not state.prefix and heads > 1]
+    points = [
+        Line2D([], [], color=NEUTRAL, linestyle="", marker=".", alpha=0.6, label=f"one head ({x})") for x in named
+    ]
+    return _state_handles(states, marker="o") + points
 
 
 def _make_legend_patch(colour: str, label: str) -> Patch:

@@ -1,0 +1,34 @@
+"""The ablation of a trained model's attention, on a tiny model of the same form."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.api import results, train
+from lit_lazy.command.main import main
+from lit_lazy.report import publish
+
+ROWS = ("softmax", "elastic at once", "elastic ramped", "lazy", "elastic distilled", "gate", "softmax with BOS")
+UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
+"""Rows that begin as the model that they start from."""
+
+
+def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
+    monkeypatch.setattr(publish, "write_report", lambda *_: [])
+    trained = train("smollm2_tiny", runs=runs, threads=1)
+    few = ["--seeds", "0", "--workers", "2", "--brief", "--evaluations=[]", "--init-from", str(trained.checkpoint)]
+    assert (
+        main(["ablate", "run", "adapt", "--base", "smollm2_tiny", "--rows", ",".join(ROWS), *few, "--runs", str(runs)])
+        == 0
+    )
+    (folder,) = runs.glob("adapt-smollm2_tiny-*")
+    cells = results(folder.name, runs).cells.set_index("variant")
+    assert set(cells.index) == set(ROWS)
+    before, loss = cells["init/loss/val"], trained.metrics["loss/val"]
+    for name in UNCHANGED:
+        assert before[name] == pytest.approx(loss, abs=1e-6), name
+    assert before["elastic at once"] > loss + 1e-4
+    assert cells["tau/mean"]["lazy"] > 0.9

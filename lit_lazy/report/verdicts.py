@@ -97,6 +97,11 @@ SUBJECTS: Mapping[str, Mapping[str, str]] = {
         "q_streaming": "loses less than softmax when a cache forgets",
     },
     "The threshold": {"q_tau": "is halfway sooner if tau rises from 0"},
+    "A trained model": {
+        "q_adapt_loss": "keeps the loss of a trained model that is given it",
+        "q_adapt_sink": "removes the sink of a trained model",
+        "q_adapt_sparsity": "makes a trained model sparser than chance",
+    },
     "Cost": {"q_cost": "trains at softmax's cost on a CPU"},
 }
 """What of the abstract each question bears on, and what Elastic-Softmax would do if its claim held; a repeated question

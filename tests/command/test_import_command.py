@@ -232,7 +232,9 @@ def test_every_command_takes_an_imported_model(place: Path, capsys: pytest.Captu
     data += ["--data.context_length=16", "--data.validation_windows=4"]
     assert main(["evaluate", model, *data]) == 0
     request = Request(Path(model), overrides=tuple(data), lengths=(32,))
-    sources = load_sources(request, checkpoints.load(Path(model)))
+    trained = checkpoints.load(Path(model))
+    changed = checkpoints.change_settings(trained.cfg, data)
+    sources = load_sources(request, trained, changed.data, trained.model)
     assert [source.context_length for source in sources.values()] == [16, 32]
     assert main(["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     assert main(["export", model, "out"]) == 0

@@ -52,7 +52,8 @@ def current() -> dict[str, typing.Any]:
             ablation, _ = load_ablation_or_question(path)
         except FirstStageMissing:
             continue
-        base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
+        # A key has the content of init_from, which is no part of a clone.
+        base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common | {"init_from": None})
         keys[name] = {row.name: cell_key(row.apply_to(base), "data") for row in ablation.all_rows}
     return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}
 

@@ -225,7 +225,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_seen_by_all(
     def diverges(self: L.LightningModule, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss = step(self, batch, index)
         if (os.getpid() != own) == bool(rank) and self.global_step == 4:
-            self._loss = self._loss * torch.nan
+            self._means["loss"] = self._means["loss"] * torch.nan
         return loss
 
     monkeypatch.setattr(module.LitLM, "training_step", diverges)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
-from test_question import SOURCE, git
+from test_question import RUN, SOURCE, git
 
 from lit_lazy.command.ablate_run import find_next_look
 from lit_lazy.command.main import main
@@ -138,12 +139,15 @@ def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path, run: R
 
 
 @pytest.mark.long
-def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: Path, runs: Path, run: Run) -> None:
+def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: Path, runs: Path) -> None:
+    """Each look in its own process, since one process loads a file once."""
     question = write_question(tmp_path / "mine", OPEN)
-    run(question, runs, "--looks", "1")
+    command = [*RUN, str(question), "--runs", str(runs), "--workers", "2", "--looks", "1"]
+    assert forked.run(command).returncode == 0
     question.write_text(question.read_text().replace("looks=(3, 4, 6)", "looks=(3, 5, 6)"))
     git(question.parent, "commit", "-am", "Look elsewhere")
-    table, _ = run(question, runs, "--looks", "1")
+    assert forked.run(command).returncode == 0
+    table = Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text()))
     assert table.verdict is not None
     assert table.verdict.exploratory == ("its declaration changed after its run began",)
 

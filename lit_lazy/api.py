@@ -108,7 +108,7 @@ class Model:
 
     def __init__(self, checkpoint: Path, trained: LitLM, module: LitLM) -> None:
         """trained: the checkpoint's own; module: that, or a changed one."""
-        self._checkpoint, self._trained = checkpoint, trained
+        self._checkpoint, self._trained, self._module = checkpoint, trained, module
         self.config: RunConfig = module.cfg
         self.decoder: DecoderLM = module.model.to(select_training_device()).eval()
 
@@ -205,11 +205,9 @@ class Model:
         >>> bool((changed.weights(range(9)) <= model.weights(range(9))).all())
         True
         """
-        strange = [path for path in changes if path.partition(".")[0] not in ("model", "data")]
-        require(not strange, "changes", strange, "must be fields of model or data, such as model.attention.normaliser")
-        return Model(
-            self._checkpoint, self._trained, checkpoints.change_model(self._trained, replace_at(self.config, changes))
-        )
+        checkpoints.require_changeable(changes)
+        changed = checkpoints.change_model(self._module, replace_at(self.config, changes))
+        return Model(self._checkpoint, self._trained, changed)
 
     def raise_thresholds(self, rise: float, sequences: int = SAMPLE) -> Tensor:
         """Raise tau of each head from 0 until the loss on validation sequences is `rise` nats higher: `[layers, H]`.
@@ -222,8 +220,7 @@ class Model:
         torch.Size([1, 1])
         """
         (batch,) = sample_validation(self._load_data(), sequences)
-        on_device = {name: part.to(self.decoder.device) for name, part in batch.items()}
-        return raise_thresholds(self.decoder, on_device, rise)
+        return raise_thresholds(self.decoder, batch, rise)
 
     def _load_data(self) -> DataSource:
         return checkpoints.load_data_for(self._checkpoint, self._trained, self.config.data)

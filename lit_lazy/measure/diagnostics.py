@@ -94,7 +94,8 @@ class Diagnostics:
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
     `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the training's context length.
     `length/*` and `streamed/*`: arrays of `lit_lazy.measure.lengths`, only from `lit-lazy diagnose`.
-    Prefix `init/`: the same model before training; prefix `L<length>/`: at another length.
+    Prefix `init/`: the same model before training; `before/`: before a change of its settings; `L<length>/`: at another
+    length.
     """
 
     arrays: dict[str, np.ndarray]

@@ -33,7 +33,8 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
         for parameter, _ in trained:
             parameter.requires_grad_(any(parameter is tau for tau in taus))
         with evaluation_mode(model):
-            return _raise(_Loss(model, batch, taus), rise, largest)
+            on_device = {name: part.to(model.device) for name, part in batch.items()}
+            return _raise(_Loss(model, on_device, taus), rise, largest)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)

@@ -75,9 +75,14 @@ class Request:
         """Name of the checkpoint and, if given, of the other data, and a digest of what is changed."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        changes = (*self.overrides, *([] if self.rise is None else [f"--rise={self.rise}"]))
-        digest = f"-{hashlib.sha256(' '.join(changes).encode()).hexdigest()[:6]}" if changes else ""
+        changes = " ".join(self.changes)
+        digest = f"-{hashlib.sha256(changes.encode()).hexdigest()[:6]}" if changes else ""
         return name + (f"-{Path(self.data).stem}" if self.data else "") + digest
+
+    @property
+    def changes(self) -> list[str]:
+        """What is changed before the measurement, as options."""
+        return [*self.overrides, *([] if self.rise is None else [f"--rise={self.rise:g}"])]
 
     @property
     def folder(self) -> Path:
@@ -278,7 +283,7 @@ def write_results(
         },
         "sequences": int(measured.arrays["sample"][0]),
         "maps": measured.arrays.get("maps/heads", np.empty(0)).tolist(),
-        "changes": list(request.overrides),
+        "changes": request.changes,
         "metrics": dict(metrics),
         "versions": collect_environment(),
     }

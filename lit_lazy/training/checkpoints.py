@@ -4,7 +4,7 @@ import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -153,10 +153,15 @@ def change_settings(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Raises a one-line ValueError for any other setting, which would have no effect.
     """
     changed, paths = apply_overrides(cfg, overrides)
+    require_changeable(paths)
+    return changed
+
+
+def require_changeable(paths: Iterable[str]) -> None:
+    """Raises a one-line ValueError for a dotted path that is not below `model` or `data`."""
     for path in paths:
         if path.partition(".")[0] not in ("model", "data"):
-            raise ValueError(f"--{path}: has no effect on a trained model; set only fields of model and data")
-    return changed
+            raise ValueError(f"{path}: has no effect on a trained model; set only fields of model and data")
 
 
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:

@@ -275,7 +275,7 @@ OPTIONS = [
     (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
     (
         ["{ckpt}", "--train.steps=3"],
-        "--train.steps: has no effect on a trained model; set only fields of model and data",
+        "train.steps: has no effect on a trained model; set only fields of model and data",
     ),
 ]
 

@@ -4,12 +4,15 @@ import platform
 import sysconfig
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lit_lazy.data import stdlib_text
 from lit_lazy.data.stdlib import Stdlib, is_validation, load_folder, read_sources
+from lit_lazy.data.stdlib_text import StdlibText
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 CONFIG = Stdlib(context_length=16, validation_windows=10)
@@ -99,6 +102,20 @@ def test_with_bos_each_byte_is_a_target_once_and_bos_is_none(library):
     assert source.info["trigram_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
     plain = load_folder(CONFIG, library)
     assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
+
+
+def test_as_text_it_has_the_same_files_in_each_part(library, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(stdlib_text, "sysconfig", SimpleNamespace(get_path=lambda _: str(library)))
+    source = StdlibText(context_length=16, validation_windows=10).load()
+    for part, held_out in ((source.train, False), (source.validation, True)):
+        text = part.sequences[:, :-1].numpy().tobytes()
+        for name in WANTED:
+            assert (f"# {name}\n".encode() in text) <= (is_validation(name) == held_out)
+    assert (
+        source.train.sequences[:, :-1].numpy().tobytes()
+        == (text_of(library, held_out=False) + b"\0")[: len(source.train) * 16]
+    )
 
 
 def test_validation_windows_are_evenly_spread(library):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -290,6 +291,28 @@ def test_a_tokenizers_file(corpora, bpe):
     assert source.info["bytes_per_token"] == pytest.approx(len(joined(VALIDATION)) / validation, rel=1e-12)
     assert source.info["bytes_per_token"] > 1.5
     assert "trigram_bits_per_byte" not in source.info
+
+
+def test_with_bos_each_token_is_a_target_once_behind_the_separator(corpora, bpe):
+    plain, config = (
+        small(path=corpora["parquet"], tokenizer=bpe),
+        small(path=corpora["parquet"], tokenizer=bpe, bos=True),
+    )
+    end = Tokenizer.from_file(bpe).token_to_id("<|endoftext|>")
+    for one, other, first in ((plain, config, end), (small(path=corpora["jsonl"]), None, 0)):
+        source = (other or replace(one, bos=True)).load()
+        batch = source.train.__getitems__(list(range(len(source.train))))
+        tokens = one.load().train.sequences[:, :-1].flatten().tolist()
+        targets = batch["targets"].flatten().tolist()
+        assert targets[: len(tokens)] == tokens[: len(targets)]
+        assert (batch["tokens"][:, 0] == first).all()
+        assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    train, validation = (np.frombuffer(joined(part), np.uint8) for part in (TRAIN, VALIDATION))
+    bits = -np.log2(ByteTrigram(train[: len(train) // L * L]).probability(trigrams(validation)))
+    judged = [bits[place : place + L] for place in np.arange(10) * (len(validation) // L) // 10 * L]
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
+    with pytest.raises(ValueError, match=r"data\.bos=True: excludes data\.document_mask"):
+        replace(config, document_mask=True)
 
 
 def test_the_end_of_text_token_can_be_set(corpora, bpe):

@@ -63,6 +63,7 @@ def test_a_change_leaves_the_model_as_it_was_and_shares_its_weights(model: Model
 def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: float) -> None:
     changed = model.with_({NORMALISER: Elastic()})
     taus = changed.raise_thresholds(rise)
+    assert torch.equal(changed.with_({}).decoder.attentions[0].normaliser.tau, taus[0]), "a change keeps them"
     assert torch.equal(taus, torch.stack([a.normaliser.tau.detach() for a in changed.decoder.attentions]))
     assert bool((taus > 0).all())
     assert (taus <= 4).all()
@@ -76,7 +77,7 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: flo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.lr": 0.1}, r"changes=\['train.lr'\]: must be fields of model or data"),
+        ({"train.lr": 0.1}, "train.lr: has no effect on a trained model; set only fields of model and data"),
         ({"model.attention.normalizer": Elastic()}, r"has no field 'normalizer' \(did you mean normaliser\?\)"),
         ({"model.d_model": 1024}, "the changed model has none of the checkpoint's weights"),
         ({"data.vocab": 3}, "vocab"),
@@ -122,9 +123,9 @@ def test_the_command_shows_the_model_before_and_after(
     rise = arrays["loss/by_position"].mean() - arrays["before/loss/by_position"].mean()
     assert 0.005 < rise <= 0.01 + 1e-6
     facts = json.loads((out / "diagnostics.json").read_text())
-    assert facts["changes"] == [f"--{NORMALISER}=Elastic"]
+    assert facts["changes"] == [f"--{NORMALISER}=Elastic", "--rise=0.01"]
     assert main([*command, f"--{NORMALISER}=Elastic", "--train.lr=1"]) == 2
-    assert "--train.lr: has no effect on a trained model" in capsys.readouterr().err
+    assert "train.lr: has no effect on a trained model" in capsys.readouterr().err
     assert main([*command, "--rise", "0.1"]) == 2
     assert "has no tau per head" in capsys.readouterr().err
     assert main([*command, "--data.length=16"]) == 2

@@ -417,6 +417,15 @@ def test_a_missing_file_of_the_hub_is_one_line():
     assert "\n" not in str(error.value)
 
 
+def test_a_hub_that_does_not_answer_is_named(hub, monkeypatch):
+    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
+    closed = "http://127.0.0.1:1" + template[template.index("/{repo_id}") :]
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", closed)
+    with pytest.raises(ValueError, match="Connection refused"):
+        list(HubFile("someone/text", "c" * 40, "0.parquet", "text").documents())
+    assert not hub
+
+
 # The command
 
 

@@ -33,6 +33,8 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
 ROWS_AT_ONCE = 256
 HUB_SECONDS = 10.0
+PATIENCE = 60.0
+"""Seconds for the answer of a Hub that was reachable: the library's 10 were once too few on a busy machine."""
 MAX_NAMES = 20
 SMALL_FILES = 16 * 2**20
 """Neighbouring files of up to this many bytes in total share one job: starting a job costs more than such files."""
@@ -312,9 +314,12 @@ class HubFile:
         """Documents, without empty ones; downloads the file first."""
         huggingface_hub.utils.disable_progress_bars()
         try:
-            path = huggingface_hub.hf_hub_download(self.name, self.path, repo_type="dataset", revision=self.commit)
+            path = huggingface_hub.hf_hub_download(
+                self.name, self.path, repo_type="dataset", revision=self.commit, etag_timeout=PATIENCE
+            )
         except (OSError, ValueError, RuntimeError) as error:
-            raise make_unreadable_error(self.name, error) from None
+            # Where the Hub did not answer, the library's message names no cause.
+            raise make_unreadable_error(self.name, error.__cause__ or error) from None
         return Files(self.field, self.name, (Path(path),), self.column).documents()
 
 

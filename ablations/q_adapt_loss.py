@@ -1,8 +1,8 @@
-"""Does a trained model that is given Elastic-Softmax keep its loss? SmolLM2-135M after 102,400 tokens."""
+"""Does a trained model that is given Elastic-Softmax keep its loss? SmolLM2-135M after 65,536 tokens."""
 
 from dataclasses import replace
 
-from adapt import LOSS, ROWS
+from adapt import EVALUATED, LOSS, MEASURED, ROWS
 from adapt import ablation as explored
 
 from lit_lazy.grid.ablation import Ablation
@@ -13,9 +13,11 @@ ASKED = ("elastic ramped", "lazy", "gate")
 
 
 def continued(name: str) -> Ablation:
-    """The rows of the questions, with seeds that the exploratory table did not use."""
+    """The rows of the questions without evaluations, with seeds that the exploratory table did not use."""
     rows = tuple(ROWS[row] for row in ("softmax", *ASKED))
-    return replace(explored, name=name, rows=rows, seeds=tuple(range(100, 140)), primary=())
+    columns = tuple(column for column in MEASURED if column not in EVALUATED)
+    seeds = tuple(range(100, 140))
+    return replace(explored, name=name, rows=rows, seeds=seeds, columns=columns, common={}, primary=())
 
 
 question = Question(

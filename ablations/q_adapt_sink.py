@@ -1,4 +1,4 @@
-"""Does a trained model lose its sink under Elastic-Softmax? SmolLM2-135M after 102,400 tokens."""
+"""Does a trained model lose its sink under Elastic-Softmax? SmolLM2-135M after 65,536 tokens."""
 
 from q_adapt_loss import ASKED, continued
 

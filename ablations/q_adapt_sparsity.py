@@ -1,4 +1,4 @@
-"""Does a trained model become sparser than chance under Elastic-Softmax? SmolLM2-135M after 102,400 tokens."""
+"""Does a trained model become sparser than chance under Elastic-Softmax? SmolLM2-135M after 65,536 tokens."""
 
 from q_adapt_loss import continued
 

@@ -200,9 +200,12 @@ class RunConfig:
     """Checkpoint whose weights initialise the model where name and shape match; None for none."""
     evaluations: tuple[Evaluation, ...] = ()
     """Measurements of the final model in addition to the usual metrics."""
+    diagnosed_sequences: int = 64
+    """Evenly spaced validation sequences on which attention is diagnosed, at most, before and after training."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
+        require_whole("diagnosed_sequences", self.diagnosed_sequences, 1)
         _check_fields(self, "")
         for number, evaluation in enumerate(self.evaluations):
             _check_fields(evaluation, f"evaluations.{number}.")

@@ -195,7 +195,8 @@ def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measu
     metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch_size(train.batch_size))
     if not all(math.isfinite(value) for value in metrics.values()):
         raise DivergedError("the model's evaluation is not finite")
-    return Measurement(metrics, measure(module.model, sample_validation(source), maps))
+    sample = module.cfg.diagnosed_sequences
+    return Measurement(metrics, measure(module.model, sample_validation(source, sample), maps, sample))
 
 
 def _measure_untrained(path: Path, module: LitLM, source: DataSource) -> Measurement:

@@ -13,7 +13,9 @@ from lit_lazy.table.records import Column
 
 NORMALISER, BIAS, GATE = "model.attention.normaliser", "model.attention.bias", "model.attention.gate"
 LOSS = "loss/val"
-RAMPED = Elastic(tau_init=0.0, tau_ramp=0.5, learn_after_ramp=True)
+TAU_RATE = 100.0
+"""The weights' rate of 1e-4 would move tau by less than 0.01 in the whole training."""
+RAMPED = Elastic(tau_init=0.0, tau_ramp=0.5, learn_after_ramp=True, tau_lr_scale=TAU_RATE)
 """Tau rises from 0 to 1 over half of the training, then is learned."""
 
 
@@ -25,9 +27,9 @@ ROWS = {
     made.name: made
     for made in (
         row("softmax", Softmax(), "the control: the same tokens without a change"),
-        row("elastic at once", Elastic(), "tau 1 from the first step, learned"),
+        row("elastic at once", Elastic(tau_lr_scale=TAU_RATE), "tau 1 from the first step, learned"),
         row("elastic ramped", RAMPED, "tau from 0 to 1 over half of the steps, then learned"),
-        row("elastic from 0", Elastic(tau_init=0.0), "tau learned from 0"),
+        row("elastic from 0", Elastic(tau_init=0.0, tau_lr_scale=TAU_RATE), "tau learned from 0"),
         row("lazy", RAMPED, "elastic ramped, and a learned bias from 0", **{BIAS: LearnedBias()}),
         row(
             "elastic distilled",

@@ -23,12 +23,14 @@ from lit_lazy.grid.plan import find_newest_parent, read_plan, select_one_per_cel
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
-FORMAT = "lit-lazy cells 1"
+KIND, FORMAT = "lit-lazy cells", 1
+"""Kind and format of a packed file; the format is raised when a line gets, loses or changes a field."""
 CELLS = "cells.jsonl.xz"
 """Default name of a packed file."""
 TIMED = "cost/"
@@ -51,7 +53,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
     lines = [asdict(result) | {"variant": variant, "seed": seed} for (variant, seed), result in found.items() if result]
     require(bool(lines), "ablation", tracker.experiment, f"has no finished cell in {str(folder)!r}; run it there first")
-    header = {"format": FORMAT, "grid": tracker.experiment, "cells": len(lines)}
+    header = {"format": f"{KIND} {FORMAT}", "grid": tracker.experiment, "cells": len(lines)}
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
@@ -69,19 +71,24 @@ class Pack:
 
     @classmethod
     def read(cls, path: Path) -> "Pack":
-        """Read a packed file. Raises a one-line ValueError if it is truncated or none."""
+        """Read a packed file.
+
+        Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
+        """
         option, fix = f"--results {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
                 header, *lines = map(json.loads, lzma.decompress(file.read()).splitlines())
-            if header["format"] != FORMAT or header["cells"] != len(lines):
+            kind, _, number = header["format"].rpartition(" ")
+            require_known_format(option, {"format": int(number)}, FORMAT)
+            if kind != KIND or header["cells"] != len(lines):
                 raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
             for line in lines:
                 del line["variant"], line["seed"]  # the asking grid may name its rows otherwise
-            return cls(path, str(header["grid"]), [RunResult.from_dict(line) for line in lines])
+            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines])
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
-        except (lzma.LZMAError, ValueError, TypeError, LookupError, RecursionError) as error:
+        except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None

@@ -9,6 +9,7 @@ from typing import Any
 from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.support.errors import describe_exception, one_line
+from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
@@ -21,6 +22,8 @@ SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
+FORMAT = 1
+"""Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
 
@@ -49,6 +52,7 @@ class Plan:
     """The declaration of the question that the ablation answers, if any."""
     primary: tuple[str, ...] = ()
     """As in `Ablation`; empty in older plans."""
+    format: int = FORMAT
 
     def to_json(self) -> str:
         declared = None if self.declaration is None else self.declaration.to_json()
@@ -56,9 +60,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Parse a plan. Raises a one-line ValueError if the text is not a plan."""
+        """Parse a plan. Raises a one-line ValueError if the text is none, NewerFormatError if a newer version wrote it."""
         try:
             plan: dict[str, Any] = json.loads(text)
+            if isinstance(plan, Mapping):
+                require_known_format(PLAN, plan, FORMAT)
             rows: list[dict[str, Any]] = plan["rows"]
             plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
             plan["columns"] = tuple(map(Column.from_json, plan["columns"]))

@@ -22,6 +22,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
 from lit_lazy.support.disk import open_file, quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.typecheck import MOST
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
@@ -29,6 +30,8 @@ from lit_lazy.training.result import RESULT
 from lit_lazy.training.teacher import Teacher, require_teacher
 from lit_lazy.training.trainable import freeze_others, require_loaded
 
+FORMAT = 1
+"""Format of a checkpoint; raised when its content is laid out otherwise."""
 TOKENIZER = "tokenizer.json"
 """File beside an imported model's checkpoint."""
 MOST_NAMED = 8
@@ -41,7 +44,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         del storage_options  # for remote file systems
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), lambda file: _save(checkpoint, file))
+        write_atomically(Path(path), lambda file: _save(checkpoint | {"format": FORMAT}, file))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -74,7 +77,10 @@ def write_untrained(
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Content of one of this project's checkpoints. Raises a one-line ValueError if the file is not one."""
+    """Content of one of this project's checkpoints.
+
+    Raises a one-line ValueError if the file is not one, NewerFormatError if a newer version wrote it.
+    """
     try:
         with open_file(path) as file:
             # torch does not verify the checksums that it wrote.
@@ -94,6 +100,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # other files raise almost anything
         raise ValueError(f"is no checkpoint, or damaged ({describe_exception(error)})") from None
+    if isinstance(content, dict):
+        require_known_format(f"checkpoint {str(path)!r}", content, FORMAT)
     if not _is_ours(content):
         raise ValueError("was not made by this project")
     return content

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.support.disk import quarantine, write_text
+from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.typecheck import check_kinds
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
+
+FORMAT = 1
+"""Format of result.json; raised when a field is added, removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +39,44 @@ class RunResult:
     """Names of the metrics that each evaluation measured, by `evaluation_key`; empty in results of earlier versions."""
     taken_from: str = ""
     """Where the result was taken from instead of being trained; "" if it was trained here."""
+    format: int = FORMAT
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":
-        """The inverse of `asdict`. Raises ValueError or TypeError if the fields are not those of a result."""
+    def from_dict(cls, fields: Mapping[str, Any], file: str = RESULT) -> "RunResult":
+        """The inverse of `asdict`. file: where they were found, for messages.
+
+        Raises ValueError or TypeError if the fields are not those of a result, NewerFormatError if a newer version
+        wrote them.
+        """
+        if isinstance(fields, Mapping):
+            require_known_format(file, fields, FORMAT)
         result = cls(**fields)
         check_kinds(RESULT, result)
         return result
 
     @classmethod
     def peek(cls, folder: Path) -> "RunResult | None":
-        """The result in a run folder, or None if there is none that can be read; changes nothing."""
+        """The result in a run folder, or None if there is none that can be read; changes nothing.
+
+        Raises NewerFormatError if a newer version wrote it.
+        """
+        path = folder / RESULT
         try:
-            return cls.from_dict(json.loads((folder / RESULT).read_bytes()))
+            return cls.from_dict(json.loads(path.read_bytes()), str(path))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
-        """The result in a run folder, or None. Quarantines an unreadable result."""
+        """The result in a run folder, or None. Quarantines an unreadable result.
+
+        Raises NewerFormatError if a newer version wrote it.
+        """
         path = folder / RESULT
         if not path.exists():
             return None
         try:
-            return cls.from_dict(json.loads(path.read_bytes()))
+            return cls.from_dict(json.loads(path.read_bytes()), str(path))
         except (ValueError, TypeError, RecursionError) as error:
             quarantine(path, f"damaged ({type(error).__name__})")
             return None

@@ -34,9 +34,14 @@ def machine() -> str:
     return f"{family} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def unpack(runs: Path) -> None:
+    """The runs folder of 3b7b986, at `runs`."""
     with tarfile.open(HERE / "runs-3b7b986.tar.xz") as archive:
         archive.extractall(runs.parent, filter="data")
+
+
+def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unpack(runs)
     cells = runs / ID / "cells"
     finished = (cells / FINISHED / "result.json").read_bytes()
     assert (cells / INTERRUPTED / "checkpoints" / "last.ckpt").exists()

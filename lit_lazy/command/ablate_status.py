@@ -22,5 +22,5 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
 
     storage = options.storage or default_storage(options.runs)
     name = resolve_grid_name(options, list_grid_names(storage), redact_url(storage))
-    print_status(Queue(storage, name), plain_console())
+    print_status(Queue(storage, name), options.runs / name, plain_console())
     return 0

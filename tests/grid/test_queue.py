@@ -182,19 +182,29 @@ def test_the_lock_tells_a_dead_worker_from_a_living_one(tmp_path: Path) -> None:
     storage = default_storage(tmp_path)
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
-    with Membership(tmp_path / "workers") as own:
+    locks = tmp_path / "workers"
+    with Membership(locks) as own:
         queue.claim(own.identity)
-        worker = multiprocessing.get_context("fork").Process(target=hold_and_wait, args=(storage, tmp_path / "w"))
+        worker = multiprocessing.get_context("fork").Process(target=hold_and_wait, args=(storage, locks))
         worker.start()
         while len(queue.entries("running")) < 2:
             time.sleep(0.05)
-        assert [is_dead(entry.worker) for entry in queue.entries("running")] == [False, False]
+        assert [is_dead(entry.worker, locks) for entry in queue.entries("running")] == [False, False]
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()
-        assert [is_dead(entry.worker) for entry in queue.entries("running")] == [False, True]
-    assert is_dead(ME) is None
-    assert is_dead(own.identity | {"host": "another"}) is None
+        assert [is_dead(entry.worker, locks) for entry in queue.entries("running")] == [False, True]
+    assert is_dead(ME, locks) is None
+    assert is_dead(own.identity | {"host": "another"}, locks) is None
+
+
+def test_the_lock_is_found_where_the_runs_folder_lies_now(tmp_path: Path) -> None:
+    """The folder was moved, or is seen through another mount."""
+    with Membership(tmp_path / "before") as worker:
+        (tmp_path / "before").rename(tmp_path / "after")
+        assert is_dead(worker.identity, tmp_path / "after") is False
+    (tmp_path / "after" / Path(worker.identity["lock"]).name).touch()
+    assert is_dead(worker.identity, tmp_path / "after") is True
 
 
 def test_a_beat_that_stops_changing_is_death_by_the_watchers_own_clock() -> None:
@@ -431,7 +441,7 @@ def test_status_asks_as_often_for_many_cells_as_for_one(storage: str) -> None:
     shown = io.StringIO()
     sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", listen)
     try:
-        print_status(queue, Console(file=shown, width=200))
+        print_status(queue, tmp_path, Console(file=shown, width=200))
     finally:
         sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", listen)
     assert "50 waiting" in shown.getvalue()
@@ -466,5 +476,5 @@ def test_an_entry_is_what_the_queue_knows_of_a_cell(storage: str) -> None:
 def test_status_of_ten_thousand_cells_takes_less_than_a_second_of_a_processor(tmp_path: Path) -> None:
     queue = begun(f"sqlite:///{tmp_path / 'queue.db'}", 10_000)
     started = time.process_time()
-    print_status(queue, Console(file=io.StringIO()))
+    print_status(queue, tmp_path, Console(file=io.StringIO()))
     assert time.process_time() - started < 1.0

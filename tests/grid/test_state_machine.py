@@ -240,7 +240,7 @@ class Machine(RuleBasedStateMachine):
     def clean_up(self, host: str) -> None:
         """Like a command at its end."""
         with self.at(host) as at:
-            remove_dead_locks(self.folder / "workers", {entry.worker["lock"] for entry in at.queue.entries("running")})
+            remove_dead_locks(self.folder / "workers", [entry.worker for entry in at.queue.entries("running")])
 
     @precondition(lambda self: self.trials)
     @rule(host=st.sampled_from(HOSTS))

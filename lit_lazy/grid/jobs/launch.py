@@ -118,7 +118,7 @@ def open_grid(work: Work, launch: LaunchOptions, queue_type: type[Q], console: C
     members = work.folder / "workers"
     with Membership(members) as command:  # makes another process's --fresh fail while this one is alive
         yield OpenGrid(queue, tracker, command)
-        remove_dead_locks(members, {entry.worker["lock"] for entry in queue.entries("running")})
+        remove_dead_locks(members, [entry.worker for entry in queue.entries("running")])
 
 
 @contextmanager
@@ -371,7 +371,7 @@ class Supervisor:
         self._last_search = time.monotonic()
         stale = self._watch.find_stale(self.queue.beats(), self._last_search)
         for entry in self.queue.entries("running"):
-            dead = is_dead(entry.worker)
+            dead = is_dead(entry.worker, self.folder / "workers")
             if dead or (dead is None and entry.trial_id in stale):
                 waits = self.queue.release(entry, self._read_progress(entry), MOST_DEATHS)
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -13,15 +15,16 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
 
 
-def print_status(queue: Queue, console: Console) -> None:
-    """Print the number of cells by state, then tables of running, failed and interrupted cells."""
+def print_status(queue: Queue, folder: Path, console: Console) -> None:
+    """Print the number of cells by state, then tables of running, failed and interrupted cells. folder: the grid's."""
     counts = Counter[str](queue.states().values())
     total = sum(counts.values())
     console.print(f"{queue.name}: {counts['complete']}/{total} cells complete", highlight=False)
     for state in ("pruned", "running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)
-    _print_table("running", ("process", "host", "for"), queue.entries("running"), _format_worker, console)
+    describe_worker = partial(_describe_worker, locks=folder / "workers")
+    _print_table("running", ("process", "host", "for"), queue.entries("running"), describe_worker, console)
     if failed := queue.entries("failed"):
         _print_table("failed", ("why",), failed, _format_reason, console)
         console.print("The same `ablate run` command tries failed cells again.", highlight=False)
@@ -50,8 +53,8 @@ def _format_reason(entry: Entry) -> tuple[str]:
     return (sanitise(entry.reason),)
 
 
-def _format_worker(entry: Entry) -> tuple[str, str, str]:
+def _describe_worker(entry: Entry, locks: Path) -> tuple[str, str, str]:
     worker = entry.worker
     seconds = (datetime.now() - entry.since).total_seconds() if entry.since else 0.0
-    dead = " (dead)" if is_dead(worker) else ""
+    dead = " (dead)" if is_dead(worker, locks) else ""
     return f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0))

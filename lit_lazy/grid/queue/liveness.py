@@ -71,10 +71,11 @@ def find_orphaned_slots(folder: Path) -> set[int]:
     return {member.slot for member in members if member.slot is not None and member.command not in commands}
 
 
-def remove_dead_locks(folder: Path, in_use: Collection[str]) -> None:
-    """Remove lock files of this machine's dead processes, except `in_use`, which are needed to release cells."""
+def remove_dead_locks(folder: Path, in_use: Collection[Mapping[str, str]]) -> None:
+    """Remove lock files of this machine's dead processes, except those of the workers `in_use`, to release their cells."""
+    names = {_find_lock(worker, folder).name for worker in in_use}
     for path, _ in _read_members(folder):
-        if str(path.resolve()) not in in_use and not _is_held(path):
+        if path.name not in names and not _is_held(path):
             path.unlink(missing_ok=True)
 
 
@@ -95,9 +96,14 @@ def _is_held(path: Path) -> bool:
         return True
 
 
-def is_dead(worker: Mapping[str, str]) -> bool | None:
-    """Whether a worker of this machine is dead; None if this machine cannot determine it."""
-    path = Path(worker["lock"])
+def _find_lock(worker: Mapping[str, str], folder: Path) -> Path:
+    """A worker's lock file in the folder of lock files, which may be elsewhere, or moved, since the worker began."""
+    return folder / Path(worker["lock"]).name
+
+
+def is_dead(worker: Mapping[str, str], folder: Path) -> bool | None:
+    """Whether a worker of this machine is dead; None if this machine cannot determine it. folder: of lock files."""
+    path = _find_lock(worker, folder)
     if worker["host"] != socket.gethostname() or not path.exists():
         return None
     return not _is_held(path)

@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = 
 
     0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted; 141: stdout was closed.
     """
+    open_closed_streams()
     try:
         status = run_command(argv, make_parser)
         sys.stdout.flush()  # otherwise Python reports a closed pipe at exit
@@ -82,6 +83,15 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = 
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # discard what is flushed at exit
         return 128 + signal.SIGPIPE  # as a shell reports it for `train ... | head`
     return status
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed: a file, such as a database, would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # gets the lowest free number, the stream's
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _is_stdout_closed() -> bool:

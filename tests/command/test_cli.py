@@ -97,6 +97,24 @@ def test_a_reader_that_ends_early_is_no_failure(words: list[str]) -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
+def test_closed_streams_are_no_failure(words: str, status: int, tmp_path: Path) -> None:
+    """What is printed is lost, as with /dev/null, and the exit status is the same."""
+    command = f"{sys.executable} -m lit_lazy.command {words}"
+    end = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Traceback" not in end.stderr
+    assert end.returncode == status
+
+
+@pytest.mark.long
+def test_a_grid_is_executed_with_all_streams_closed(runs: Path) -> None:
+    few = "--rows lazy --seeds 0 --workers 1 --threads 1 --train.steps=2 --train.warmup_steps=0"
+    words = f"ablate run table2 --base backcopy_tiny {few} --runs {runs}"
+    end = subprocess.run(["sh", "-c", f"{sys.executable} -m lit_lazy.command {words} <&- >&- 2>&-"], check=False)
+    assert end.returncode == 0
+    assert list(runs.glob("table2-*/table.md"))
+
+
 def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

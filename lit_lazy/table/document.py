@@ -133,7 +133,8 @@ _LATEX = {
 def _escape_latex(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     escaped = "".join(_LATEX.get(character, character) for character in text)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
+    escaped = re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
+    return "{}" + escaped if escaped.startswith("[") else escaped  # else it is an argument of \\, \item or \midrule
 
 
 def _format_latex(block: Block, width: int) -> str:

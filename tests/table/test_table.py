@@ -628,6 +628,14 @@ def test_latex_is_well_formed(make):
     assert all(len(grid) in (1 + len(result.rows), len(result.rows), 2) for grid in grids)
 
 
+def test_no_latex_command_takes_a_text_for_its_argument():
+    names = ("[0.5em] lazy", "[b]")
+    result = table(rows(*names), [cell(name, 0, 1.0) for name in names], baseline=names[0], warnings=("[a]",))
+    text = render_latex(result)
+    assert "{}[0.5em] lazy" in text
+    assert not re.search(r"(\\\\|\\\w+rule|\\item|\\par)\s*\[", text)
+
+
 @pytest.mark.parametrize("make", [seventeen, hostile])
 def test_html_is_a_self_contained_fragment(make):
     result = make()

@@ -25,6 +25,8 @@ from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 
 AttentionBackend = Literal[Backend, "sdpa"]
+MOST_TAU_RATE = 1e6
+"""Largest factor on tau's learning rate: an optimiser multiplies them in fp32."""
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""
 
 
@@ -369,9 +371,10 @@ class Elastic(Normaliser):
                 f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant': no weight exceeds 1, so output "
                 "and every gradient would stay zero; give a value below 1, for example 0.01"
             )
-        if not (math.isfinite(self.tau_lr_scale) and self.tau_lr_scale > 0):
+        if not (math.isfinite(self.tau_lr_scale) and 0 < self.tau_lr_scale <= MOST_TAU_RATE):
             raise ValueError(
-                f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be finite and above 0 (learn_tau=False freezes tau)"
+                f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be above 0 and at most {MOST_TAU_RATE:,.0f} "
+                "(learn_tau=False freezes tau)"
             )
         self._check_ramp()
 

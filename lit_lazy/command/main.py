@@ -89,9 +89,9 @@ def open_closed_streams() -> None:
     """Open /dev/null for each standard stream that was closed: a file, such as a database, would get its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # gets the lowest free number, the stream's
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def _is_stdout_closed() -> bool:

@@ -60,7 +60,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Parse a plan. Raises a one-line ValueError if the text is none, NewerFormatError if a newer version wrote it."""
+        """Parse a plan.
+
+        Raises a one-line ValueError if the text is none, NewerFormatError if a newer version wrote it.
+        """
         try:
             plan: dict[str, Any] = json.loads(text)
             if isinstance(plan, Mapping):

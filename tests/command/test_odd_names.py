@@ -112,7 +112,7 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
     queue.add_missing([Cell("c", "c [/z]", "ours", 0, {}, {})])
     queue.claim({"host": "[/h]", "pid": "1", "lock": "none"})
     console = plain_console()
-    print_status(queue, tmp_path, console)
+    print_status(queue, runs / "grid", console)
     with Progress(queue, [*names, "c"], console, notes=lambda: ["[/note]"]) as progress:
         progress.show_running(["[/x] by process"])
         console.print(progress._build_panel(progress._count_states(queue.states())))

@@ -431,7 +431,7 @@ def begun(storage: str, n: int) -> Queue:
     return queue
 
 
-def test_status_asks_as_often_for_many_cells_as_for_one(storage: str) -> None:
+def test_status_asks_as_often_for_many_cells_as_for_one(storage: str, tmp_path: Path) -> None:
     queue = begun(storage, 50)
     asked: list[str] = []
 

@@ -72,7 +72,7 @@ def find_orphaned_slots(folder: Path) -> set[int]:
 
 
 def remove_dead_locks(folder: Path, in_use: Collection[Mapping[str, str]]) -> None:
-    """Remove lock files of this machine's dead processes, except those of the workers `in_use`, to release their cells."""
+    """Remove lock files of this machine's dead processes, except of the workers `in_use`, to release their cells."""
     names = {_find_lock(worker, folder).name for worker in in_use}
     for path, _ in _read_members(folder):
         if path.name not in names and not _is_held(path):

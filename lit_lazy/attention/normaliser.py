@@ -25,9 +25,9 @@ from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 
 AttentionBackend = Literal[Backend, "sdpa"]
+"""The backends of `flash_lazy`, and PyTorch's own softmax attention."""
 MOST_TAU_RATE = 1e6
 """Largest factor on tau's learning rate: an optimiser multiplies them in fp32."""
-"""The backends of `flash_lazy`, and PyTorch's own softmax attention."""
 
 
 @dataclass(frozen=True)

@@ -373,7 +373,7 @@ class Elastic(Normaliser):
             )
         if not (math.isfinite(self.tau_lr_scale) and 0 < self.tau_lr_scale <= MOST_TAU_RATE):
             raise ValueError(
-                f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be above 0 and at most {MOST_TAU_RATE:,.0f} "
+                f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be above 0 and at most {MOST_TAU_RATE:g} "
                 "(learn_tau=False freezes tau)"
             )
         self._check_ramp()

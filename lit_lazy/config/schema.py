@@ -12,7 +12,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Distillation, NoDistillation, Optimiser, Schedule
-from lit_lazy.support.checks import MOST_RATE, require, require_field, require_rate, require_whole
+from lit_lazy.support.checks import MOST_FACTOR, MOST_RATE, require, require_field, require_positive, require_whole
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 Precision = Literal["fp32", "bf16"]
@@ -159,12 +159,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
             require_whole(f"train.{name}", getattr(self, name), 1)
-        require_rate("train.lr", self.lr)
+        require_positive("train.lr", self.lr, MOST_RATE)
         clips = math.isfinite(self.clip_norm) and self.clip_norm > 0
         require_field(self, "train.clip_norm", clips, "must be finite and above 0")
         for name in ("weight_decay", "z_loss"):
-            within = math.isfinite(value := getattr(self, name)) and 0 <= value <= MOST_RATE
-            require_field(self, f"train.{name}", within, f"must be from 0 to {MOST_RATE:,.0f}")
+            within = math.isfinite(value := getattr(self, name)) and 0 <= value <= MOST_FACTOR
+            require_field(self, f"train.{name}", within, f"must be from 0 to {MOST_FACTOR:g}")
         warm = 0 <= self.warmup_steps < self.steps
         require_field(self, "train.warmup_steps", warm, f"must be at least 0 and below train.steps={self.steps}")
         require_field(self, "train.final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "must be in [0, 1]")

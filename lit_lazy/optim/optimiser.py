@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_lazy.support.checks import require, require_rate, require_whole
+from lit_lazy.support.checks import MOST_FACTOR, require, require_positive, require_whole
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` with their `lr` and `weight_decay`."""
@@ -121,7 +121,7 @@ class Muon(Optimiser):
         )
         allowed = get_args(Adjustment)
         require(self.adjustment in allowed, "Muon.adjustment", self.adjustment, f"must be one of {', '.join(allowed)}")
-        require_rate("Muon.lr_scale", self.lr_scale)
+        require_positive("Muon.lr_scale", self.lr_scale, MOST_FACTOR)
 
     def build(
         self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]

@@ -4,8 +4,8 @@ import math
 
 from lit_lazy.support.errors import short_repr
 
-MOST_RATE = 1e6
-"""Largest learning rate, weight decay, or factor on one: their products must be fp32 numbers."""
+MOST_RATE, MOST_FACTOR = 1e20, 1e6
+"""Largest learning rate, and largest factor on one, or weight decay: their product must be an fp32 number."""
 
 
 def require(holds: bool, field: str, value: object, fix: str) -> None:
@@ -27,7 +27,6 @@ def require_whole(field: str, value: object, minimum: int, maximum: int | None =
     require(within, field, value, f"must be a whole number {wanted}")
 
 
-def require_rate(field: str, value: float) -> None:
-    """Require a learning rate, or a factor on one, above 0 and at most `MOST_RATE`."""
-    within = math.isfinite(value) and 0 < value <= MOST_RATE
-    require(within, field, value, f"must be above 0 and at most {MOST_RATE:,.0f}")
+def require_positive(field: str, value: float, most: float) -> None:
+    """Require a number above 0 and at most `most`."""
+    require(math.isfinite(value) and 0 < value <= most, field, value, f"must be above 0 and at most {most:g}")

@@ -4,7 +4,7 @@ import logging
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import make_lock, read_finished, run
@@ -79,22 +80,25 @@ class ActiveRun:
         cfg: RunConfig,
         loggers: Sequence[str] = (),
         on_begin: Callable[[], None] = lambda: None,
-        interruptible: AbstractContextManager[None] | None = None,
+        *,
+        interrupts: Interrupts,
         **options: Any,
     ) -> RunResult:
         """Train, log the final metrics to `loggers` and return the result; send metrics to MLflow meanwhile.
 
         A run that has a result already is only logged to loggers that lack it. on_begin: called once the MLflow run
-        exists. interruptible: entered around the training itself. options: of `run`.
+        exists. interrupts: allowed within the training itself. options: of `run`.
         """
         known = self.result
         missing = [kind for kind in loggers if known is None or not (self.folder / kind).exists()]
         with (
             open_loggers(missing, self.folder, self.tracker.experiment, self.name, self.config) as others,
             self._send_in_background(on_begin) if known is None else nullcontext(),
-            interruptible or nullcontext(),
+            interrupts.allow(),
         ):
-            result = known or run(cfg, self.folder, logger=MetricFile(self.folder, others), **options)
+            result = known or run(
+                cfg, self.folder, logger=MetricFile(self.folder, others), interrupts=interrupts, **options
+            )
             for other in others:
                 other.log_metrics(result.metrics, cfg.train.steps)
         self.result = result
@@ -293,16 +297,18 @@ def train_tracked(
         if known and keep_checkpoint:
             require_checkpoint(folder)
         try:
-            result = active.train(
-                cfg,
-                loggers,
-                tracker.save_run_views,
-                callbacks=[begin],
-                show_progress=True,
-                keep_checkpoint=keep_checkpoint is not False,
-                execution=execution,
-                lock=lock,
-            )
+            with Interrupts() as interrupts:
+                result = active.train(
+                    cfg,
+                    loggers,
+                    tracker.save_run_views,
+                    interrupts=interrupts,
+                    callbacks=[begin],
+                    show_progress=True,
+                    keep_checkpoint=keep_checkpoint is not False,
+                    execution=execution,
+                    lock=lock,
+                )
         except BaseException as error:
             active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise

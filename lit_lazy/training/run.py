@@ -33,6 +33,7 @@ from lit_lazy.training.devices import describe_backend, find_missing_backend, se
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, tau_history
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
@@ -64,12 +65,14 @@ def run(
     expected_key: str | None = None,
     execution: Execution = ONE_DEVICE,
     lock: BaseFileLock | None = None,
+    interrupts: Interrupts | None = None,
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, resume from the folder's checkpoint, or return the folder's result.
 
     A finished run removes its checkpoints; keep_checkpoint leaves the trained model in `final.ckpt`. execution: how to
-    run; not part of the run's key. lock: the folder's lock, if the caller holds it. The same config, seed, devices and
-    thread count give bit-identical metrics on the same machine, also if the run was killed and resumed.
+    run; not part of the run's key. lock: the folder's lock, if the caller holds it. interrupts: entered by
+    the caller; one ends the training after its step, with a checkpoint; None to end it at once. The same config, seed,
+    devices and thread count give bit-identical metrics on the same machine, also if the run was killed and resumed.
 
     Raises CellBusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
     the folder belongs to another config or if code or data changed since the cell got its key (expected_key),
@@ -84,7 +87,8 @@ def run(
         with (lock or make_lock(folder)).acquire(timeout=0):
             known = read_finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
-            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint, execution)
+            settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
+            return known or _run(cfg, key, source, folder, *settings)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 
@@ -99,6 +103,7 @@ def _run(
     show_progress: bool,
     keep_checkpoint: bool,
     execution: Execution,
+    interrupts: Interrupts | None,
 ) -> RunResult:
     module, monitor, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
     with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
@@ -114,7 +119,7 @@ def _run(
             settings = to_dict(cfg), asdict(execution), list_imported_files(), source.fingerprint
             group.send_spec(RunSpec(*settings, folder, checkpoint, final))
         kept = BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses), monitor
-        trainer = make_trainer(cfg, folder, logger, (*kept, *callbacks), show_progress, execution, group)
+        trainer = make_trainer(cfg, folder, logger, (*kept, *callbacks), show_progress, execution, group, interrupts)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU

@@ -1,8 +1,6 @@
 """Lightning's trainer, set up so that a resumed run is bit-identical."""
 
 import logging
-import signal
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,9 +23,12 @@ from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weig
 from lit_lazy.training.distributed.fsdp import ShardedStrategy
 from lit_lazy.training.distributed.process_group import RankGroup, make_environment
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.progress import StepProgress
 
+LAST = "last.ckpt"
+"""File name of the checkpoint to resume from."""
 log = logging.getLogger("lit_lazy.training.trainer")
 
 
@@ -53,15 +54,15 @@ def fit(
     """Train, resuming from `checkpoint` and together with the other ranks of `group`, if given.
 
     Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at. Raises
-    KeyboardInterrupt on Ctrl-C, which Lightning turns into SystemExit.
+    KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
     """
-    on_interrupt = signal.getsignal(signal.SIGINT)
+    (interrupts,) = (part.interrupts for part in trainer.callbacks if isinstance(part, StopOnInterrupt))  # type: ignore[attr-defined]
     batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # The loader reads global_step at its first batch, after the checkpoint was restored.
     batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
     validation = validation_loader(source, module.execution.evaluation_batch_size(batch_size))
     try:
-        with nullcontext() if group is None else group.join():
+        with interrupts.defer(), nullcontext() if group is None else group.join():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
             module.apply_average()
             if final:
@@ -70,8 +71,7 @@ def fit(
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, on_interrupt)
+        interrupts.set_handlers()
 
 
 def _gather_module(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
@@ -94,8 +94,9 @@ def make_trainer(
     show_progress: bool,
     execution: Execution,
     group: RankGroup | None = None,
+    interrupts: Interrupts | None = None,
 ) -> L.Trainer:
-    """Lightning's trainer, with every option that affects results set explicitly.
+    """Lightning's trainer, with every option that affects results set explicitly. interrupts: as of `run`.
 
     The queue handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
     and resume from any `hpc_ckpt_*` in its default folder; that folder therefore does not exist.
@@ -106,8 +107,9 @@ def make_trainer(
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
     # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
+    checkpoints = folder / "checkpoints"
     checkpoint = ModelCheckpoint(
-        dirpath=folder / "checkpoints",
+        dirpath=checkpoints,
         save_last=True,
         save_top_k=0,
         every_n_train_steps=cfg.train.checkpoint_every,
@@ -133,22 +135,16 @@ def make_trainer(
         deterministic=True,
         logger=logger or False,
         plugins=[AtomicCheckpointIO(), make_environment(group)],
-        callbacks=[OwnSignals(), checkpoint, *([StepProgress()] if show_progress else []), *callbacks],
+        callbacks=[
+            *([StepProgress()] if show_progress else []),
+            *callbacks,
+            StopOnInterrupt(interrupts or Interrupts(), checkpoints / LAST, group),
+            checkpoint,
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
-
-
-class OwnSignals(Callback):
-    """Restores the handler of SIGTERM: Lightning's would message the other ranks in the middle of a collective."""
-
-    def __init__(self) -> None:
-        self._handler = signal.getsignal(signal.SIGTERM)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handler)
 
 
 class AtStart(Callback, ABC):

@@ -340,10 +340,10 @@ TRAIN_ERRORS = [
     ),
     *(
         ({name: value}, f"train.{name}={value}: must be {wanted}")
-        for name, wanted in (("lr", "above 0 and at most 1,000,000"), ("clip_norm", "finite and above 0"))
+        for name, wanted in (("lr", "above 0 and at most 1e+20"), ("clip_norm", "finite and above 0"))
         for value in (0.0, -1.0, math.inf, math.nan)
     ),
-    ({"lr": 1e300}, "train.lr=1e+300: must be above 0 and at most 1,000,000"),
+    ({"lr": 1e300}, "train.lr=1e+300: must be above 0 and at most 1e+20"),
     ({"steps": 10, "warmup_steps": 10}, "train.warmup_steps=10: must be at least 0 and below train.steps=10"),
     ({"warmup_steps": -1}, "train.warmup_steps=-1: must be at least 0"),
     *(
@@ -351,7 +351,7 @@ TRAIN_ERRORS = [
         for value in (-0.1, 1.1, math.nan)
     ),
     *(
-        ({"weight_decay": value}, f"train.weight_decay={value}: must be from 0 to 1,000,000")
+        ({"weight_decay": value}, f"train.weight_decay={value}: must be from 0 to 1e+06")
         for value in (-0.1, math.nan, math.inf)
     ),
     *(
@@ -360,7 +360,7 @@ TRAIN_ERRORS = [
     ),
     ({"precision": "bf16-true"}, "train.precision='bf16-true': must be fp32 or bf16"),
     *(({"ema_decay": d}, f"train.ema_decay={d}: must be at least 0 and below 1") for d in (-0.1, 1.0, math.nan)),
-    *(({"z_loss": z}, f"train.z_loss={z}: must be from 0 to 1,000,000") for z in (-1e-4, math.inf, math.nan)),
+    *(({"z_loss": z}, f"train.z_loss={z}: must be from 0 to 1e+06") for z in (-1e-4, math.inf, math.nan)),
     (
         {"optimiser": SGD(), "betas": (0.9, 0.99)},
         "train.betas=(0.9, 0.99): has no effect with train.optimiser=SGD; leave it at (0.9, 0.95)",
@@ -374,7 +374,7 @@ PART_ERRORS = [
     (SGD, {"momentum": 1.0}, "SGD.momentum=1.0: must be at least 0 and below 1"),
     (SGD, {"momentum": 0.0, "nesterov": True}, "SGD.nesterov=True: needs a momentum above 0"),
     (Muon, {"iterations": 100}, "Muon.iterations=100: must be at most 99"),
-    (Muon, {"lr_scale": 0.0}, "Muon.lr_scale=0.0: must be above 0 and at most 1,000,000"),
+    (Muon, {"lr_scale": 0.0}, "Muon.lr_scale=0.0: must be above 0 and at most 1e+06"),
     (Muon, {"eps": 0.0}, "Muon.eps=0.0: must be finite and above 0"),
     (Muon, {"adjustment": "none"}, "Muon.adjustment='none': must be one of match_rms_adamw, original"),
     (WSD, {"decay_share": 0.0}, "WSD.decay_share=0.0: must be above 0 and at most 1"),

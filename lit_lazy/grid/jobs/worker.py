@@ -19,7 +19,6 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.jobs.backend import hide_compiled_backend, require_compiled_backend
-from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job, is_over
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
 from lit_lazy.grid.queue.queue import CellLostError, Queue, Task
@@ -32,6 +31,7 @@ from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, read_finished
@@ -68,7 +68,7 @@ class Worker:
     """Time after which it claims no cell; None for no limit."""
     _held: list[tuple[Task, ActiveRun]] = field(default_factory=list)
     """Claimed cells whose end is not recorded in the queue yet."""
-    _interrupts: Interrupts = field(default_factory=Interrupts)
+    _interrupts: Interrupts = field(default_factory=lambda: Interrupts(patient=True))
 
     def work(self, most: int | None = None) -> None:
         """Execute waiting cells until none is left or the time limit has passed, or up to `most` of them.
@@ -164,8 +164,8 @@ class Worker:
         run.train(
             from_dict(RunConfig, task.cell.config),
             self.loggers,
-            interruptible=self._interrupts.allow(),
-            callbacks=[EndIfInterrupted(self._interrupts), *self._make_callbacks(task)],
+            interrupts=self._interrupts,
+            callbacks=self._make_callbacks(task),
             keep_checkpoint=self.keep_checkpoints,
             expected_key=task.cell.key,
             execution=self.execution,

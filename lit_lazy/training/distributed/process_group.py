@@ -36,8 +36,8 @@ TIMEOUT = timedelta(hours=2)
 GRACE_SECONDS = 10.0
 """Time for a collective to fail after a rank has left it; with NCCL it may hang forever."""
 POLL_SECONDS = 0.2
-SPEC, FAILURE, HERE = "orders", "failure", "here"
-"""Keys in a group's store: the `RunSpec`, why a rank failed, and the ranks that are ready to join."""
+SPEC, FAILURE, HERE, STOP = "orders", "failure", "here", "stop"
+"""Keys in a group's store: the `RunSpec`, why a rank failed, the ranks that are ready to join, and the last step."""
 
 log = logging.getLogger("lit_lazy.training.distributed.process_group")
 
@@ -121,6 +121,16 @@ class RankGroup:
         fields = json.loads(self.store.get(SPEC))
         paths = {name: fields[name] and Path(fields[name]) for name in ("folder", "checkpoint", "final")}
         return RunSpec(**fields | paths | {"files": [Path(file) for file in fields["files"]]})
+
+    def agree_to_stop(self, step: int, wanted: bool) -> bool:
+        """Whether all ranks stop after this step, their number of finished steps; called by each rank at each step.
+
+        A rank that wants to, names the step after this one: no other can finish that one without it, and so without
+        knowing.
+        """
+        if wanted:
+            self.store.compare_set(STOP, "", str(step + 1))
+        return self.store.check([STOP]) and step >= int(self.store.get(STOP))
 
     def report_failure(self, error: Exception) -> None:
         """Report why this rank stops. Only the first report is stored."""

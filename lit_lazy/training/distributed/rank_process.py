@@ -11,6 +11,7 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.distributed.process_group import RankGroup, connect_to_group, exit_on_eof
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import load_data
 from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_trainer
 
@@ -36,8 +37,10 @@ def _join_training(group: RankGroup) -> None:
     if execution.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
         logger, monitor = DummyLogger(), HeadMonitor(source)
         callbacks = (MissedValidation(source, monitor.losses), monitor)
-    trainer = make_trainer(cfg, spec.folder, logger, callbacks, False, execution, group)
-    fit(trainer, build_module(cfg, source, execution), cfg, source, spec.checkpoint, group, spec.final)
+    module = build_module(cfg, source, execution)
+    with Interrupts() as interrupts, interrupts.allow():  # torchrun sends its signals to every rank
+        trainer = make_trainer(cfg, spec.folder, logger, callbacks, False, execution, group, interrupts)
+        fit(trainer, module, cfg, source, spec.checkpoint, group, spec.final)
 
 
 def main() -> int:
@@ -48,6 +51,8 @@ def main() -> int:
         join_training(connect_to_group(line))
     except UnfinishedError:
         return 1  # rank 0 has the same error
+    except KeyboardInterrupt:
+        return 0  # agreed upon with rank 0
     return 0
 
 

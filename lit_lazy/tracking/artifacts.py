@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
-from mlflow.entities import Run
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
@@ -24,9 +23,9 @@ def create_artifact_folder(database: Path, experiment: str) -> str:
     return folder.as_uri()
 
 
-def open_artifacts(client: MlflowClient, run: Run) -> ArtifactRepository:
-    """The artifacts of a run. Raises MlflowException."""
-    address, database = run.info.artifact_uri, sqlite_file(client.tracking_uri)
+def open_artifacts(client: MlflowClient, address: str) -> ArtifactRepository:
+    """The artifacts of a run, given the address that MLflow stores. Raises MlflowException."""
+    database = sqlite_file(client.tracking_uri)
     if database is not None and address.startswith("file:"):
         address = locate(Path(local_file_uri_to_path(address)), database).as_uri()
     return get_artifact_repository(address, tracking_uri=client.tracking_uri)

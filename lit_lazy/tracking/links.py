@@ -37,7 +37,7 @@ def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
         }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            stored = {artifact.path for artifact in open_artifacts(client, parent).list_artifacts()}
+            stored = {artifact.path for artifact in open_artifacts(client, parent.info.artifact_uri).list_artifacts()}
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()

@@ -44,6 +44,8 @@ class TrackedRun:
     tags: dict[str, str]
     metrics: dict[str, float]
     params: dict[str, str]
+    artifacts: str
+    """Their address as MLflow stores it."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Tracker:
             self._log_artifact(run_id, file.name, file.read_bytes())
 
     def _open_artifacts(self, run_id: str) -> ArtifactRepository:
-        return open_artifacts(self.client, self.client.get_run(run_id))
+        return open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
 
     def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
         artifacts = self._open_artifacts(run_id)
@@ -229,6 +231,12 @@ class Tracker:
             return None
         with TemporaryDirectory() as folder:
             return Path(artifacts.download_artifacts(name, folder)).read_bytes()
+
+    @translate_errors
+    def lacks_file(self, run: TrackedRun, name: str) -> bool:
+        """Whether an artifact of a run is missing in a local store; a server is not asked, a request for each run."""
+        artifacts = open_artifacts(self.client, run.artifacts)
+        return isinstance(artifacts, LocalArtifactRepository) and not Path(artifacts.artifact_dir, name).exists()
 
     @translate_errors
     def read_history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
@@ -311,4 +319,6 @@ def _make_tracked_run(run: Run) -> TrackedRun:
         state = "complete"
     elif run.info.status == "RUNNING" and tags.get("state") != "failed":
         state = "running"
-    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params))
+    return TrackedRun(
+        run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params), run.info.artifact_uri
+    )

@@ -23,7 +23,7 @@ from lit_lazy.data.base import DataSource
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
-from lit_lazy.grid.plan import build_table_from_mlflow, find_newest_parent, select_one_per_cell
+from lit_lazy.grid.plan import build_table_from_mlflow, find_parent, select_one_per_cell
 from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, evaluation_mode, hook_layers, measure, sample_validation
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
@@ -330,7 +330,7 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
     require(name in known, "results", name, f"{folder} holds no such ablation{did_you_mean(str(name), known)}; {has}")
     tracker = Tracker(uri, folder, name)
-    parent = find_newest_parent(tracker)
+    parent = find_parent(tracker)
     cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
     return Results(build_table_from_mlflow(tracker, parent), cells)
 

@@ -20,7 +20,7 @@ def add_to(commands: Commands) -> None:
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.user_files import find
-    from lit_lazy.grid.plan import find_newest_parent
+    from lit_lazy.grid.plan import find_parent
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.report.publish import recompute_table, write_table
     from lit_lazy.support.disk import check_writable_folder
@@ -36,6 +36,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     check_writable_folder("--runs", options.runs)
     folder = options.runs / tracker.experiment
     folder.mkdir(parents=True, exist_ok=True)
-    table, _ = write_table(tracker, find_newest_parent(tracker), folder)
+    table, _ = write_table(tracker, find_parent(tracker), folder)
     print(render_markdown(table))
     return 0

@@ -24,14 +24,14 @@ def add_to(commands: Commands) -> None:
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.plan import find_newest_parent
+    from lit_lazy.grid.plan import find_parent
     from lit_lazy.report.page import REPORT, render_report
     from lit_lazy.support.disk import check_writable_file, write_text
 
     tracker = open_tracker(options)
     file = options.out or options.runs / tracker.experiment / REPORT
     check_writable_file("--out" if options.out else "--runs", file)
-    page = render_report(tracker, find_newest_parent(tracker), options.ui_url, options.figures)
+    page = render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
     print(f"report:     {file}")

@@ -19,7 +19,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs.parent_run import ASIDE
-from lit_lazy.grid.plan import find_newest_parent, read_plan, select_one_per_cell
+from lit_lazy.grid.plan import find_parent, read_plan, select_one_per_cell
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
@@ -46,7 +46,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     folder: the grid's. The file has a header and a line of JSON per cell, compressed by xz; equal cells give equal
     bytes. Raises ValueError if no cell is finished here.
     """
-    parent_id = find_newest_parent(tracker)
+    parent_id = find_parent(tracker)
     runs = select_one_per_cell(tracker.find_children(parent_id))
     key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
     asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]

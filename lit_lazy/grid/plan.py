@@ -18,6 +18,8 @@ from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import get_normaliser_name
 
 PLAN = "plan.json"
+GRID_ID = "grid_id"
+"""File in a grid's folder, with the tag `grid` of its parent run."""
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
@@ -150,12 +152,18 @@ def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
 
 
-def find_newest_parent(tracker: Tracker) -> str:
-    """Id of the newest parent run of an experiment. Raises ValueError if there is no ablation."""
+def find_parent(tracker: Tracker) -> str:
+    """Id of the parent run of the grid in the runs folder; without one, of the newest in the experiment.
+
+    Others may have run the same ablation with the same MLflow. Raises ValueError if there is no ablation.
+    """
     parents = tracker.find({"kind": "ablation"})
     if not parents:
         raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
-    return parents[-1].run_id
+    kept = tracker.runs / tracker.experiment / GRID_ID
+    grid_id = kept.read_text(errors="replace") if kept.exists() else ""
+    own = [run for run in parents if run.tags.get("grid") == grid_id]
+    return (own or parents)[-1].run_id
 
 
 def read_plan(tracker: Tracker, parent_id: str) -> Plan:

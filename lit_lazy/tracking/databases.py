@@ -3,10 +3,9 @@
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
@@ -94,29 +93,6 @@ def check_sqlite(named: str, url: str) -> None:
     """Raise StorageError if an sqlite URL has a query, most likely from a question mark in a path."""
     if url.startswith("sqlite:") and "?" in url:
         raise StorageError(f"{named}: has a ?, which starts a query; write %3F for one in a path")
-
-
-def relocate_artifacts(file: Path, artifacts: str) -> None:
-    """Update the artifact locations in an MLflow database that was moved or copied with its artifacts folder.
-
-    MLflow stores absolute locations, so a copy would write into the original. Raises StorageError.
-    """
-    try:
-        with closing(sqlite3.connect(file, timeout=LOCKED_SECONDS)) as database, database:
-            for name, place in database.execute("SELECT name, artifact_location FROM experiments").fetchall():
-                here = file.resolve().parent / artifacts / name
-                if place.endswith(f"/{artifacts}/{quote(name)}") and place != here.as_uri() and here.exists():
-                    _replace_prefix(database, place, here.as_uri())
-    except sqlite3.Error as error:
-        raise StorageError(f"{str(file)!r}: cannot be used ({error})") from None
-
-
-def _replace_prefix(database: sqlite3.Connection, old: str, new: str) -> None:
-    for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-        database.execute(
-            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
-            (new, len(old) + 1, len(old) + 1, f"{old}/"),
-        )
 
 
 @contextmanager

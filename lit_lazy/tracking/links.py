@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mlflow.exceptions import MlflowException
 
 from lit_lazy.support.errors import one_line
+from lit_lazy.tracking.artifacts import open_artifacts
 from lit_lazy.tracking.databases import has_content, sqlite_file
 from lit_lazy.tracking.store import TrackingError, make_client
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
@@ -36,7 +37,7 @@ def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
         }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            stored = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+            stored = {artifact.path for artifact in open_artifacts(client, parent.info.artifact_uri).list_artifacts()}
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()

@@ -15,6 +15,8 @@ from urllib.error import URLError
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
+from lit_lazy.tracking.artifacts import make_addresses_relative
+from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
 from lit_lazy.tracking.store import check_store, default_uri
 
@@ -42,6 +44,10 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: is in use; choose another port")
+    folder = None
+    if (file := sqlite_file(uri)) is not None:
+        make_addresses_relative(file)
+        uri, folder = sqlite_url(file), file.resolve().parent
     log = runs / "mlflow-server.log"
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
@@ -50,7 +56,9 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     }
     with open(log, "w", opener=open_private) as output:
         # A new session, so that the server's subprocesses end with it.
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
+        )
     try:
         print(f"starting MLflow on {url} ...", flush=True)
         wait_until_ready(server, url, log)

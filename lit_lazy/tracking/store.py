@@ -32,7 +32,6 @@ from lit_lazy.tracking.databases import (
     has_content,
     query_database,
     quote_path,
-    relocate_artifacts,
     sqlite_file,
     sqlite_url,
 )
@@ -55,8 +54,6 @@ ANSWER_SECONDS = 10.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
-ARTIFACTS = "mlartifacts"
-"""Folder in the runs folder for the artifacts of a local store."""
 
 
 class TrackingError(UnfinishedError):
@@ -190,8 +187,6 @@ def make_client(uri: str) -> MlflowClient:
         os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
         os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
         uri = strip_user(uri)
-    if (file := sqlite_file(uri)) is not None and has_content(file):
-        relocate_artifacts(file, ARTIFACTS)
     _set_tracking_uri(uri)
     return MlflowClient(uri)
 

@@ -23,6 +23,7 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.loggers import open_loggers
+from lit_lazy.tracking.owner import OWNER, is_own, read_owner
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -60,9 +61,11 @@ class ActiveRun:
         parent_id: str | None = None,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path.
+        """tags: include `cell`, `kind` and, without a parent, `owner`. params: logged in addition to the fields of the
+        config by dotted path.
 
-        is_ours: called before an MLflow run is started, which retires any other run of the same cell.
+        is_ours: called before an MLflow run is started, which retires any other run of the same cell: those of the
+        same parent or, without one, of the same owner.
         """
         self.tracker, self.folder, self.name = tracker, folder, name
         self.tags, self.params, self.config, self.parent_id = tags, params, config, parent_id
@@ -113,7 +116,7 @@ class ActiveRun:
         return self._run_id
 
     def _start_run(self, known: Path) -> str:
-        """Start a run and retire those of the same cell that were started elsewhere or lack their params.
+        """Start a run and retire one's own of the same cell that were started elsewhere or lack their params.
 
         Both runs would hold the same curves, with metrics measured at different times.
         """
@@ -123,7 +126,8 @@ class ActiveRun:
         if self.parent_id:
             same["mlflow.parentRunId"] = self.parent_id
         for begun in self.tracker.find(same):
-            self.tracker.retire(begun.run_id)
+            if self.parent_id or is_own(begun, self.tags[OWNER], self.tracker):
+                self.tracker.retire(begun.run_id)
         run_id = self.tracker.start_run(self.name, self.tags, self.params, self.config, self.parent_id)
         self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
         write_text(known, run_id)
@@ -287,10 +291,10 @@ def train_tracked(
     check_store(uri)
     experiment = f"train-{name}"
     folder = runs / experiment / key
-    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha(), OWNER: read_owner(runs)}
     tracker = Tracker(uri, runs, experiment)
     active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
-    folder.mkdir(parents=True, exist_ok=True)
     lock, begin = make_lock(folder), _Begin()
     with _acquire(lock):
         active.result = known = read_finished(folder)

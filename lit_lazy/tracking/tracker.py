@@ -12,13 +12,15 @@ import yaml
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
-from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import write_atomically
 from lit_lazy.support.secrets import redact_url
+from lit_lazy.tracking.artifacts import create_artifact_folder, open_artifacts
 from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.store import ARTIFACTS, open_store, translate_errors
+from lit_lazy.tracking.store import open_store, translate_errors
 from lit_lazy.tracking.views import (
     CHARTED_TAG,
     CellRun,
@@ -42,6 +44,8 @@ class TrackedRun:
     tags: dict[str, str]
     metrics: dict[str, float]
     params: dict[str, str]
+    artifacts: str
+    """Their address as MLflow stores it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class Tracker:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             # With a local database MLflow would put artifacts under the current folder; a server chooses the location.
-            local = sqlite_file(self.uri) is not None
-            location = (self.runs / ARTIFACTS / self.experiment).resolve().as_uri() if local else None
+            database = sqlite_file(self.uri)
+            location = create_artifact_folder(database, self.experiment) if database else None
             return self.client.create_experiment(self.experiment, artifact_location=location)
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)
@@ -197,32 +201,42 @@ class Tracker:
         for file in files:
             self._log_artifact(run_id, file.name, file.read_bytes())
 
+    def _open_artifacts(self, run_id: str) -> ArtifactRepository:
+        return open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
+
     def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        where = self.client.get_run(run_id).info.artifact_uri
-        if where.startswith("file:"):
+        artifacts = self._open_artifacts(run_id)
+        if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
-            folder = Path(local_file_uri_to_path(where))
+            folder = Path(artifacts.artifact_dir)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, lambda file: file.write(content))
             return
         with TemporaryDirectory() as scratch:
             file = Path(scratch, name)
             file.write_bytes(content)
-            self.client.log_artifact(run_id, str(file))
+            artifacts.log_artifact(str(file))
 
     @translate_errors
     def read_text(self, run_id: str, name: str) -> str:
         """A text artifact of a run."""
         with TemporaryDirectory() as folder:
-            return Path(self.client.download_artifacts(run_id, name, folder)).read_text()
+            return Path(self._open_artifacts(run_id).download_artifacts(name, folder)).read_text()
 
     @translate_errors
     def read_bytes(self, run_id: str, name: str) -> bytes | None:
         """An artifact of a run; None if the run has no such artifact."""
-        if name not in {artifact.path for artifact in self.client.list_artifacts(run_id)}:
+        artifacts = self._open_artifacts(run_id)
+        if name not in {artifact.path for artifact in artifacts.list_artifacts()}:
             return None
         with TemporaryDirectory() as folder:
-            return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
+            return Path(artifacts.download_artifacts(name, folder)).read_bytes()
+
+    @translate_errors
+    def lacks_file(self, run: TrackedRun, name: str) -> bool:
+        """Whether an artifact of a run is missing in a local store; a server is not asked, a request for each run."""
+        artifacts = open_artifacts(self.client, run.artifacts)
+        return isinstance(artifacts, LocalArtifactRepository) and not Path(artifacts.artifact_dir, name).exists()
 
     @translate_errors
     def read_history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
@@ -305,4 +319,6 @@ def _make_tracked_run(run: Run) -> TrackedRun:
         state = "complete"
     elif run.info.status == "RUNNING" and tags.get("state") != "failed":
         state = "running"
-    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params))
+    return TrackedRun(
+        run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params), run.info.artifact_uri
+    )

@@ -46,14 +46,25 @@ def forget_databases() -> None:
             engine.dispose()
 
 
+BACKED_UP = """
+older = Path(__file__).with_name("older")
+if Path(sys.argv[0]).stem == "worker" and not older.exists():
+    import shutil
+    older.mkdir()
+    for name in ("mlflow.db", "queue.db"):
+        shutil.copy(older.with_name("runs") / name, older)
+"""
+"""Code by which the first worker copies both databases before it claims a cell."""
+
+
 class Made:
     """A grid of one cell in a runs folder, created once and restored by copying."""
 
     def __init__(self, folder: Path, store: Path) -> None:
-        self.runs, self.whole = folder / "runs", folder / "whole"
+        self.runs, self.whole, self.older = folder / "runs", folder / "whole", folder / "older"
         self.runs.mkdir()
         shutil.copy(store, self.runs / "mlflow.db")
-        (folder / "pair.py").write_text(two_rows("pair"))
+        (folder / "pair.py").write_text(two_rows("pair", code=BACKED_UP))
         self.command = ["ablate", "run", str(folder / "pair.py"), "--runs", str(self.runs), "--workers", "1"]
         assert main([*self.command, "--rows", "softmax", "--seeds", "0"]) == 0
         shutil.copytree(self.runs, self.whole)
@@ -82,6 +93,11 @@ class Made:
 
     def results(self) -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (self.runs / ID / "cells").glob("*/result.json")}
+
+    def put_back(self, *databases: str) -> None:
+        for name in databases:
+            shutil.copy(self.older / name, self.runs)
+        forget_databases()
 
     def lose_queue(self) -> None:
         for path in self.runs.glob("queue.db*"):
@@ -172,6 +188,48 @@ def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made,
     forget_databases()
     assert made.run() == 0
     assert (made.runs / ID / "report.html").stat().st_size == pytest.approx(sizes[0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "databases",
+    [
+        ("mlflow.db",),
+        *(pytest.param(names, marks=pytest.mark.long) for names in (("queue.db",), ("mlflow.db", "queue.db"))),
+    ],
+)
+def test_an_older_database_that_is_put_back_loses_nothing(databases: tuple[str, ...], made: Made, capsys: Any) -> None:
+    """A grid's own message advises it; what a cell left in its folder is sent again, and nothing is trained."""
+    results, table = made.results(), (made.runs / ID / "table.csv").read_text()
+    cell = made.tracked("cell")[0]
+    made.put_back(*databases)
+    (made.runs / ID / "table.csv").unlink()
+    capsys.readouterr()
+    assert made.run() == 0
+    said = (
+        "MLflow lacks 1 of 1 complete cells (an older database?): 1 sent again from result.json, 0 trained again"
+        in capsys.readouterr().out
+    )
+    assert said == (databases == ("mlflow.db",))
+    assert made.results() == results
+    assert (made.runs / ID / "table.csv").read_text() == table
+    (again,) = made.tracked("cell")
+    assert again.data.metrics == cell.data.metrics
+    assert again.data.params == cell.data.params
+    kept = next((made.runs / ID / "cells").glob("*/diagnostics.npz"))
+    assert Tracker(default_uri(made.runs), made.runs, ID).read_bytes(again.info.run_id, kept.name) == kept.read_bytes()
+
+
+def test_a_cell_that_mlflow_and_its_folder_have_lost_is_trained_again(made: Made, capsys: Any) -> None:
+    results, table = made.results(), (made.runs / ID / "table.csv").read_text()
+    made.put_back("mlflow.db")
+    (lost,) = results
+    shutil.rmtree(lost.parent)
+    capsys.readouterr()
+    assert made.run() == 0
+    assert "(an older database?): 0 sent again from result.json, 1 trained again" in capsys.readouterr().out
+    assert results.keys() == made.results().keys()
+    assert results != made.results()
+    assert (made.runs / ID / "table.csv").read_text() == table
 
 
 @pytest.mark.parametrize("is_made", [True, False])

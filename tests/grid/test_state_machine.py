@@ -134,6 +134,15 @@ class Machine(RuleBasedStateMachine):
         self.trials += [Trial(key, "complete" if key in recorded else "waiting") for key in missing]
         assert added == len(set(missing) - recorded)
 
+    @rule(host=st.sampled_from(HOSTS), keys=KEYS)
+    def add_again(self, host: str, keys: set[str]) -> None:
+        """Like a command that finds complete cells missing in MLflow."""
+        newest = self.newest()
+        lost = [key for key in sorted(keys) if key in newest and newest[key].state == "complete"]
+        self.hosts[host].queue.add_again([CELLS[key] for key in sorted(keys)])
+        self.trials += [Trial(key, "waiting") for key in lost]
+        self.once_complete -= set(lost)
+
     @rule(host=st.sampled_from(HOSTS), keys=st.none() | KEYS)
     def claim(self, host: str, keys: set[str] | None) -> None:
         with self.at(host) as at:

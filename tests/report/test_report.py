@@ -17,7 +17,7 @@ from two_rows import two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
-from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_newest_parent, read_plan
+from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_parent, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.page import render_report, write_report
 from lit_lazy.report.publish import write_table
@@ -67,7 +67,7 @@ def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
 def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     tracker = Tracker(default_uri(store), store, ID)
     folder = tmp_path_factory.mktemp("page")
-    parent = find_newest_parent(tracker)
+    parent = find_parent(tracker)
     table, drawn = write_table(tracker, parent, folder)
     page, *more = write_report(tracker, parent, folder, table, drawn)
     assert page == folder / "report.html"
@@ -106,7 +106,7 @@ class Reader(HTMLParser):
 
 
 def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page: str) -> None:
-    parent = find_newest_parent(tracker)
+    parent = find_parent(tracker)
     opening, numbers = render_html_parts(build_table_from_mlflow(tracker, parent))
     assert page.index(opening) < page.index("<figure") < page.index(numbers)
     text = Reader(page).text
@@ -176,7 +176,7 @@ def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_pa
     assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
     found = [link for link in Reader(linked).links if not link.startswith("#")]
-    parent = find_newest_parent(tracker)
+    parent = find_parent(tracker)
     ids = [parent, *(run.run_id for run in tracker.find_children(parent))]
     assert {
         f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids
@@ -399,7 +399,7 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
 
 def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
-    page = render_report(tracker, find_newest_parent(tracker))
+    page = render_report(tracker, find_parent(tracker))
     assert page.count("</small></summary>") == 1
     assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
 
@@ -422,7 +422,7 @@ class TestFromPython:
 
     def test_cells_are_those_of_mlflow(self, store: Path, tracker: Tracker) -> None:
         found = results(ID, runs=store)
-        parent = find_newest_parent(tracker)
+        parent = find_parent(tracker)
         assert found.table == build_table_from_mlflow(tracker, parent)
         assert str(found) == found._repr_markdown_() == render_markdown(found.table)
         assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"

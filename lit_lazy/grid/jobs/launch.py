@@ -34,8 +34,8 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import RESULT, RunResult
+from lit_lazy.tracking.tracker import TrackedRun, Tracker
+from lit_lazy.training.result import DIAGNOSTICS, RESULT, RunResult
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
@@ -95,7 +95,7 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publi
         queue, tracker = opened.queue, opened.tracker
         with queue.lock():
             parent_id = _ensure_parent(grid, queue, tracker, console)
-        recorded = _find_recorded_losses(grid, queue, tracker, parent_id)
+        recorded = _compare_with_mlflow(grid, queue, tracker, parent_id, console)
         taken = _take_results(grid, launch, opened, parent_id, recorded, console)
         with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded, taken=taken) as executed:
             _report_failures(queue, tracker, parent_id)
@@ -251,13 +251,35 @@ def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console)
     return parent_id
 
 
-def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id: str) -> dict[str, float]:
-    """Losses of cells that are complete in MLflow but missing from the queue, which was lost."""
-    states = queue.states()
-    unknown = {cell.key for cell in grid.cells if cell.key not in states}
-    runs = tracker.find_children(parent_id) if unknown else []
-    complete = [run for run in runs if run.state == "complete" and run.tags["cell"] in unknown]
-    return {run.tags["cell"]: run.metrics["loss/val"] for run in complete}
+def _compare_with_mlflow(
+    grid: Grid, queue: Queue, tracker: Tracker, parent_id: str, console: Console
+) -> dict[str, float]:
+    """Losses of cells that are complete in MLflow but missing from the queue; enqueues again what MLflow has lost.
+
+    Either database may have been lost, or be an older copy that was put back.
+    """
+    states = queue.states()  # before MLflow, where a cell is complete first
+    losses = {
+        run.tags["cell"]: run.metrics["loss/val"]
+        for run in tracker.find_children(parent_id)
+        if run.state == "complete" and not _lacks_diagnostics(grid.folder / "cells", tracker, run)
+    }
+    ended = [cell for cell in grid.cells if states.get(cell.key) == "complete"]
+    if lost := [cell for cell in ended if cell.key not in losses]:
+        queue.add_again(lost)  # a worker that finds a result only sends it
+        sent = sum(RunResult.peek(grid.folder / "cells" / cell.key) is not None for cell in lost)
+        console.print(
+            f"MLflow lacks {len(lost)} of {len(ended)} complete cells (an older database?): {sent} sent again from "
+            f"result.json, {len(lost) - sent} trained again",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return {cell.key: losses[cell.key] for cell in grid.cells if cell.key in losses and cell.key not in states}
+
+
+def _lacks_diagnostics(cells: Path, tracker: Tracker, run: TrackedRun) -> bool:
+    """Whether MLflow lacks what a cell's folder has, because its artifacts were copied before its database."""
+    return (cells / run.tags["cell"] / DIAGNOSTICS).exists() and tracker.lacks_file(run, DIAGNOSTICS)
 
 
 def _take_results(

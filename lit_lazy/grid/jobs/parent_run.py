@@ -13,13 +13,13 @@ from rich.console import Console
 
 from lit_lazy.grid.jobs.backend import TAG, choose_backend
 from lit_lazy.grid.jobs.job import Work
+from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.queue.liveness import find_living
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import one_line
 from lit_lazy.tracking.tracker import Tracker
 
-GRID_ID = "grid_id"
 ASIDE = ".until-"
 """In the names of folders that `--fresh` has moved aside."""
 T = TypeVar("T")

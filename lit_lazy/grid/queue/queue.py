@@ -224,7 +224,7 @@ class Queue:
         self._retry(lambda: self._storage.set_study_user_attr(self._study_id, "facts", dict(facts)))
 
     def states(self) -> dict[str, State]:
-        """State of every cell by key: complete if it ever completed, else the state of its newest trial."""
+        """State of every cell by key, which is that of its newest trial."""
         rows = self._query_rows("SELECT trial_id, state FROM trials WHERE study_id = :study ORDER BY trial_id")
         if any(trial_id not in self._key_of for trial_id, _ in rows):
             self._read_keys()
@@ -232,7 +232,7 @@ class Queue:
         for trial_id, state in rows:
             # A trial that another process is creating has no key yet.
             key = self._key_of.get(trial_id)
-            if key is not None and states.get(key) != "complete":
+            if key is not None:
                 states[key] = STATES[state]
         return states
 
@@ -271,13 +271,25 @@ class Queue:
             missing = [cell for cell in cells if states.get(cell.key) in (None, "failed")]
             values = [(recorded or {}).get(cell.key) for cell in missing]
             for cell, value in zip(missing, values, strict=True):
-                trial = create_trial(
-                    state=TrialState.WAITING if value is None else TrialState.COMPLETE,
-                    value=value,
-                    user_attrs={"key": cell.key, "cell": asdict(cell)},
-                )
-                self._retry(lambda trial=trial: self._storage.create_new_trial(self._study_id, trial))
+                self._add(cell, value)
         return values.count(None)
+
+    def add_again(self, cells: Iterable[Cell]) -> None:
+        """Enqueue complete cells again, whose results MLflow has lost."""
+        with self.lock():
+            states = self.states()
+            for cell in cells:
+                if states.get(cell.key) == "complete":
+                    self._add(cell)
+
+    def _add(self, cell: Cell, value: float | None = None) -> None:
+        """value: the loss of a complete cell; None for one that waits."""
+        trial = create_trial(
+            state=TrialState.WAITING if value is None else TrialState.COMPLETE,
+            value=value,
+            user_attrs={"key": cell.key, "cell": asdict(cell)},
+        )
+        self._retry(lambda: self._storage.create_new_trial(self._study_id, trial))
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
         """Claim a waiting cell, one of `keys` if given, for a worker; None if none waits."""

@@ -107,8 +107,10 @@ def open_private(path: str, flags: int) -> int:
 
 
 def quarantine(path: Path, why: str) -> None:
-    """Rename a damaged file and log a warning; its run starts again without it."""
+    """Rename a damaged file or folder and log a warning; whoever reads it starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
+    if aside.is_dir():  # a folder, unlike a file, replaces only an empty one
+        shutil.rmtree(aside)
     path.replace(aside)
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 

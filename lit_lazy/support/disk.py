@@ -190,6 +190,11 @@ def describe_shortage(folder: Path, size: int) -> str:
     return ""
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether a file or folder exists but cannot be written, by its mode or because the file system is read-only."""
+    return path.exists() and not os.access(path, os.W_OK)
+
+
 def check_writable_file(option: str, file: Path) -> None:
     """Raise a one-line ValueError unless a file can be created or replaced; its folder may not exist yet."""
     if file.exists() and not file.is_file():

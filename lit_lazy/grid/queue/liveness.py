@@ -98,7 +98,7 @@ def _is_held(path: Path) -> bool:
 def is_dead(worker: Mapping[str, str]) -> bool | None:
     """Whether a worker of this machine is dead; None if this machine cannot determine it."""
     path = Path(worker["lock"])
-    if worker["host"] != socket.gethostname() or not path.exists():
+    if worker["host"] != socket.gethostname() or not os.access(path, os.W_OK):  # a read-only one cannot be locked
         return None
     return not _is_held(path)
 

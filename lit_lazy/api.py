@@ -34,6 +34,7 @@ from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
+from lit_lazy.tracking.archive import open_readable
 from lit_lazy.tracking.links import list_experiment_names
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.store import check_store, default_uri
@@ -324,15 +325,16 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     True
     """
     folder = _require_path("runs", runs)
-    uri = default_uri(folder)
-    check_store(uri)
-    known = list_experiment_names(uri, kind="ablation")
-    has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-    require(name in known, "results", name, f"{folder} holds no such ablation{did_you_mean(str(name), known)}; {has}")
-    tracker = Tracker(uri, folder, name)
-    parent = find_parent(tracker)
-    cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
-    return Results(build_table_from_mlflow(tracker, parent), cells)
+    with open_readable(default_uri(folder)) as uri:
+        check_store(uri)
+        known = list_experiment_names(uri, kind="ablation")
+        has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+        near = did_you_mean(str(name), known)
+        require(name in known, "results", name, f"{folder} holds no such ablation{near}; {has}")
+        tracker = Tracker(uri, folder, name)
+        parent = find_parent(tracker)
+        cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
+        return Results(build_table_from_mlflow(tracker, parent), cells)
 
 
 def _make_cell_record(run: TrackedRun) -> dict[str, Any]:

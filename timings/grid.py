@@ -14,7 +14,15 @@ from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import find, load_experiment
-from lit_lazy.grid.ablation import Ablation, Cell, expand, hash_row_definitions, make_row_infos, select_rows
+from lit_lazy.grid.ablation import (
+    Ablation,
+    Cell,
+    expand,
+    hash_row_definitions,
+    make_row_infos,
+    prepare_rows,
+    select_rows,
+)
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.worker import Worker, make_worker, prepare_process
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
@@ -91,7 +99,8 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     train_bare(short, folder / "calibrate", clock)
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
-    cells = expand(select_rows(_make_ablation(1, pairs), [], []), base)
+    chosen = select_rows(_make_ablation(1, pairs), [], [])
+    cells = expand(chosen, prepare_rows(chosen, base))
     worker.queue.add_missing(cells)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps per cell")
@@ -160,8 +169,9 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
     console(f"{size} cells: expanding and enqueueing")
     with measure_time("expand"):
         chosen = select_rows(ablation, [], [])
-        cells = expand(chosen, base)
-        facts = hash_row_definitions(ablation, base)
+        prepared = prepare_rows(chosen, base)
+        cells = expand(chosen, prepared)
+        facts = hash_row_definitions(ablation, base, prepared)
     runs.mkdir(parents=True)
     worker = _make_bench_worker(runs)
     queue, tracker, parent = worker.queue, worker.tracker, worker.parent_id

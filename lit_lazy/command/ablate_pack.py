@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grid_helpers import open_tracker
+from lit_lazy.command.grid_helpers import choose_output, open_tracker
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
 
 
@@ -24,11 +24,11 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.packed import CELLS, pack_grid
     from lit_lazy.support.disk import check_writable_file
 
-    tracker = open_tracker(options)
-    folder = options.runs / tracker.experiment
-    out = options.out or folder / CELLS
-    check_writable_file("--out", out)
-    packed, asked = pack_grid(tracker, folder, out)
+    with open_tracker(options) as tracker:
+        folder = options.runs / tracker.experiment
+        out = choose_output(options, folder / CELLS)
+        check_writable_file("--out", out)
+        packed, asked = pack_grid(tracker, folder, out)
     missing = f"; {asked - packed} are missing" if packed < asked else ""
     print(f"{out}: {packed} of {asked} cells of {tracker.experiment}{missing}")
     return 0

@@ -111,8 +111,11 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.results and options.keep_checkpoint:
         raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
+    import torch
+
     from lit_lazy.grid.jobs.job import LaunchOptions
 
+    torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
     if options.dry_run:
         from lit_lazy.grid.ablation import apply_rows
         from lit_lazy.grid.jobs.estimate import print_estimate
@@ -304,11 +307,12 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     """
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, select_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows, select_rows
 
     request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
-    cells = expand(chosen, base, request.overridden)
+    prepared = prepare_rows(chosen, base, request.overridden)
+    cells = expand(chosen, prepared)
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan
@@ -329,7 +333,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         columns=ablation.columns,
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
-        definitions=hash_row_definitions(ablation, base),
+        definitions=hash_row_definitions(ablation, base, prepared),
         facts=load_data(base.data).info,
         schema=SCHEMA,
         declaration=request.declaration,

@@ -19,8 +19,10 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.queue.storage import default_storage, list_grid_names
     from lit_lazy.support.console import plain_console
     from lit_lazy.support.secrets import redact_url
+    from lit_lazy.tracking.archive import open_readable
 
-    storage = options.storage or default_storage(options.runs)
-    name = resolve_grid_name(options, list_grid_names(storage), redact_url(storage))
-    print_status(Queue(storage, name), options.runs / name, plain_console())
+    given = options.storage or default_storage(options.runs)
+    with open_readable(given) as storage:
+        name = resolve_grid_name(options, list_grid_names(storage), redact_url(given))
+        print_status(Queue(storage, name), options.runs / name, plain_console())
     return 0

@@ -2,8 +2,8 @@
 
 import argparse
 
-from lit_lazy.command.grid_helpers import open_tracker
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
+from lit_lazy.command.grid_helpers import choose_output, open_tracker
+from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, folder, path
 
 
 def add_to(commands: Commands) -> None:
@@ -16,26 +16,35 @@ def add_to(commands: Commands) -> None:
         "--from", dest="source", metavar="FILE", type=path,
         help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file",
     )  # fmt: skip
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=folder,
+        help="write the table and its figures only here, and not to MLflow (default: NAME-EXPERIMENT in --runs)",
+    )
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.user_files import find
     from lit_lazy.grid.plan import find_parent
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.report.publish import recompute_table, write_table
+    from lit_lazy.report.publish import recompute_table, save_table, write_table
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.table.render import render_markdown
 
     if options.source is not None:
         if options.base:
             raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
+        if options.out:
+            raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
         ablation, question = load_ablation_or_question(find("ablations", options.ablation))
         print(render_markdown(recompute_table(options.source, ablation, question)))
         return 0
-    tracker = open_tracker(options)
-    check_writable_folder("--runs", options.runs)
-    folder = options.runs / tracker.experiment
-    folder.mkdir(parents=True, exist_ok=True)
-    table, _ = write_table(tracker, find_parent(tracker), folder)
+    with open_tracker(options) as tracker:
+        place = choose_output(options, options.runs / tracker.experiment)
+        check_writable_folder("--out" if options.out else "--runs", place)
+        place.mkdir(parents=True, exist_ok=True)
+        write = save_table if options.out else write_table
+        table, *_ = write(tracker, find_parent(tracker), place)
     print(render_markdown(table))
     return 0

@@ -2,7 +2,8 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,17 +99,29 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
     return name
 
 
-def open_tracker(options: argparse.Namespace) -> "Tracker":
-    """The MLflow experiment of the grid that NAME and --base mean."""
+@contextmanager
+def open_tracker(options: argparse.Namespace) -> "Iterator[Tracker]":
+    """The MLflow experiment of the grid that NAME and --base mean; a copy of the store if it is read-only."""
     from lit_lazy.support.secrets import redact_url
+    from lit_lazy.tracking.archive import open_readable
     from lit_lazy.tracking.links import list_experiment_names
     from lit_lazy.tracking.store import check_store, default_uri
     from lit_lazy.tracking.tracker import Tracker
 
-    uri = default_uri(options.runs)
-    check_store(uri)
-    known = list_experiment_names(uri, kind="ablation")
-    return Tracker(uri, options.runs, resolve_grid_name(options, known, f"MLflow at {redact_url(uri)}"))
+    where = f"MLflow at {redact_url(default_uri(options.runs))}"
+    with open_readable(default_uri(options.runs)) as uri:
+        check_store(uri)
+        known = list_experiment_names(uri, kind="ablation")
+        yield Tracker(uri, options.runs, resolve_grid_name(options, known, where))
+
+
+def choose_output(options: argparse.Namespace, default: Path) -> Path:
+    """--out, or a path in --runs. Raises a one-line ValueError if --runs is read-only and --out is not given."""
+    from lit_lazy.support.disk import is_read_only
+
+    if options.out is None and any(is_read_only(folder) for folder in (options.runs, default.parent)):
+        raise ValueError(f"--runs {str(options.runs)!r}: is read-only; say by --out where to write")
+    return options.out or default
 
 
 def print_results(table: str, where: Path, runs: Path) -> None:

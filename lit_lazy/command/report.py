@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grid_helpers import open_tracker
+from lit_lazy.command.grid_helpers import choose_output, open_tracker
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, name_list, path
 
 
@@ -28,10 +28,10 @@ def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.report.page import REPORT, render_report
     from lit_lazy.support.disk import check_writable_file, write_text
 
-    tracker = open_tracker(options)
-    file = options.out or options.runs / tracker.experiment / REPORT
-    check_writable_file("--out" if options.out else "--runs", file)
-    page = render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
+    with open_tracker(options) as tracker:
+        file = choose_output(options, options.runs / tracker.experiment / REPORT)
+        check_writable_file("--out" if options.out else "--runs", file)
+        page = render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
     print(f"report:     {file}")

@@ -85,9 +85,16 @@ def to_minimal_dict(config: Any) -> dict[str, Any]:
     kept = make_class_entry(config)
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
-        if to_dict(value, hint) != to_dict(get_default(field), hint):
+        if to_dict(value, hint) != _make_default(type(config), field.name):
             kept[field.name] = _to_minimal(value, hint)
     return kept
+
+
+@cache
+def _make_default(cls: type, name: str) -> Any:
+    """The canonical form of a field's default. Cached: a grid compares hundreds of them per cell."""
+    (field,) = (known for known in dataclasses.fields(cls) if known.name == name)
+    return to_dict(get_default(field), field_types(cls)[name])
 
 
 def _to_minimal(value: Any, hint: Any) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,15 +76,23 @@ class TokenDataset(Dataset[Batch]):
     `__getitems__` returns a complete batch `[B, L]`: use a DataLoader with an identity `collate_fn`.
     """
 
-    def __init__(self, sequences: Tensor, positions: Batch | None = None, targets: Tensor | None = None):
+    def __init__(
+        self,
+        sequences: Tensor,
+        positions: Batch | None = None,
+        targets: Tensor | None = None,
+        check: Callable[[int | list[int]], object] | None = None,
+    ):
         """targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` for no prediction.
 
         Every sequence must have the same number of predicted targets, so that the mean loss over the parts of a batch
         equals that of the batch.
+        check: called with the indices of sequences before they are read.
         """
         self.sequences = sequences
         self.positions = positions or {}
         self.targets = targets
+        self.check = check
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -96,6 +104,8 @@ class TokenDataset(Dataset[Batch]):
         return self._batch(indices)
 
     def _batch(self, index: int | list[int]) -> Batch:
+        if self.check:
+            self.check(index)
         sequences = self.sequences[index].long()
         targets = sequences[..., 1:] if self.targets is None else self.targets[index].long()
         positions = {name: values[index] for name, values in self.positions.items()}
@@ -108,9 +118,18 @@ class DocumentDataset(TokenDataset):
     `place` is int64 `[L]`, counted from 0 at the document's first token inside the window.
     """
 
-    def __init__(self, sequences: Tensor, starts: "np.ndarray", ends: "np.ndarray") -> None:
-        """starts `[N]`: offset of each window in the text; ends `[documents]`: offset of each document's end."""
-        super().__init__(sequences)
+    def __init__(
+        self,
+        sequences: Tensor,
+        starts: "np.ndarray",
+        ends: "np.ndarray",
+        check: Callable[[int | list[int]], object] | None = None,
+    ) -> None:
+        """starts `[N]`: offset of each window in the text; ends `[documents]`: offset of each document's end.
+
+        check: as for `TokenDataset`.
+        """
+        super().__init__(sequences, check=check)
         self.starts, self.ends = starts, ends
 
     def _batch(self, index: int | list[int]) -> Batch:

@@ -14,7 +14,17 @@ from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline,
 from lit_lazy.data.pipeline.documents import Files, Hub, Source, find_files
 from lit_lazy.data.pipeline.shards import FileJob
 from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
-from lit_lazy.data.pipeline.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
+from lit_lazy.data.pipeline.tokens import (
+    PARTS,
+    Corpus,
+    CorpusPlan,
+    cache_folder,
+    is_intact,
+    make_once,
+    open_corpus,
+    read_stamp,
+    write_corpus,
+)
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
 from lit_lazy.data.trigram import ByteTrigram, trigrams
@@ -90,17 +100,18 @@ class Text(DataConfig):
             require(not (byte_tokens and value), f"data.{name}", value, "needs a data.tokenizer file; bytes have none")
 
     def load(self) -> DataSource:
-        return _build_source(self, self.tokenise())
+        folder = self.tokenise()
+        return _build_source(self, folder, read_stamp(folder))
 
     def outline(self) -> Outline:
-        if self._folder(*self._sources()).exists():
+        if is_intact(self._folder(*self._sources())):
             return super().outline()
         return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None, self.document_mask)
 
     def tokenise(self, processes: int | None = None) -> Path:
         train, validation = self._sources()
         folder = self._folder(train, validation)
-        if not folder.exists():
+        if not is_intact(folder):
             self._tokenise(folder, train, validation, processes)
         return folder
 
@@ -185,9 +196,12 @@ def require_documents(source: Source) -> Sequence[Source]:
 
 
 @functools.cache
-def _build_source(config: Text, folder: Path) -> DataSource:
+def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSource:  # noqa: ARG001
     corpus = open_corpus(folder)
-    length = config.context_length
+    length, byte_tokens = config.context_length, config.tokenizer == BYTES
+    if config.bos or byte_tokens:  # windows with BOS are copies, n-grams are counted all over the text
+        for part in PARTS:
+            corpus.check(part, np.zeros(1, int), len(getattr(corpus, part)))
     cut = functools.partial(cut_windows_with_bos, bos=config.load_tokenizer().separator) if config.bos else cut_windows
     train, validation = cut(corpus.train, length), cut(corpus.validation, length)
     if len(train) == 0:
@@ -200,8 +214,8 @@ def _build_source(config: Text, folder: Path) -> DataSource:
             f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, a "
             "larger data.validation_share, or set data.validation"
         )
-    byte_tokens = config.tokenizer == BYTES
     chosen = pick_evenly(len(validation), config.validation_windows)
+    corpus.check("validation", chosen * length, length + 1)
     return DataSource(
         name="text",
         vocab_size=corpus.vocab_size,
@@ -222,9 +236,14 @@ def _build_source(config: Text, folder: Path) -> DataSource:
 
 def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, numbers: np.ndarray) -> TokenDataset:
     """Dataset of windows `[n, L + 1]`; `numbers` `[n]` are their indices in the part."""
+    starts, length = numbers * config.context_length, config.context_length + 1
+
+    def check(index: int | list[int]) -> None:
+        corpus.check(part, np.atleast_1d(starts[index]), length)
+
     if not config.document_mask:
-        return TokenDataset(windows)
-    return DocumentDataset(windows, numbers * config.context_length, corpus.ends(part))
+        return TokenDataset(windows, check=check)
+    return DocumentDataset(windows, starts, corpus.ends(part), check)
 
 
 def measure_ngrams(

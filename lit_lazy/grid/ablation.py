@@ -3,18 +3,21 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import LONGEST_NAME, load_attribute
-from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
+from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
@@ -106,7 +109,7 @@ class Ablation:
             raise ValueError(f"{here}: give either rows or axes")
         check_cell_count(f"{here}: points of its axes", math.prod(map(len, self.axes.values())))
         names = [row.name for row in self.all_rows]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := _find_twice(names):
             raise ValueError(f"{here}: two rows have the same name {twice[0]!r}; rename one")
         if odd := [name for name in names if not _can_be_shown(name)]:
             raise ValueError(f"{here}: row {short_repr(odd[0])} has an empty, long or unprintable name; rename it")
@@ -116,12 +119,13 @@ class Ablation:
             raise ValueError(f"{here}: columns=(): needs at least one; COLUMNS has the usual ones")
         keys, contrasts = [column.key for column in self.columns], [contrast.name for contrast in self.contrasts]
         for what, values in (("columns", keys), ("contrasts", contrasts)):
-            if twice := [name for name in values if values.count(name) > 1]:
+            if twice := _find_twice(values):
                 raise ValueError(f"{here}: two {what} are {twice[0]!r}; leave one out")
         if strange := [key for key in self.primary if key not in keys]:
             raise ValueError(f"{here}: primary {strange[0]!r} is not one of its columns")
+        known = set(names)
         for contrast in self.contrasts:
-            if strange := [name for name in contrast.weights if name not in names]:
+            if strange := [name for name in contrast.weights if name not in known]:
                 raise ValueError(f"{here}: contrast {contrast.name!r}: {strange[0]!r} is not one of its rows")
         if self.baseline not in names:
             raise ValueError(f"{here}: baseline {self.baseline!r} is not one of its rows")
@@ -134,12 +138,16 @@ class Ablation:
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
                 raise ValueError(f"{here}: seeds={seeds!r}: must be distinct non-negative integers")
 
-    @property
+    @cached_property
     def all_rows(self) -> tuple[Row, ...]:
         """The named rows, or the product of axes as rows."""
         if self.rows:
             return self.rows
         return tuple(Row(name, point, source="ours") for name, point in points(self.axes, self.exclude))
+
+
+def _find_twice(names: Iterable[str]) -> list[str]:
+    return [name for name, n in Counter(names).items() if n > 1]
 
 
 def points(
@@ -217,9 +225,24 @@ def apply_rows(
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
     check_cell_count("cells of the grid", sum(len(seeds) for _, seeds in chosen))
-    configs = {row.name: check_row(row, lambda row=row: row.apply_to(base)) for row, _ in chosen}
-    _reject_duplicates(chosen, configs)
+    configs: dict[str, RunConfig] = {}
+    first: dict[tuple[str, int], str] = {}
+    for row, seeds in track_progress(chosen, "reading rows"):
+        configs[row.name] = config = check_row(row, lambda row=row: row.apply_to(base))
+        _reject_duplicate(row, seeds, config, first)
     return configs
+
+
+def _reject_duplicate(row: Row, seeds: Sequence[int], config: RunConfig, first: dict[tuple[str, int], str]) -> None:
+    """Raise ValueError if another row in `first`, by settings and seed, is the same training; adds the row to it."""
+    settings = cell_key(config, fingerprint="")  # equal settings have equal data
+    for seed in seeds:
+        twin = first.setdefault((settings, seed), row.name)
+        if twin != row.name:
+            raise ValueError(
+                f"rows {twin!r} and {row.name!r} are the same training (seed {seed}); leave one out, "
+                "for example by --rows"
+            )
 
 
 def check_row(row: Row, check: Callable[[], T]) -> T:
@@ -230,76 +253,92 @@ def check_row(row: Row, check: Callable[[], T]) -> T:
         raise ValueError(f"row {row.name!r}: {error}") from None
 
 
-def expand(
+class PreparedRow(NamedTuple):
+    """The training of a row, checked on its data."""
+
+    config: RunConfig
+    fingerprint: str
+    """Of its data."""
+
+    def make_key(self, seed: int) -> str:
+        """The key of its cell with a seed."""
+        return cell_key(replace(self.config, seed=seed), self.fingerprint)
+
+
+def prepare_rows(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
-) -> list[Cell]:
-    """The cells of chosen rows on a base experiment, each validated on its data."""
+) -> dict[str, PreparedRow]:
+    """`apply_rows`, and each row validated on its data."""
     configs = apply_rows(chosen, base, overridden)
-    fingerprints = {
-        row.name: check_row(row, lambda row=row: _check_and_load_data(configs[row.name]).fingerprint)
-        for row, _ in chosen
-    }
-    cells = [(row, replace(configs[row.name], seed=seed)) for row, seeds in chosen for seed in seeds]
-    axes = _find_axes([to_dict(config) for _, config in cells])
-    return [
-        Cell(
-            key=cell_key(config, fingerprints[row.name]),
-            variant=row.name,
-            source=row.source,
-            seed=config.seed,
-            config=to_dict(config),
-            axes=cell_axes,
-        )
-        for (row, config), cell_axes in zip(cells, axes, strict=True)
-    ]
+    prepared = {}
+    for row, _ in track_progress(chosen, "checking rows"):
+        prepared[row.name] = check_row(row, lambda row=row: _check_start(configs[row.name]))
+    return prepared
 
 
-def _check_and_load_data(config: RunConfig) -> DataSource:
-    """The data of a training. Raises a one-line ValueError if the training cannot start."""
+def _check_start(config: RunConfig) -> PreparedRow:
+    """A training and its data. Raises a one-line ValueError if it cannot start."""
     source = prepare(config)
     check_init_from(config, source.outline)
-    return source
+    return PreparedRow(config, source.fingerprint)
+
+
+def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str, PreparedRow]) -> list[Cell]:
+    """The cells of chosen rows, which are prepared."""
+    settings = {row.name: to_dict(prepared[row.name].config) for row, _ in chosen}
+    axes = _find_axes(settings)
+    cells: list[Cell] = []
+    for row, seeds in track_progress(chosen, "making cells"):
+        cells += [
+            Cell(
+                key=prepared[row.name].make_key(seed),
+                variant=row.name,
+                source=row.source,
+                seed=seed,
+                config=settings[row.name] | {"seed": seed},
+                axes=axes[row.name],
+            )
+            for seed in seeds
+        ]
+    return cells
 
 
 def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
-    """Like `_check_and_load_data`, for data that is expensive to build and may not exist yet."""
+    """Like `_check_start`, for data that is expensive to build and may not exist yet."""
     outline = prepare_outline(config, execution)
     check_init_from(config, outline)
     return outline
 
 
-def hash_row_definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
-    """A hash of each row's training by row name; omits rows that do not fit the base."""
+def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[str, PreparedRow]) -> dict[str, str]:
+    """A hash of each row's training by row name; omits rows that do not fit the base.
+
+    prepared: rows on this base that need not be prepared again.
+    """
     found = {}
-    for row in ablation.all_rows:
-        try:
-            config = replace(row.apply_to(base), seed=0)
-            found[row.name] = cell_key(config, prepare(config).fingerprint)
-        except ValueError:
-            continue
+    for row in track_progress(ablation.all_rows, "comparing rows"):
+        with suppress(ValueError):
+            ready = prepared.get(row.name) or _fit_row(row, base)
+            found[row.name] = ready.make_key(seed=0)
     return found
 
 
-def _reject_duplicates(chosen: Sequence[tuple[Row, tuple[int, ...]]], configs: Mapping[str, RunConfig]) -> None:
-    first: dict[tuple[str, int], str] = {}
-    for row, seeds in chosen:
-        settings = cell_key(configs[row.name], fingerprint="")  # equal settings have equal data
-        for seed in seeds:
-            twin = first.setdefault((settings, seed), row.name)
-            if twin != row.name:
-                raise ValueError(
-                    f"rows {twin!r} and {row.name!r} are the same training (seed {seed}); leave one out, "
-                    "for example by --rows"
-                )
+def _fit_row(row: Row, base: RunConfig) -> PreparedRow:
+    """Raises ValueError if the row does not fit the base."""
+    config = row.apply_to(base)
+    return PreparedRow(config, prepare(config).fingerprint)
 
 
-def _find_axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """For each config, the flattened fields that vary between configs, by shortest unambiguous name."""
-    flat = [flatten(config) for config in configs]
-    paths = list(dict.fromkeys(path for config in flat for path in config))
-    varying = [path for path in paths if path != "seed" and len({str(config.get(path)) for config in flat}) > 1]
-    names = shorten_paths(varying)
-    return [{names[path]: str(config[path]) for path in varying if path in config} for config in flat]
+def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """For each row's settings, the flattened fields that vary between rows, by shortest unambiguous name."""
+    flat = {row: flatten(config) for row, config in settings.items()}
+    values: dict[str, set[str]] = {path: set() for config in flat.values() for path in config}
+    for config, path in itertools.product(flat.values(), values):
+        values[path].add(str(config.get(path)))
+    names = shorten_paths(path for path, found in values.items() if len(found) > 1)
+    return {
+        row: {name: str(config[path]) for path, name in names.items() if path in config} for row, config in flat.items()
+    }
 
 
 def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:

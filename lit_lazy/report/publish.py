@@ -32,11 +32,8 @@ def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, consol
 
 
 def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure]]:
-    """Build the table from MLflow; write it and its figures into a folder and log them on the parent run."""
-    table = build_table_from_mlflow(tracker, parent_id)
-    files, drawn = save(table, folder / "table"), draw_table_figures(table)
-    for name, figure in drawn.items():
-        files += figures.save_figure(figure, folder / name)
+    """`save_table`, and log it on the parent run."""
+    table, drawn, files = save_table(tracker, parent_id, folder)
     tracker.log_files(parent_id, files)
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
@@ -44,6 +41,15 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, 
     ended = all(row.status in ("complete", "failed") for row in table.rows)
     save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
     return table, drawn
+
+
+def save_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure], list[Path]]:
+    """Build the table from MLflow, and write it and its figures into a folder; returns also the files."""
+    table = build_table_from_mlflow(tracker, parent_id)
+    files, drawn = save(table, folder / "table"), draw_table_figures(table)
+    for name, figure in drawn.items():
+        files += figures.save_figure(figure, folder / name)
+    return table, drawn, files
 
 
 def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:

@@ -2,9 +2,17 @@
 
 import shutil
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+QUIET_SECONDS, PLAIN_EVERY_SECONDS = 2.0, 15.0
+"""Time before anything is shown, and between lines where stderr is no terminal."""
 
 
 def plain_console(stderr: bool = False) -> Console:
@@ -30,3 +38,25 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def track_progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yields the items; beyond QUIET_SECONDS with a bar on stderr, or a line now and then if that is no terminal."""
+    console, started = plain_console(stderr=True), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True)
+    task, due = bar.add_task(what, total=len(items)), QUIET_SECONDS
+    try:
+        for done, item in enumerate(items, start=1):
+            yield item
+            bar.update(task, completed=done)
+            seconds = time.monotonic() - started
+            if seconds >= due and console.is_terminal:
+                bar.start()
+            elif seconds >= due:
+                due = seconds + PLAIN_EVERY_SECONDS
+                left = format_duration(seconds / done * (len(items) - done))
+                console.print(f"{what}: {done:,} of {len(items):,}, about {left} left")
+    finally:
+        if bar.live.is_started:  # it would print an empty line
+            bar.stop()

@@ -1,8 +1,10 @@
 """Atomic writes, quarantined files and full disks."""
 
 import errno
+import fcntl
 import logging
 import os
+import secrets
 import shutil
 import socket
 import stat
@@ -27,37 +29,84 @@ PRIVATE = 0o600
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
-    scratch = _make_scratch_path(path)
-    try:
-        with scratch.open("wb") as file:
+    with _hold_scratch(path, _create_file) as (scratch, held):
+        with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(held)
         scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
 
-def _make_scratch_path(path: Path) -> Path:
-    """This process's temporary name for a path; removes those that dead processes of this machine left."""
+@contextmanager
+def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+    """A temporary file or folder for a path, removed at the end, and its descriptor, which locks it while it is in use.
+
+    Removes those that dead processes of this machine left. Locks tell them, and not process ids, which are used again
+    and which each container counts for itself.
+    """
     mark = f".{path.name}.{socket.gethostname()}."
     for left in path.parent.glob(f"{escape(mark)}*"):
-        pid = left.name.removeprefix(mark)
-        if pid.isdecimal() and not _is_process(int(pid)):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-    return path.with_name(f"{mark}{os.getpid()}")
-
-
-def _is_process(pid: int) -> bool:  # without psutil: the step's benchmark runs where torch is the only package
+        with suppress(OSError):  # it has been renamed or removed, or nothing can be locked there
+            _remove_unused(left)
+    scratch, held = _create_locked(path, mark, create)
     try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.EPERM  # another user's
-    return True
+        yield scratch, held
+    finally:
+        _remove(scratch)
+        os.close(held)
+
+
+def _create_locked(path: Path, mark: str, create: Callable[[Path], int]) -> tuple[Path, int]:
+    """A new file or folder next to `path`, locked, and its descriptor."""
+    while True:
+        scratch = path.with_name(f"{mark}{secrets.token_hex(4)}")
+        held = create(scratch)
+        try:
+            if _try_lock(held, scratch):
+                return scratch, held
+        except OSError:  # nothing can be locked there, so nobody takes it for a leftover
+            return scratch, held
+        os.close(held)  # another process took it for a leftover before it was locked
+
+
+def _create_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _create_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a temporary file or folder unless a process uses it."""
+    held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
+    try:
+        if _try_lock(held, path):
+            _remove(path)
+    finally:
+        os.close(held)
+
+
+def _try_lock(held: int, path: Path) -> bool:
+    """Lock an open file or folder; False if another process holds or has removed it.
+
+    Raises OSError if nothing can be locked there.
+    """
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return path.exists()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -76,16 +125,12 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
     Raises OSError if `path` is anything else by then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _make_scratch_path(path)
-    scratch.mkdir()
-    try:
+    with _hold_scratch(path, _create_folder) as (scratch, _):
         yield scratch
         for file in scratch.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         scratch.replace(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     _sync_folder(path.parent)
 
 
@@ -107,8 +152,10 @@ def open_private(path: str, flags: int) -> int:
 
 
 def quarantine(path: Path, why: str) -> None:
-    """Rename a damaged file and log a warning; its run starts again without it."""
+    """Rename a damaged file or folder and log a warning; whoever reads it starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
+    if aside.is_dir():  # a folder, unlike a file, replaces only an empty one
+        shutil.rmtree(aside)
     path.replace(aside)
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
@@ -141,6 +188,11 @@ def describe_shortage(folder: Path, size: int) -> str:
             raise
         return f"{PROBE_BYTES / 1e6:.0f} MB ({error.strerror})"
     return ""
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether a file or folder exists but cannot be written, by its mode or because the file system is read-only."""
+    return path.exists() and not os.access(path, os.W_OK)
 
 
 def check_writable_file(option: str, file: Path) -> None:

@@ -10,11 +10,13 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.error import URLError
 
-from lit_lazy.support.disk import open_private
+from lit_lazy.support.disk import is_read_only, open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
+from lit_lazy.tracking.archive import open_readable
 from lit_lazy.tracking.artifacts import make_addresses_relative
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
@@ -30,17 +32,27 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     name: prints only links to this experiment or ablation. Raises ValueError without a store, without an experiment of
     that name, or if the port is in use.
     """
-    uri = default_uri(runs)
-    check_store(uri)
-    if not list_experiment_names(uri):
-        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some")
-    url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
-    links = find_experiment_links(uri, url)
-    if name is not None:
-        links = select_links(links, name)
-    if uri.startswith("http"):
-        print_links(links)
-        return 0
+    with open_readable(default_uri(runs)) as uri, TemporaryDirectory(prefix="lit-lazy-") as scratch:
+        check_store(uri)
+        if not list_experiment_names(uri):
+            raise ValueError(
+                f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"
+            )
+        url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
+        links = find_experiment_links(uri, url)
+        if name is not None:
+            links = select_links(links, name)
+        if uri.startswith("http"):
+            print_links(links)
+            return 0
+        if uri != default_uri(runs):
+            print(f"--runs {str(runs)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost")
+        return _run_server(uri, port, links, Path(scratch) if is_read_only(runs) else runs)
+
+
+def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folder: Path) -> int:
+    """MLflow's server, until it is interrupted; returns its exit status."""
+    url, log = f"http://{HOST}:{port}", log_folder / "mlflow-server.log"
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: is in use; choose another port")
@@ -48,7 +60,6 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     if (file := sqlite_file(uri)) is not None:
         make_addresses_relative(file)
         uri, folder = sqlite_url(file), file.resolve().parent
-    log = runs / "mlflow-server.log"
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
         "MLFLOW_BACKEND_STORE_URI": uri,  # not an argument, which other users could read: it may contain a password
@@ -74,7 +85,7 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    """Return when the server answers. Raises ValueError with the path of its log if it does not."""
+    """Return when the server answers. Raises ValueError with path and last line of its log if it does not."""
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -82,7 +93,8 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
                 return
         except (URLError, OSError):
             time.sleep(0.2)
-    raise ValueError(f"MLflow's server did not start on {url}; see {log}")
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    raise ValueError(f"MLflow's server did not start on {url}; its log {log} ends in {last!r}")
 
 
 def select_links(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:

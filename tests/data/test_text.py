@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import forked
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -526,13 +528,99 @@ def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch)
         small(path=corpora["jsonl"]).load()
 
 
-def test_damage_is_detected(corpora, cache):
-    small(path=corpora["jsonl"]).load()
-    text._build_source.cache_clear()
+def replace_tokens(path: Path) -> None:
+    """Other tokens in place of all those of a part; its size stays."""
+    stream = np.fromfile(path, np.uint8)
+    (stream ^ 1).tofile(path)
+
+
+DAMAGES = {
+    "other tokens": replace_tokens,
+    "other ends": lambda path: replace_tokens(path.with_suffix(".ends")),
+    "too short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "missing": Path.unlink,
+    "no facts": lambda path: path.with_name("corpus.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_corpus_is_quarantined_and_made_anew(corpora, cache, harm, caplog):
+    config = small(path=corpora["jsonl"])
+    fingerprint = config.load().fingerprint
     (path,) = cache.glob("*/train.bin")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"its folder {path.parent.name} is damaged; delete it"):
-        small(path=corpora["jsonl"]).load()
+    good = path.read_bytes()
+    harm(path)
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint
+    assert path.read_bytes() == good
+    assert config.load().train[0]["tokens"].tolist() == list(good[:L])
+    (line,) = caplog.messages
+    assert re.search(rf"{path.parent.name}: .*; quarantined as {path.parent.name}.damaged, started again", line)
+    harm(path)
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint  # a former corpus is in quarantine
+    assert sorted(cache.iterdir()) == [path.parent, cache / f"{path.parent.name}.damaged"]
+
+
+def test_another_process_trains_on_no_other_tokens(corpora, cache, tmp_path):
+    small(path=corpora["jsonl"]).tokenise()
+    (path,) = cache.glob("*/train.bin")
+    good = path.read_bytes()
+    replace_tokens(path)
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+from lit_lazy.data.text import Text
+config = Text({corpora["jsonl"]!r}, context_length={L}, validation_windows=10, validation_share={SHARE})
+print(config.load().train[0]["tokens"].tolist())""")
+    out, errors = finished(forked.Popen([sys.executable, script], stdout=forked.PIPE, stderr=forked.PIPE, text=True))
+    assert out == f"{list(good[:L])}\n"
+    assert f"its tokens differ from their digest; quarantined as {path.parent.name}.damaged" in errors
+
+
+def test_a_corpus_of_an_earlier_version_is_checked_without_its_ends(corpora, cache, caplog):
+    config = small(path=corpora["jsonl"])
+    fingerprint = config.load().fingerprint
+    (path,) = cache.glob("*/corpus.json")
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({name: facts[name] for name in facts if name not in ("digests", "ends")}))
+    replace_tokens(path.with_name("train.ends"))
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint
+    assert not caplog.messages
+    replace_tokens(path.with_name("train.bin"))
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint
+    assert "its tokens differ from their digest" in caplog.text
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_large_corpus_is_checked_by_block_before_its_first_use(corpora, bpe, cache, monkeypatch, caplog, mask):
+    monkeypatch.setattr(tokens, "WHOLE_BYTES", 5000)
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 1000)
+    config = small(path=corpora["jsonl"], tokenizer=bpe, document_mask=mask)
+    before = config.load()
+    (path,) = cache.glob("*/train.bin")
+    stream = np.fromfile(path, np.uint16)
+    assert stream.nbytes > 20 * tokens.BLOCK_BYTES
+    expected = stream[: 3 * L].tolist()
+    stream[1500] ^= 1  # in block 3
+    stream.tofile(path)
+    tokens.find_damage.cache_clear()
+    text._build_source.cache_clear()
+    damaged = config.load()
+    assert damaged.fingerprint == before.fingerprint
+    assert damaged.train.__getitems__([0, 1, 2])["tokens"].flatten().tolist() == expected
+    with pytest.raises(ValueError, match=r"its folder \w+ is damaged; run again to tokenise it anew"):
+        damaged.train.__getitems__([0, 1500 // L + 3])
+    assert not path.parent.exists()
+    again = config.load()
+    assert again.fingerprint == before.fingerprint
+    everything = again.train.__getitems__(list(range(len(again.train))))["tokens"].flatten()
+    assert everything[1500] == stream[1500] ^ 1
+    path.with_suffix(".sha256").write_bytes(b"short")
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == before.fingerprint
+    assert "is incomplete (wrong size of train.sha256); quarantined" in caplog.text
 
 
 # Hub datasets, as a folder with the same layout

@@ -1,19 +1,27 @@
 """An ablation's cells, expanded and checked before anything is created."""
 
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
+from lit_lazy.command import ablate_run
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import find, list_available, load_attribute, load_experiment
-from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select_rows
+from lit_lazy.grid import ablation as preparation
+from lit_lazy.grid import packed
+from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, prepare_rows, select_rows
+from lit_lazy.grid.jobs import estimate
+from lit_lazy.support import console
 from lit_lazy.table.columns import COLUMNS
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
@@ -31,7 +39,8 @@ def tiny() -> RunConfig:
 
 
 def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
-    return expand(select_rows(made, rows, seeds), replace_at(tiny(), made.common))
+    chosen = select_rows(made, rows, seeds)
+    return expand(chosen, prepare_rows(chosen, replace_at(tiny(), made.common)))
 
 
 SHIPPED = [
@@ -80,6 +89,55 @@ def test_axes_make_a_product_named_after_its_values() -> None:
         "bias=Alibi lr=0.2",
     ]
     assert cells_of(made)[0].axes == {"bias": "NoBias", "lr": "0.1"}
+
+
+def test_twenty_thousand_points_are_made_in_linear_time() -> None:
+    axes = {"train.lr": [0.001 * i for i in range(200)], "train.steps": range(100)}
+    started = time.process_time()
+    made = ablation(rows=(), axes=axes, baseline="lr=0.0 steps=0")
+    assert len(select_rows(made, [], [])) == 20_000
+    assert time.process_time() - started < 2.5
+
+
+def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, applied = Counter[RunConfig](), Counter[str]()
+    prepare, apply = preparation.prepare, Row.apply_to
+    monkeypatch.setattr(preparation, "prepare", lambda config: prepared.update([config]) or prepare(config))
+    monkeypatch.setattr(Row, "apply_to", lambda row, base: applied.update([row.name]) or apply(row, base))
+    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "1,2"]
+    grid = make_grid(make_parser().parse_args(words), [])
+    assert len(grid.cells) == 4
+    assert len(grid.plan.definitions) == 17
+    assert [*prepared.values()] == [*applied.values()] == 17 * [1]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_what_takes_long_shows_its_progress(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = RuntimeError("the rows are checked")
+    for module, name in ((packed, "take_from_files"), (estimate, "estimate_cost")):
+        monkeypatch.setattr(module, name, Mock(side_effect=ended))
+    monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
+    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--runs", str(tmp_path), *more]
+    with pytest.raises(RuntimeError, match="are checked"):
+        ablate_run.ablate_run(make_parser().parse_args(words), [])
+    out, errors = capsys.readouterr()
+    assert re.search(r"^checking rows: 1 of 17, about \d:\d\d left$", errors, re.MULTILINE)
+    assert "of 17" not in out
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_rows_are_checked_with_the_threads_of_a_worker(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all threads of a busy machine the small tensors of a check take several times as long."""
+
+    def end(*_: object) -> None:
+        raise RuntimeError(f"checked with {torch.get_num_threads()} threads")
+
+    monkeypatch.setattr(preparation, "check_init_from", end)
+    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", *more]
+    with pytest.raises(RuntimeError, match="with 2 threads"):
+        ablate_run.ablate_run(make_parser().parse_args(words), [])
 
 
 def test_each_cell_has_the_axes_its_own_parts_have() -> None:
@@ -156,12 +214,12 @@ def test_a_row_whose_value_cannot_be_made_is_named(value: object, message: str) 
 @pytest.mark.parametrize("path", [NORMALISER, f"{NORMALISER}.tau_init"])
 def test_an_override_that_a_row_would_undo_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"sets model\.attention\.normaliser itself"):
-        expand(select_rows(ablation(), [], []), tiny(), [path])
+        prepare_rows(select_rows(ablation(), [], []), tiny(), [path])
 
 
 def test_an_override_of_the_seed_points_to_seeds() -> None:
     with pytest.raises(ValueError, match="--seeds"):
-        expand(select_rows(ablation(), [], []), tiny(), ["seed"])
+        prepare_rows(select_rows(ablation(), [], []), tiny(), ["seed"])
 
 
 def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:

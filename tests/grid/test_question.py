@@ -15,7 +15,7 @@ from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.user_files import experiment, find, list_available, load_attribute
-from lit_lazy.grid.ablation import Ablation, Row, expand, select_rows
+from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.provenance import find_last_commit
@@ -249,7 +249,8 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
     # The files that smollm2 needs are no part of a clone.
     name = "smollm2_tiny" if ablation.base == "smollm2" else ablation.base
     base = replace_at(experiment(name), ablation.common)
-    cells = expand(select_rows(ablation, [], [ablation.seeds[0]]), base)
+    chosen = select_rows(ablation, [], [ablation.seeds[0]])
+    cells = expand(chosen, prepare_rows(chosen, base))
     assert len(cells) == len(ablation.all_rows)
 
 

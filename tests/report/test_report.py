@@ -1,15 +1,25 @@
 """The report is rebuilt from MLflow byte for byte, names what is missing, and renders in a real browser."""
 
+import ctypes
 import doctest
+import io
+import json
 import os
 import re
 import shutil
+import socket
+import sqlite3
+import subprocess
 from collections.abc import Iterator
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
+import forked
 import numpy as np
 import pytest
 from chromium import CHROMIUM, Browser
@@ -24,6 +34,9 @@ from lit_lazy.report.publish import write_table
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import render_html_parts, render_markdown
+from lit_lazy.tracking import serve
+from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.links import find_experiment_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
@@ -31,6 +44,9 @@ pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
 ID = "duo-backcopy_tiny"
 UI = "http://127.0.0.1:5000"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+CLONE_NEWNS = 0x20000
+"""Of Linux's unshare: mounts of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +217,8 @@ WRONG = [
     (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),
     (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
     (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
+    (["ablate", "table", ID, "--out", "/proc/none"], "--out '/proc/none': nothing can be written there"),
+    (["ablate", "table", ID, "--from", "x", "--out", "y"], "--out 'y': --from replaces the file it names; leave one"),
 ]
 
 
@@ -461,3 +479,111 @@ class TestFromPython:
             line.source = line.source.replace("table2-backcopy", ID)
         said: list[str] = []
         assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+
+
+# A read-only archive
+
+
+def make_read_only(folder: Path) -> None:
+    """Forbid this process to write below a folder: by modes or, for root, who ignores them, by a mount of its own."""
+    if os.geteuid():
+        for path in [folder, *folder.rglob("*")]:
+            path.chmod(path.stat().st_mode & ~0o222)
+        return
+    assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+    for words in (["--make-rprivate", "/"], ["--bind", folder, folder], ["-o", "remount,ro,bind", folder]):
+        subprocess.run(["mount", *words], check=True)
+    with pytest.raises(OSError, match="Read-only"):
+        (folder / "new").touch()
+
+
+@pytest.fixture(scope="module")
+def archive(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the store, with a question's results and a cell whose worker may live."""
+    if not os.geteuid() and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("root may write anywhere, and this machine permits no mounts")
+    folder = shutil.copytree(store, tmp_path_factory.mktemp("cd") / "runs")
+    shutil.copytree(RESULTS / "q_null-recall", folder / "q_null-recall")
+    lock = folder / "worker.lock"
+    lock.touch()
+    worker = json.dumps({"pid": "1", "host": socket.gethostname(), "lock": str(lock)})
+    with closing(sqlite3.connect(folder / "queue.db")) as database, database:
+        database.execute("UPDATE trials SET state = 'RUNNING' WHERE trial_id = 1")
+        database.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = 1 AND key = 'worker'", [worker]
+        )
+    return folder
+
+
+def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
+    """Status, output and errors of commands in a process that cannot write to the archive, nor see its original."""
+
+    def work() -> list[tuple[int, str, str]]:
+        make_read_only(archive)
+        found = []
+        for words in commands:
+            out, errors = io.StringIO(), io.StringIO()
+            with redirect_stdout(out), redirect_stderr(errors):
+                found.append((main(words), out.getvalue(), errors.getvalue()))
+        return found
+
+    return forked.run_in_fork(work)
+
+
+def test_a_read_only_archive_is_read(
+    store: Path, archive: Path, tmp_path: Path, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 0)
+    table = render_markdown(build_table_from_mlflow(tracker, find_parent(tracker)))
+    hidden = store.rename(store.with_name("hidden"))
+    try:
+        found = run_on_archive(
+            archive,
+            ["report", ID, "--runs", str(archive), "--out", str(tmp_path / "report.html")],
+            ["ablate", "table", ID, "--runs", str(archive), "--out", str(tmp_path / "table")],
+            ["ablate", "status", ID, "--runs", str(archive)],
+            ["ablate", "verdicts", str(archive), "--out", str(tmp_path / "verdicts.md")],
+        )
+    finally:
+        hidden.rename(store)
+    assert [(status, errors) for status, _, errors in found] == 4 * [(0, "")]
+    assert "4 of 4 cells complete" in (tmp_path / "report.html").read_text()
+    assert found[1][1].strip() == (tmp_path / "table" / "table.md").read_text().strip() == table.strip()
+    assert (tmp_path / "table" / "effects.png").stat().st_size
+    assert re.search(rf"{ID}: 3/4 cells complete\n +1 running", found[2][1])
+    assert "(dead)" not in found[2][1]
+    assert "q_null" in (tmp_path / "verdicts.md").read_text()
+
+
+def test_a_read_only_archive_needs_a_place_for_what_is_written(archive: Path) -> None:
+    words = ["--runs", str(archive)]
+    for status, _, errors in run_on_archive(archive, ["report", ID, *words], ["ablate", "table", ID, *words]):
+        assert status == 2
+        assert errors == f"lit-lazy: --runs {str(archive)!r}: is read-only; say by --out where to write\n"
+
+
+def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: list[str], stdout: IO[str], env: dict[str, str], **__: object) -> None:
+        pages = {links.name: links.pages for links in find_experiment_links(env["MLFLOW_BACKEND_STORE_URI"], UI)}
+        assert {"its table", "its report"} <= pages[ID].keys()
+        database = sqlite_file(env["MLFLOW_BACKEND_STORE_URI"])
+        assert database is not None
+        assert archive not in (database.parent, Path(stdout.name).parent)
+        raise ValueError(f"the server would serve {database}")
+
+    monkeypatch.setattr(serve, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
+    ((status, out, errors),) = run_on_archive(archive, ["dashboard", "--runs", str(archive), "--port", "5987"])
+    assert status == 2
+    served = re.fullmatch(r"lit-lazy: the server would serve (.*)\n", errors)
+    assert served is not None
+    assert not Path(served[1]).parent.exists()
+    assert f"--runs {str(archive)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost" in out
+
+
+def test_a_table_is_written_elsewhere_without_a_change_in_mlflow(tracker: Tracker, store: Path, tmp_path: Path) -> None:
+    parent = find_parent(tracker)
+    tracker.tag(parent, "mlflow.note.content", "mine")
+    assert main(["ablate", "table", ID, "--runs", str(store), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "table.json").exists()
+    assert tracker.read_tags(parent)["mlflow.note.content"] == "mine"
+    assert not (store / ID / "table.json").exists()

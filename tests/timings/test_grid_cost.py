@@ -7,7 +7,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from lit_lazy.grid.ablation import expand, select_rows
+from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.worker import prepare_process
 from lit_lazy.support import typecheck
@@ -50,6 +50,6 @@ def test_types_are_read_once_per_class(monkeypatch: pytest.MonkeyPatch) -> None:
     hints = typing.get_type_hints
     monkeypatch.setattr(typing, "get_type_hints", lambda cls, *rest: read.append(cls) or hints(cls, *rest))
     typecheck.field_types.cache_clear()
-    assert len(expand(chosen, base)) == 50
+    assert len(expand(chosen, prepare_rows(chosen, base))) == 50
     assert read
     assert len([cls for cls in read if cls.__module__.startswith("lit_lazy")]) == len(set(read))

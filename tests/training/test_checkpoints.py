@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.support import disk
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
 from lit_lazy.training import checkpoints
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, find_resume_step, load, read_checkpoint
@@ -85,14 +85,19 @@ class TestWriting:
         assert os.listdir(tmp_path) == ["last.ckpt"]
         assert find_resume_step(path, LAZY, module_of()) == 3
 
-    def test_the_systems_own_full_disk(self, tmp_path: Path) -> None:
+    def test_the_systems_own_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Linux's /dev/full rejects every write like a full disk."""
         if not Path("/dev/full").exists():
             pytest.skip("needs /dev/full, which Linux has")
         path = tmp_path / "last.ckpt"
         save(path, checkpoint())
         former = path.read_bytes()
-        (tmp_path / f".last.ckpt.{socket.gethostname()}.{os.getpid()}").symlink_to("/dev/full")
+
+        def create(path: Path) -> int:
+            path.symlink_to("/dev/full")
+            return os.open(path, os.O_WRONLY)
+
+        monkeypatch.setattr(disk, "_create_file", create)
         with pytest.raises((OSError, RuntimeError)) as failed:
             save(path, checkpoint(step=6))
         assert is_disk_full(failed.value)

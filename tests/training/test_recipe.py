@@ -15,7 +15,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import IGNORED
-from lit_lazy.grid.ablation import Ablation, expand, select_rows
+from lit_lazy.grid.ablation import Ablation, expand, prepare_rows, select_rows
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
@@ -86,7 +86,7 @@ def test_every_choice_is_an_axis_of_a_grid() -> None:
     )  # fmt: skip
     made = Ablation("recipe", plain, (0,), COLUMNS, axes=axes)
     chosen = select_rows(made, [*[row.name for row in made.all_rows][::13], plain], ())
-    cells = expand(chosen, experiment("backcopy_tiny"))
+    cells = expand(chosen, prepare_rows(chosen, experiment("backcopy_tiny")))
     assert len({cell.key for cell in cells}) == len(cells) == 12
     assert {cell.axes["optimiser"] for cell in cells} == {"AdamW", "SGD", "Muon"}
 

@@ -1,7 +1,8 @@
 """Cache of tokenised corpora, memory-mapped when opened.
 
 A corpus is a folder with `train.bin`, `validation.bin` (the tokens, in the smallest unsigned type that holds the
-vocabulary), `train.ends`, `validation.ends` (end offset of each document, int64) and `corpus.json` (metadata). It is
+vocabulary), `train.ends`, `validation.ends` (end offset of each document, int64), `corpus.json` (metadata with digests)
+and, for a part of more than WHOLE_BYTES, `train.sha256` (a digest of each block of BLOCK_BYTES, 32 bytes each). It is
 joined from the shards of its files (`lit_lazy.data.pipeline.shards`), which stay in the cache until it is complete. It
 appears by an atomic rename under a lock: concurrent processes make the same corpus once. A killed process leaves
 finished shards, which the next one reuses, and `.partial` folders and files, which the next one replaces.
@@ -9,15 +10,17 @@ finished shards, which the next one reuses, and `.partial` folders and files, wh
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,48 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import plain_console
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import quarantine, write_atomically, write_text
 from lit_lazy.support.errors import one_line
 
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
+WHOLE_BYTES = 2**30
+"""Tokens of a part, in bytes, up to which it is checked as a whole when a process opens it, in 1 to 2 seconds. Of a
+larger one each block is checked before its first use."""
+BLOCK_BYTES = 2**20
+"""Small, because the first batches of a training use as many blocks as windows."""
 ATTEMPTS = 3
 """Attempts to read a shard that is damaged, or that another corpus of the same files has removed."""
+
+
+class BlockCheck:
+    """Checks the blocks of a part, each once, before they are used."""
+
+    def __init__(self, path: Path, tokens: np.ndarray) -> None:
+        """path: of their digests; tokens `[n]`: the part, memory-mapped."""
+        self.folder, self.tokens = path.parent, tokens
+        self.digests = np.fromfile(path, np.uint8).reshape(-1, hashlib.sha256().digest_size)
+        self.per_block = BLOCK_BYTES // self.tokens.itemsize
+        self.unchecked = np.ones(len(self.digests), bool)
+
+    def check(self, starts: np.ndarray, length: int) -> None:
+        """As `Corpus.check`."""
+        first, last = starts // self.per_block, (starts + length - 1) // self.per_block
+        for block in {number for span in zip(first, last, strict=True) for number in range(span[0], span[1] + 1)}:
+            if self.unchecked[block]:
+                self._check_block(block)
+                self.unchecked[block] = False
+
+    def _check_block(self, block: int) -> None:
+        content = self.tokens[block * self.per_block : (block + 1) * self.per_block]
+        if hashlib.sha256(content.tobytes()).digest() == self.digests[block].tobytes():
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process found it too
+            quarantine(self.folder, f"block {block} of its tokens differs from its digest")
+        raise ValueError(
+            f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name} is damaged; run again to "
+            "tokenise it anew"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,6 +90,16 @@ class Corpus:
     """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
     token counts as one token and no byte."""
     folder: Path
+    checks: Mapping[str, BlockCheck]
+    """Of the parts that were not checked as a whole."""
+
+    def check(self, part: str, starts: np.ndarray, length: int) -> None:
+        """Check what was not checked yet of the `length` tokens after each of `starts` `[n]`, before their use.
+
+        Raises a one-line ValueError if a block is damaged; the corpus is then in quarantine.
+        """
+        if part in self.checks:
+            self.checks[part].check(starts, length)
 
     def ends(self, part: str) -> np.ndarray:
         """End offset of each document of a part, including its separator: int64 `[documents]`, memory-mapped."""
@@ -75,39 +123,94 @@ def cache_folder() -> Path:
     return folder
 
 
-def open_corpus(folder: Path) -> Corpus:
-    """Memory-map a corpus; reads only its metadata."""
+def is_intact(folder: Path) -> bool:
+    """Whether a corpus exists and matches its digests; reads it once per process."""
+    return folder.exists() and not find_damage(folder, read_stamp(folder))
+
+
+def read_stamp(folder: Path) -> tuple[int, int]:
+    """Distinguishes a corpus from one that was made anew in its place."""
+    state = folder.stat()
+    return state.st_ino, state.st_mtime_ns
+
+
+@functools.cache
+def find_damage(folder: Path, stamp: tuple[int, int]) -> str:  # noqa: ARG001
+    """What differs in a corpus from its digests; "" if nothing. Parts with digests of blocks count as intact.
+
+    Raises a one-line ValueError if the corpus cannot be read.
+    """
     try:
         facts = json.loads((folder / FACTS).read_text())
-        train, validation = (np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS)
-        if [len(train), len(validation)] != facts["tokens"]:
-            raise ValueError("wrong number of tokens")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        width = np.dtype(facts["dtype"]).itemsize
+        sizes = [(folder / f"{part}.bin").stat().st_size for part in PARTS]
+        if sizes != [tokens * width for tokens in facts["tokens"]]:
+            return "its number of tokens is wrong"
+        digests = [_digest_part(folder, part, facts) for part in PARTS]
+        if make_fingerprint(facts["vocab_size"], digests) != facts["fingerprint"]:
+            return "its tokens differ from their digest"
+        # An earlier version wrote no digests of the ends.
+        if [_digest_file(folder / f"{part}.ends") for part in PARTS if "ends" in facts] != facts.get("ends", []):
+            return "its document ends differ from their digest"
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
+        return f"is incomplete ({one_line(error)})"
+    except OSError as error:
         raise ValueError(
-            f"LIT_LAZY_CACHE={str(folder.parent)!r}: its folder {folder.name} is damaged; delete it to tokenise again"
+            f"LIT_LAZY_CACHE={str(folder.parent)!r}: its folder {folder.name} cannot be read "
+            f"({error.strerror or one_line(error)}); make it readable, or set another folder"
         ) from None
+    return ""
+
+
+def _digest_part(folder: Path, part: str, facts: Mapping[str, Any]) -> str:
+    """sha256 of a part's type and tokens: of the file, or as recorded if its blocks are checked later."""
+    tokens, blocks = folder / f"{part}.bin", folder / f"{part}.sha256"
+    if not blocks.exists():
+        return _digest_file(tokens, facts["dtype"].encode())
+    if blocks.stat().st_size != ceil(tokens.stat().st_size / BLOCK_BYTES) * hashlib.sha256().digest_size:
+        raise ValueError(f"wrong size of {blocks.name}")
+    return facts["digests"][PARTS.index(part)]
+
+
+def _digest_file(path: Path, prefix: bytes = b"") -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.sha256(prefix)).hexdigest()
+
+
+def make_fingerprint(vocab_size: int, digests: Sequence[str]) -> str:
+    """Fingerprint of a corpus whose parts have these digests."""
+    return hashlib.sha256(" ".join([str(vocab_size), *digests]).encode()).hexdigest()[:16]
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """Memory-map an intact corpus; reads only its metadata."""
+    facts = json.loads((folder / FACTS).read_text())
+    parts = {part: np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS}
     return Corpus(
-        train=train,
-        validation=validation,
+        **parts,
         vocab_size=facts["vocab_size"],
         fingerprint=facts["fingerprint"],
         train_documents=facts["documents"][0],
         validation_documents=facts["documents"][1],
         bytes_per_token=facts["bytes_per_token"],
         folder=folder,
+        checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
     )
 
 
 def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write the folder, unless it exists or another process makes it meanwhile.
+    """Let `fill` write the folder, unless it is intact or another process makes it meanwhile.
 
-    Raises ValueError if the cache cannot be written. After any error, nothing of the folder is left behind.
+    A damaged one is quarantined. Raises ValueError if the cache cannot be written. After any error, nothing of the
+    folder is left behind.
     """
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         try:
             with lock(root / f"{folder.name}.lock"):
+                if folder.exists() and (damage := find_damage(folder, read_stamp(folder))):
+                    quarantine(folder, damage)
                 if not folder.exists():
                     _make_folder(folder, fill)
         except BaseException:
@@ -206,11 +309,13 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
                     meter.count_shard(shard)
                     if part.is_full:
                         break
-    digest = hashlib.sha256(f"{plan.vocab_size} {train.digest.hexdigest()} {validation.digest.hexdigest()}".encode())
+    digests = [train.digest.hexdigest(), validation.digest.hexdigest()]
     return {
         "dtype": dtype.str,
         "vocab_size": plan.vocab_size,
-        "fingerprint": digest.hexdigest()[:16],
+        "fingerprint": make_fingerprint(plan.vocab_size, digests),
+        "digests": digests,
+        "ends": [train.ends_digest.hexdigest(), validation.ends_digest.hexdigest()],
         "tokens": [train.tokens, validation.tokens],
         "documents": [train.documents, validation.documents],
         "bytes_per_token": validation.bytes_per_token,
@@ -248,9 +353,10 @@ class _PartWriter:
     """Writes the files of tokens and of document ends of one part, and counts."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], limit: int | None) -> None:
-        self.files = [(folder / f"{name}.{kind}").open("wb") for kind in ("bin", "ends")]
+        self.path = folder / f"{name}.bin"
+        self.files = [self.path.with_suffix(suffix).open("wb") for suffix in (".bin", ".ends")]
         self.dtype, self.limit = dtype, limit
-        self.digest = hashlib.sha256(dtype.str.encode())
+        self.digest, self.ends_digest = hashlib.sha256(dtype.str.encode()), hashlib.sha256()
         self.tokens = self.documents = 0
         # Of complete documents; the limit may cut `tokens` inside one.
         self._bytes = self._whole_tokens = 0
@@ -263,6 +369,8 @@ class _PartWriter:
             with file:
                 file.flush()
                 os.fsync(file.fileno())
+        if self.path.stat().st_size > WHOLE_BYTES:
+            _write_block_digests(self.path)
 
     @property
     def is_full(self) -> bool:
@@ -281,10 +389,19 @@ class _PartWriter:
         tokens.write(raw)
         self.digest.update(raw)
         self.tokens += len(written)
-        ends_file.write(np.minimum(ends, self.tokens).tobytes())
+        raw_ends = np.minimum(ends, self.tokens).tobytes()
+        ends_file.write(raw_ends)
+        self.ends_digest.update(raw_ends)
         self.documents += len(ends)
         self._bytes += int(piece.bytes.sum())
         self._whole_tokens += len(piece.tokens)
+
+
+def _write_block_digests(path: Path) -> None:
+    """Write the sha256 of each block of a part next to it."""
+    with path.open("rb") as file:
+        digests = [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+    write_atomically(path.with_suffix(".sha256"), lambda written: written.write(b"".join(digests)))
 
 
 class _Meter:

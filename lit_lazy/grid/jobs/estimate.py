@@ -12,7 +12,7 @@ from lit_lazy.data.base import Outline
 from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.console import format_count, format_duration
+from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.training.cost_estimate import UTILISATION, estimate_cost, find_peak_flops
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer
@@ -35,11 +35,9 @@ def print_estimate(
 
     configs: of the rows, by name. Raises a one-line ValueError that names a row whose training cannot start.
     """
-    outlines = {
-        row.name: check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
-        for row, _ in chosen
-    }
-    torch.set_num_threads(launch.threads)
+    outlines: dict[str, Outline] = {}
+    for row, _ in track_progress(chosen, "checking rows"):
+        outlines[row.name] = check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
     devices, (kind, peak) = launch.execution.devices, find_peak_flops()
     total, largest, by = 0.0, 0, f"{TIMED_STEPS} timed steps of each row on one device"
     for row, seeds in chosen:

@@ -104,7 +104,7 @@ def _find_lock(worker: Mapping[str, str], folder: Path) -> Path:
 def is_dead(worker: Mapping[str, str], folder: Path) -> bool | None:
     """Whether a worker of this machine is dead; None if this machine cannot determine it. folder: of lock files."""
     path = _find_lock(worker, folder)
-    if worker["host"] != socket.gethostname() or not path.exists():
+    if worker["host"] != socket.gethostname() or not os.access(path, os.W_OK):  # a read-only one cannot be locked
         return None
     return not _is_held(path)
 

@@ -1,0 +1,69 @@
+"""Scratch files that another process uses are left alone, those of dead processes are removed: locks decide."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--map-root-user")
+WRITER = """
+import sys
+from pathlib import Path
+from lit_lazy.support import disk
+
+def wait():
+    print("writing", flush=True)
+    sys.stdin.readline()
+
+path = Path(sys.argv[2])
+if sys.argv[1] == "file":
+    disk.write_atomically(path, lambda file: (file.write(b"whole"), file.flush(), wait()))
+else:
+    with disk.create_folder_atomically(path) as scratch:
+        (scratch / "part").write_text("whole")
+        wait()
+"""
+
+
+@pytest.fixture(params=["a process", "a container"])
+def place(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Words before a command that start it here or where other process ids are counted."""
+    if request.param == "a process":
+        return ()
+    if not shutil.which("unshare") or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare and user namespaces, which this machine does not permit")
+    return CONTAINER
+
+
+def start_writer(kind: str, path: Path, place: tuple[str, ...]) -> subprocess.Popen[str]:
+    """A process in the middle of writing a file or a folder; it ends when its stdin gets a line."""
+    command = [*place, sys.executable, "-c", WRITER, kind, path]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "writing\n"
+    return writer
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_another_process_writes_is_left_alone(kind, place, tmp_path):
+    path = tmp_path / "out"
+    with start_writer(kind, path, ()) as first, start_writer(kind, path, place) as second:
+        first.communicate("go on\n")
+        second.kill()
+    assert first.returncode == 0
+    assert (path if kind == "file" else path / "part").read_text() == "whole"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_killed_process_left_is_removed(kind, place, tmp_path):
+    path = tmp_path / "out"
+    with start_writer(kind, path, place) as killed:
+        killed.kill()
+        assert killed.stdout is not None
+        killed.stdout.read()  # until its child has ended too
+    assert len(list(tmp_path.iterdir())) == 1
+    with start_writer(kind, path, ()) as writer:
+        writer.communicate("go on\n")
+    assert list(tmp_path.iterdir()) == [path]

@@ -61,8 +61,7 @@ class ActiveRun:
         parent_id: str | None = None,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """tags: include `cell`, `kind` and, without a parent, `owner`. params: logged in addition to the fields of the
-        config by dotted path.
+        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path.
 
         is_ours: called before an MLflow run is started, which retires any other run of the same cell: those of the
         same parent or, without one, of the same owner.
@@ -123,12 +122,16 @@ class ActiveRun:
         if not self._is_ours():
             raise TrackingError(f"{self.name} was given to another worker meanwhile", reachable=True)
         same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
+        tags, owner = self.tags, ""
         if self.parent_id:
             same["mlflow.parentRunId"] = self.parent_id
+        else:
+            owner = read_owner(self.tracker.runs)
+            tags = {**tags, OWNER: owner}
         for begun in self.tracker.find(same):
-            if self.parent_id or is_own(begun, self.tags[OWNER], self.tracker):
+            if self.parent_id or is_own(begun, owner, self.tracker):
                 self.tracker.retire(begun.run_id)
-        run_id = self.tracker.start_run(self.name, self.tags, self.params, self.config, self.parent_id)
+        run_id = self.tracker.start_run(self.name, tags, self.params, self.config, self.parent_id)
         self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
         write_text(known, run_id)
         return run_id
@@ -291,10 +294,10 @@ def train_tracked(
     check_store(uri)
     experiment = f"train-{name}"
     folder = runs / experiment / key
-    folder.mkdir(parents=True, exist_ok=True)
-    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha(), OWNER: read_owner(runs)}
+    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
     tracker = Tracker(uri, runs, experiment)
     active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
+    folder.mkdir(parents=True, exist_ok=True)
     lock, begin = make_lock(folder), _Begin()
     with _acquire(lock):
         active.result = known = read_finished(folder)

@@ -29,4 +29,4 @@ def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(
     for name in UNCHANGED:
         assert before[name] == pytest.approx(loss, abs=1e-6), name
     assert before["elastic at once"] > loss + 1e-4
-    assert cells["tau/mean"]["lazy"] > 0.9
+    assert cells["tau/mean"]["lazy"] > 0.8

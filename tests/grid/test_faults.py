@@ -466,7 +466,7 @@ def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) ->
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert Tracker(uri, tmp_path, "x").find({"kind": "cell"}) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"mlartifacts", "mlflow.db", "mlflow.db.lock"}
 
 
 def test_an_unreachable_store_is_told_from_one_that_refuses(closed_port: int, runs: Path) -> None:

@@ -381,6 +381,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(root)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
+    # A test before may have found that the Hub cannot be reached from here, which counts for the rest of the process.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
     template = address + template[template.index("/{repo_id}") :]

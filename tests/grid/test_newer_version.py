@@ -34,7 +34,7 @@ def renew_plan(runs: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("renew", [renew_result, renew_checkpoint, renew_plan])
+@pytest.mark.parametrize("renew", [renew_result, renew_plan, pytest.param(renew_checkpoint, marks=pytest.mark.long)])
 def test_a_newer_file_is_refused_and_kept(
     renew: Callable[[Path], Path], runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

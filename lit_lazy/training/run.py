@@ -37,10 +37,17 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.trainer import BackendMonitor, MissedValidation, build_module, fit, make_trainer
+from lit_lazy.training.trainer import (
+    CHECKPOINTS,
+    LAST,
+    BackendMonitor,
+    MissedValidation,
+    build_module,
+    fit,
+    make_trainer,
+)
 
 log = logging.getLogger("lit_lazy.training.run")
-CHECKPOINTS = "checkpoints"
 METRIC = "metric "
 """Prefix of the metrics among the cached arrays of the untrained model."""
 
@@ -153,7 +160,7 @@ def _find_checkpoint(folder: Path, cfg: RunConfig, module: LitLM) -> tuple[Path 
     """The checkpoint to resume from and its step; None and 0 for a run that starts."""
     for stray in folder.glob("hpc_ckpt_*.ckpt"):
         quarantine(stray, "left by Lightning's own requeueing")
-    last = folder / CHECKPOINTS / "last.ckpt"
+    last = folder / CHECKPOINTS / LAST
     step = find_resume_step(last, cfg, module)
     if step:
         log.info("resumes at step %d of %d, from %s", step, cfg.train.steps, last)

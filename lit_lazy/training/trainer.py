@@ -27,8 +27,8 @@ from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.progress import StepProgress
 
-LAST = "last.ckpt"
-"""File name of the checkpoint to resume from."""
+CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
+"""Folder of a run's checkpoints, and the one to resume from."""
 log = logging.getLogger("lit_lazy.training.trainer")
 
 
@@ -107,7 +107,7 @@ def make_trainer(
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
     # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     checkpoint = ModelCheckpoint(
         dirpath=checkpoints,
         save_last=True,

@@ -28,6 +28,8 @@ from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 NAME_WIDTH = 40
 """Characters per line of a contrast's name."""
 INTERVAL = "simultaneous 95 % interval"
+AROUND, LEAST = 0.9, 0.75
+"""Inches of the axes' title, ticks, label and legend; the least height of the panel between them."""
 
 
 class _Look(NamedTuple):
@@ -69,8 +71,8 @@ def verdict_figure(table: Table) -> Figure | None:
     rows = compute_levels(declared, table)
     shown = _make_level_lines(declared, verdict, rows, column) if rows else _make_difference_lines(verdict, column)
     shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
-    height = 0.9 + sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
-    figure = new_figure(WIDTH, height, _format_title(table, verdict))
+    height = sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
+    figure = new_figure(WIDTH, AROUND + max(height, LEAST), _format_title(table, verdict))
     axes = figure.subplots()
     marks = [bound * column.scale for bound in (declared.removed, declared.kept)] if rows else [0.0]
     drawn = [line for line in shown if line.look]
@@ -106,7 +108,8 @@ def _draw_looks(table: Table, declared: Declaration, verdict: Verdict, column: C
     names = [wrap(f"{part.name}: {part.why}", NAME_WIDTH) for part in verdict.parts]
     shown = [_list_findings(verdict, i) for i in range(len(verdict.parts))]
     heights = [max(len(name), len(found)) for name, found in zip(names, shown, strict=True)]
-    figure = new_figure(WIDTH, 1.1 + 0.17 * sum(heights) + 0.12 * len(heights), _format_title(table, verdict))
+    height = 0.2 + 0.17 * sum(heights) + 0.12 * len(heights)
+    figure = new_figure(WIDTH, AROUND + max(height, LEAST), _format_title(table, verdict))
     axes = figure.subplots()
     regions = list_regions(declared)
     edges = {edge * scale for region in (*regions[0], *regions[1]) for edge in region if math.isfinite(edge)}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from inspect import isfunction
 from itertools import combinations
 from pathlib import Path
@@ -99,6 +100,15 @@ def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.M
     drawn = list(figures_of(ablation, question))
     assert len(drawn) >= 2 + (question is not None)
     for figure in drawn:
+        assert_legible(figure)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [1, 2, pytest.param(60, marks=pytest.mark.long)])
+def test_every_figure_of_any_number_of_rows_is_legible(count: int) -> None:
+    ablation, _ = load_ablation_or_question(find("ablations", "rivals"))
+    many = [replace(row, name=f"{row.name} {i}" if i else row.name) for i in range(4) for row in ablation.all_rows]
+    for figure in figures_of(replace(ablation, rows=tuple(many[:count]), axes={}), None):
         assert_legible(figure)
 
 

@@ -14,7 +14,7 @@ from scipy.stats import beta, t
 from lit_lazy.figures import verdict_figure
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.declaration import SEQUENTIAL, Comparison, Declaration, Statement
+from lit_lazy.table.declaration import MOST_CONTRASTS, SEQUENTIAL, Comparison, Declaration, Statement
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import add_verdict
 
@@ -106,6 +106,26 @@ def test_every_contrast_is_in_the_panel_however_far_from_the_others() -> None:
     assert sorted(x for x, _ in points(axes).values()) == pytest.approx(sorted(100 * m for m in means))
     assert low < 0.9
     assert high > 60
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name", ["q_cost-stdlib_long", "q_mask-backcopy", "q_text_2-stdlib_small", "q_sink_2-backcopy"]
+)
+def test_a_figure_of_one_contrast_is_legible(name: str) -> None:
+    table = table_of(name)
+    assert table.verdict is not None
+    looks = tuple(replace(look, parts=look.parts[:1]) for look in table.verdict.looks)
+    assert axes_of(replace(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_figure_of_as_many_contrasts_as_a_question_may_have_is_legible() -> None:
+    rows = {"old": [1.0] * 80} | {f"new, {i} times as far {'and so on ' * 9}": around(0.9, 0.5, 80) for i in range(5)}
+    table = sequential("lower", rows)
+    assert table.declaration is not None
+    assert len(table.declaration.contrasts) == MOST_CONTRASTS
+    assert len(axes_of(table).get_yticklabels()) == MOST_CONTRASTS
 
 
 def test_there_is_none_without_a_verdict() -> None:

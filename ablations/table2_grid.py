@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_lazy.attention import Alibi, Elastic, LearnedBias, NoBias
-from lit_lazy.grid.ablation import Ablation, levels, points
+from lit_lazy.grid.ablation import Ablation
 from lit_lazy.table.columns import COLUMNS, LOSS
-from lit_lazy.table.designs import main_effects
 
 NORMALISER = "model.attention.normaliser"
 TAU, THRESHOLD = f"{NORMALISER}.tau_init", f"{NORMALISER}.threshold"
@@ -31,7 +30,6 @@ ablation = Ablation(
     seeds=(0, 1, 2),
     columns=COLUMNS,
     primary=LOSS,
-    contrasts=main_effects({name: levels(point) for name, point in points(AXES, other_axis)}),
     common={NORMALISER: Elastic()},
     axes=AXES,
     exclude=other_axis,

@@ -331,7 +331,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         command=format_command_line(),
         rows=tuple(make_row_infos(in_table, request.base_name)),
         columns=ablation.columns,
-        contrasts=ablation.contrasts,
+        contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         definitions=hash_row_definitions(ablation, base, prepared),
         facts=load_data(base.data).info,

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,8 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.typecheck import check_kinds
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
@@ -79,23 +81,38 @@ def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
         raise ValueError(f"{path}: its function failed: {describe_exception(error)}") from error
 
 
+class AxesPoint(NamedTuple):
+    """A point of a product of axes."""
+
+    values: dict[str, Any]
+    """By dotted path."""
+    levels: dict[str, str]
+    """The same as text, by short name of the axis."""
+
+    @property
+    def name(self) -> str:
+        """The name of its row, such as `tau_init=1.0 bias=Alibi`."""
+        return " ".join(f"{axis}={level}" for axis, level in self.levels.items())
+
+
 @dataclass(frozen=True)
 class Ablation:
     """A grid of trainings and its table: named rows or the product of axes, each with every seed."""
 
     name: str
-    baseline: str
-    """The row with which all others are compared."""
-    seeds: tuple[int, ...]
-    columns: tuple[Column, ...]
+    baseline: str = ""
+    """The row with which all others are compared; the first by default."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    columns: tuple[Column, ...] = COLUMNS
     rows: tuple[Row, ...] = ()
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values by dotted path; each point of the product is a row named after its values."""
+    """Values by dotted path; each point of the product is a row, such as `tau_init=1.0 bias=Alibi`."""
     exclude: Callable[[Mapping[str, Any]], bool] = lambda point: False  # noqa: ARG005
     """Whether to omit a point of the product, given as values by dotted path."""
     common: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the experiment in all rows."""
     contrasts: tuple[Contrast, ...] = ()
+    """By default, of several axes: their main effects and two-way interactions."""
     base: str = "backcopy"
     """The default experiment."""
     primary: tuple[str, ...] = ()
@@ -123,12 +140,14 @@ class Ablation:
                 raise ValueError(f"{here}: two {what} are {twice[0]!r}; leave one out")
         if strange := [key for key in self.primary if key not in keys]:
             raise ValueError(f"{here}: primary {strange[0]!r} is not one of its columns")
-        known = set(names)
+        if not names:
+            raise ValueError(f"{here}: its axes have no point; give each axis a value, and exclude fewer points")
+        if not self.baseline:
+            object.__setattr__(self, "baseline", names[0])
+        self._require_row("baseline", self.baseline)
         for contrast in self.contrasts:
-            if strange := [name for name in contrast.weights if name not in known]:
-                raise ValueError(f"{here}: contrast {contrast.name!r}: {strange[0]!r} is not one of its rows")
-        if self.baseline not in names:
-            raise ValueError(f"{here}: baseline {self.baseline!r} is not one of its rows")
+            for name in contrast.weights:
+                self._require_row(f"contrast {contrast.name!r}:", name)
         if not self.seeds:
             raise ValueError(f"{here}: needs at least one seed")
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
@@ -138,38 +157,66 @@ class Ablation:
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
                 raise ValueError(f"{here}: seeds={seeds!r}: must be distinct non-negative integers")
 
+    def _require_row(self, what: str, name: str) -> None:
+        names = {row.name: None for row in self.all_rows}
+        if name not in names:
+            listed = ", ".join(map(repr, names))
+            raise ValueError(f"ablation {self.name!r}: {what} {name!r} is not one of its rows; they are {listed}")
+
     @cached_property
     def all_rows(self) -> tuple[Row, ...]:
         """The named rows, or the product of axes as rows."""
         if self.rows:
             return self.rows
-        return tuple(Row(name, point, source="ours") for name, point in points(self.axes, self.exclude))
+        return tuple(Row(point.name, point.values, source="ours") for point in self._points)
+
+    @cached_property
+    def all_contrasts(self) -> tuple[Contrast, ...]:
+        """Those given, or those of the axes."""
+        if self.contrasts or len(self.axes) < 2:
+            return self.contrasts
+        design = {point.name: point.levels for point in self._points}
+        return main_effects(design) + interactions(design)
+
+    @cached_property
+    def _points(self) -> list[AxesPoint]:
+        return _expand_axes(self.axes, self.exclude)
 
 
 def _find_twice(names: Iterable[str]) -> list[str]:
     return [name for name, n in Counter(names).items() if n > 1]
 
 
-def points(
-    axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[str, Any]], bool]
-) -> list[tuple[str, dict[str, Any]]]:
-    """The product of axes without excluded points: name and values by dotted path of each point."""
-    product = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-    return [(point_name(point), point) for point in product if not exclude(point)]
+def _expand_axes(axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[str, Any]], bool]) -> list[AxesPoint]:
+    """The product of axes without excluded points."""
+    texts = [_describe_values(values) for values in axes.values()]
+    names = shorten_paths(axes).values()
+    found = []
+    for point in itertools.product(*(zip(v, t, strict=True) for v, t in zip(axes.values(), texts, strict=True))):
+        values = dict(zip(axes, (value for value, _ in point), strict=True))
+        if not exclude(values):
+            found.append(AxesPoint(values, dict(zip(names, (text for _, text in point), strict=True))))
+    return found
+
+
+def _describe_values(values: Sequence[Any]) -> list[str]:
+    """Each value as text: a part by its class, and by its settings where the axis has two of the class."""
+    classes = Counter(type(value) for value in values)
+    return [
+        _describe_part(value, with_settings=classes[type(value)] > 1) if is_dataclass(value) else str(value)
+        for value in values
+    ]
+
+
+def _describe_part(part: Any, with_settings: bool) -> str:
+    """`Elastic`, or with its settings `Elastic(tau_init=0.5 renormalise=True)`: those that are not the default."""
+    set_here = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
+    settings = " ".join(f"{name}={value}".replace(",", "") for name, value in set_here)
+    return f"{type(part).__name__}({settings})" if with_settings and settings else type(part).__name__
 
 
 def _can_be_shown(name: str) -> bool:
     return 0 < len(name) <= LONGEST_ROW_NAME and name.isprintable() and name.strip() == name
-
-
-def point_name(point: Mapping[str, Any]) -> str:
-    """The name of a point, such as `tau_init=1.0 bias=Alibi`."""
-    return " ".join(f"{name}={level}" for name, level in levels(point).items())
-
-
-def levels(point: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a point as text, by the last part of their paths."""
-    return {path.rpartition(".")[2]: type(v).__name__ if is_dataclass(v) else str(v) for path, v in point.items()}
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
             observations.append(Observation(name, seed, "complete", metrics, **parts))
     infos = make_row_infos(select_rows(ablation, rows_of(ablation), ()), ablation.base)
     names = (ablation.name, ablation.base, ablation.baseline)
-    spec = TableSpec(*names, infos, ablation.columns, ablation.contrasts, "make", primary=ablation.primary)
+    spec = TableSpec(*names, infos, ablation.columns, ablation.all_contrasts, "make", primary=ablation.primary)
     return add_verdict(build_table(spec, observations), question and question.partial_declaration)
 
 

@@ -80,6 +80,20 @@ def test_the_factorial_keeps_the_taus_of_constant_apart() -> None:
     assert len(points) == 4 * 2 * 3 + 4 * 3 * 2 * 3
 
 
+def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
+    made = Ablation("factorial", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
+    assert made.baseline == "bias=NoBias lr=0.1"
+    names = [contrast.name for contrast in made.all_contrasts]
+    assert names == ["bias: Alibi - NoBias", "lr: 0.2 - 0.1", "bias x lr: (Alibi - NoBias) x (0.2 - 0.1)"]
+    assert Ablation("curve", axes={"train.lr": (0.1, 0.2)}).all_contrasts == ()
+
+
+def test_parts_of_one_class_are_named_by_their_settings() -> None:
+    made = Ablation("biases", axes={BIAS: (NoBias(), LearnedBias(), LearnedBias(length=4), Alibi(slopes=(0.5, 0.25)))})
+    names = ["bias=NoBias", "bias=LearnedBias", "bias=LearnedBias(length=4)", "bias=Alibi"]
+    assert [row.name for row in made.all_rows] == names
+
+
 def test_axes_make_a_product_named_after_its_values() -> None:
     made = ablation(rows=(), axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)}, baseline="bias=NoBias lr=0.1")
     assert [row.name for row in made.all_rows] == [

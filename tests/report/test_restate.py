@@ -25,7 +25,7 @@ REPORTS = sorted(RESULTS.glob("*/report.html"))
 def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path, tmp_path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
     ablation, _ = load_ablation_or_question(find("ablations", table.ablation))
-    assert recompute_statistics(table, ablation.columns, ablation.contrasts, ablation.primary) == table
+    assert recompute_statistics(table, ablation.columns, ablation.all_contrasts, ablation.primary) == table
     for file in save(table, tmp_path / "table"):
         kept = path.with_name(file.name)
         assert not kept.exists() or kept.read_text() == file.read_text(), file.name

@@ -1,10 +1,10 @@
-"""Main effects of factorial designs."""
+"""Main effects and interactions of factorial designs."""
 
 import itertools
 
 import pytest
 
-from lit_lazy.table.designs import main_effects
+from lit_lazy.table.designs import MOST_LEVELS, interactions, main_effects
 
 
 def design(*levels):
@@ -34,3 +34,30 @@ def test_levels_that_share_no_point_have_no_contrast():
     nested = {name: at for name, at in design(("p", "q"), ("x", "y")).items() if name in ("p x", "q y")}
     assert main_effects(nested) == ()
     assert main_effects({}) == ()
+
+
+def test_an_interaction_is_how_an_effect_depends_on_another_factor():
+    contrasts = {c.name: c.weights for c in interactions(design(("p", "q"), ("x", "y", "z")))}
+    assert contrasts == {
+        "a x b: (q - p) x (y - x)": {"q y": 1, "p y": -1, "q x": -1, "p x": 1},
+        "a x b: (q - p) x (z - x)": {"q z": 1, "p z": -1, "q x": -1, "p x": 1},
+    }
+
+
+def test_interactions_are_zero_in_an_additive_table_and_found_where_they_are():
+    """Values 10 if a and b are both at their second level, plus anything additive; one point is missing."""
+    whole = {" ".join(at): dict(zip("abc", at, strict=True)) for at in itertools.product("pq", "xy", "uv")}
+    del whole["q y v"]
+    additive = {"p": 1, "q": 3, "x": 0, "y": 5, "u": 2, "v": 9}
+    values = {name: sum(map(additive.get, at.values())) + 10 * (at["a"] == "q" and at["b"] == "y")
+              for name, at in whole.items()}  # fmt: skip
+    effects = {
+        c.name.partition(":")[0]: sum(w * values[row] for row, w in c.weights.items()) for c in interactions(whole)
+    }
+    assert effects == {"a x b": 10, "a x c": 0, "b x c": 0}
+
+
+def test_a_factor_of_many_levels_has_main_effects_alone():
+    many = design([f"{i}" for i in range(MOST_LEVELS + 1)], ("x", "y"))
+    assert interactions(many) == ()
+    assert len(main_effects(many)) == MOST_LEVELS + 1

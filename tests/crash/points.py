@@ -78,12 +78,12 @@ class Scenario:
     argv: tuple[str, ...]
     before: tuple[str, ...] = ()
     """A command that has run in the folder before."""
+    packed: tuple[str, ...] = ()
+    """A command that has run in another folder, whose cells are in `PACK`."""
+    grid: str = "pair-backcopy_tiny"
 
-    @property
-    def grid(self) -> str:
-        return "search-tiny-backcopy_tiny" if "search" in self.argv else "pair-backcopy_tiny"
 
-
+PACK = "pair.xz"
 ONE = ("ablate", "run", "pair.py", "--rows", "softmax", "--seeds", "0", "--workers", "1")
 ONE_CELL = Scenario("one cell", ONE)
 SCENARIOS = {
@@ -92,7 +92,18 @@ SCENARIOS = {
         ONE_CELL,
         Scenario("two cells by two workers", (*ONE[:3], "--seeds", "0", "--workers", "2")),
         Scenario("--fresh", (*ONE, "--fresh"), before=ONE),
-        Scenario("a search", ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1")),
+        Scenario(
+            "a search",
+            ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1"),
+            grid="search-tiny-backcopy_tiny",
+        ),
+        Scenario("a training", ("train", "backcopy_tiny"), grid="train-backcopy_tiny"),
+        Scenario("a packed cell and one more", (*ONE[:6], "0,1", "--workers", "1", "--results", PACK), packed=ONE),
+        Scenario(
+            "two looks of a question",
+            ("ablate", "run", "q_two.py", "--looks", "2", "--workers", "1"),
+            grid="q_two-backcopy_tiny",
+        ),
     )
 }
 SEARCH = '''
@@ -100,6 +111,34 @@ SEARCH = '''
 from lit_lazy.grid.search.definition import Real, Search
 
 search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny", startup=2)
+'''
+QUESTION = '''
+"""Two looks, of which the first decides nothing."""
+from lit_lazy.attention import Softmax, SSMax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.question import Question
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Contrast
+
+RULE = "model.attention.normaliser"
+question = Question(
+    ablation=Ablation(
+        name="q_two",
+        base="backcopy_tiny",
+        baseline="softmax",
+        seeds=(0, 1, 2),
+        columns=COLUMNS[2:],
+        rows=(Row("softmax", {RULE: Softmax()}, "ours"), Row("ssmax", {RULE: SSMax()}, "ours")),
+    ),
+    claim="SSMax has less mass.",
+    primary="mass/non_trigger",
+    contrasts=(Contrast("ssmax - softmax", {"ssmax": 1, "softmax": -1}),),
+    rule="lower",
+    margin=0.1,
+    source="R4",
+    looks=(2, 3),
+    few_seeds_because="a test",
+)
 '''
 
 
@@ -136,6 +175,13 @@ class Workspace:
         shutil.copy(store, self.runs / "mlflow.db")
         (folder / "pair.py").write_text(two_rows("pair"))
         (folder / "tiny.py").write_text(SEARCH)
+        (folder / "q_two.py").write_text(QUESTION)
+        if scenario.packed:
+            assert self.command((*scenario.packed, "--brief")) == 0
+            assert self.command(("ablate", "pack", "pair.py", "--out", PACK)) == 0
+            shutil.rmtree(self.runs)
+            self.runs.mkdir()
+            shutil.copy(store, self.runs / "mlflow.db")
         if scenario.before:
             assert self.command(scenario.before) == 0
         shutil.copytree(self.runs, folder / "before")
@@ -265,12 +311,13 @@ class Snapshot:
         from mlflow.tracking import MlflowClient
 
         folder = runs / grid
-        storage = optuna.storages.RDBStorage(f"sqlite:///{runs / 'queue.db'}")
-        trials = optuna.load_study(study_name=grid, storage=storage).trials
+        trials = []  # a single training has no queue
+        if (queue := runs / "queue.db").exists():
+            trials = optuna.load_study(study_name=grid, storage=f"sqlite:///{queue}").trials
         client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
         number = client.get_experiment_by_name(grid).experiment_id
         tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
-        results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("cells/*/result.json")}
+        results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("**/result.json")}
         return cls(
             {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from subwords import bpe
 
 from lit_lazy.command.main import main
+from lit_lazy.model.import_.folder import MOST_HEADER
 from lit_lazy.report.checkpoint import Request, load_sources
 from lit_lazy.support import disk, memory
 from lit_lazy.training import checkpoints
@@ -102,6 +103,14 @@ SOURCES = {
     "a pickle by another name": (overwrite("model.safetensors", pickle.dumps({})), "is no safetensors file"),
     "cut off": (truncate, "model.safetensors: is no safetensors file"),
     "a huge header": (overwrite("model.safetensors", HEADER), "is no safetensors file"),
+    "a header of names without end": (
+        overwrite("model.safetensors", struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)),
+        f"(its header has {MOST_HEADER + 1} bytes, at most {MOST_HEADER} are read",
+    ),
+    "settings without end": (
+        overwrite("config.json", b"{}".ljust(MOST_HEADER + 1)),
+        f"config.json: has {MOST_HEADER + 1} bytes, at most {MOST_HEADER} are read",
+    ),
     "a size that overflows": (
         overwrite("model.safetensors", struct.pack("<Q", len(OVERFLOWS)) + OVERFLOWS + bytes(4)),
         "is no safetensors file",
@@ -168,12 +177,20 @@ def test_a_wrong_gguf(
         struct.pack("<I", int(gguf.GGMLQuantizationType.Q8_0)) + b"\0" * 8, struct.pack("<I", 99) + b"\0" * 8
     )
     assert unknown != whole
+    tokens = b"\x15\0\0\0\0\0\0\0tokenizer.ggml.tokens" + struct.pack("<I", gguf.GGUFValueType.ARRAY)
+    at = whole.index(tokens) + len(tokens)
+    endless = whole[:at] + struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60) + whole[at + 12 :]
+    at = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 24
+    wrapped, shifted = (whole[:at] + struct.pack("<Q", offset) + whole[at + 8 :] for offset in (2**64 - 32, 1))
     for content, named in (
         (b"", "is no GGUF file, or damaged"),
         (b"GGUF", "is no GGUF file, or damaged"),
         (whole[: len(whole) // 2], "is no GGUF file, or damaged"),
         (whole[:-64], "is no GGUF file, or damaged"),
         (huge, "is no GGUF file, or damaged"),
+        (endless, f"an array of {2**60} values, at most"),
+        (wrapped, "is no GGUF file, or damaged (FloatingPointError: overflow"),
+        (shifted, "embedding.weight: is not finite"),
         (unknown, "(99) is not a valid GGMLQuantizationType"),
         (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),

@@ -33,6 +33,8 @@ PARTS = {
 """Part of a tensor's name -> this project's."""
 RECOMPUTED = ".rotary_emb.inv_freq"
 """End of the name of a tensor that follows from the settings, in old files."""
+MOST_HEADER = 2**24
+"""Bytes of a header or of settings, at most: reading a tensor parses the header again, and published ones are small."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -71,6 +73,8 @@ def _read(file: Path) -> bytes:
 
 def _read_json(file: Path) -> dict[str, Any]:
     content = _read(file)
+    if len(content) > MOST_HEADER:
+        raise ValueError(f"{file.name}: has {len(content)} bytes, at most {MOST_HEADER} are read")
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -103,7 +107,10 @@ def _find_files(folder: Path) -> dict[str, Weight]:
 def _read_header(file: Path) -> dict[str, Weight]:
     """The tensors of a safetensors file, whose header and size the library checks."""
     try:
-        open_file(file).close()
+        with open_file(file) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if MOST_HEADER < size < file.stat().st_size:
+            raise ValueError(f"its header has {size} bytes, at most {MOST_HEADER} are read")
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
             kinds = {name: part.get_dtype() for name, part in slices.items()}

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGUFReader, ReaderTensor
-from gguf.constants import TokenType
+from gguf.constants import GGUFValueType, TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.imported_tokeniser import build_bpe
@@ -37,18 +37,33 @@ PARTS = {
 """Part of a tensor's name -> this project's."""
 BLOCK_NUMBERS = 2**22
 """Numbers that are dequantised at a time."""
+MOST_PARTS = 2**22
+"""Values of one array of the header, at most; the largest vocabularies have 2**18 tokens."""
+
+
+class BoundedReader(GGUFReader):
+    """The library's own takes a count that the file states at its word, and reads on behind the file's end."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            (count,) = self._get(orig_offs + 4, np.uint64)
+            if count > MOST_PARTS:
+                raise ValueError(f"an array of {count} values, at most {MOST_PARTS} are read")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 def read_gguf(path: Path) -> PublishedModel:
     """Raises a one-line ValueError for a damaged file, or one that holds what is not known."""
     try:
-        reader = GGUFReader(path)
+        with np.errstate(over="raise"):  # an offset beyond 2**64 would wrap around
+            reader = BoundedReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the library raises almost anything
         raise ValueError(f"is no GGUF file, or damaged ({describe_exception(error)}); fetch it again") from None
     for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
         try:
-            gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+            with np.errstate(all="ignore"):
+                gguf.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError:
             raise ValueError(f"{tensor.name}: its quantisation {tensor.tensor_type.name} is not known") from None
     kind = fields.get("general.architecture")
@@ -117,7 +132,9 @@ def _read_blocks(path: Path, tensor: ReaderTensor) -> Iterator[Tensor]:
         shape = (min(rows, len(stored) - start), *stored.shape[1:])
         offset = int(tensor.data_offset) + start * stored.strides[0]
         part = np.memmap(path, stored.dtype, "c", offset, shape)  # torch wants an array that could be written
-        yield torch.from_numpy(gguf.dequantize(part, tensor.tensor_type))
+        with np.errstate(all="ignore"):  # an infinite scale; the result is refused as not finite
+            numbers = gguf.dequantize(part, tensor.tensor_type)
+        yield torch.from_numpy(numbers)
 
 
 def _unpair(weight: Tensor, heads: int) -> Tensor:

@@ -40,6 +40,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.model.import_.read import read_model
     from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
+    from lit_lazy.training.prepare import check_size
 
     option = f"SOURCE {str(options.source)!r}"
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
@@ -49,6 +50,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
         cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
         words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
         weights.check_weights(source, cfg, words, length)
+        check_size(cfg, words, length, state=0)  # as every command that loads the checkpoint
         tokenizer = fit_to_embedding(source.tokenizer, words)
         begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
     beside = options.out.with_name(checkpoints.TOKENIZER)

@@ -76,7 +76,8 @@ def _make_model_config(config: Mapping[str, Any], tied: bool) -> ModelConfig:
 
 def _make_rope(config: Mapping[str, Any]) -> Rope:
     # transformers from 5 on has all in rope_parameters.
-    settings = {"rope_theta": config.get("rope_theta") or 10000.0, **(config.get("rope_scaling") or {})}
+    theta = config.get("rope_theta")
+    settings = {"rope_theta": 10000.0 if theta is None else theta, **(config.get("rope_scaling") or {})}
     settings |= config.get("rope_parameters") or {}
     rotated = config.get("no_rope_layers") or [1]
     skip = rotated.index(0) + 1 if 0 in rotated else None

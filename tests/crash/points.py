@@ -279,6 +279,8 @@ def end_all() -> int:
 VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
 TIMED = re.compile(r'"seconds": \d+,')
 MOVED_AWAY = ".until-"
+FOLDERS = ("grid", "owner")
+"""Tags that differ between two runs folders."""
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
 
@@ -347,7 +349,9 @@ def _list_files(runs: Path) -> list[str]:
 
 
 def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
-    tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name != "grid"}
+    tags = {
+        name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name not in FOLDERS
+    }
     curves = {}
     for name in sorted(run.data.metrics):
         points = client.get_metric_history(run.info.run_id, name)

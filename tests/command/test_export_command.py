@@ -67,6 +67,7 @@ def test_the_card_has_the_row_of_the_run_and_no_path(
     printed = capsys.readouterr().out
     assert printed == f"{out}: {', '.join(sorted(MODEL))}; without a tokenizer, since Backcopy has no text\n"
     assert names(out) == MODEL
+    assert {file.stat().st_mode for file in out.iterdir()} == {(out / "README.md").stat().st_mode}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     metrics = json.loads((trained.parent / RESULT).read_text())["metrics"]
     text = (out / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def write(
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
+    shutil.copymode(folder / "README.md", folder / "model.safetensors")  # which safetensors lets only its user read
 
 
 def make_tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
 PRIVATE = 0o600
-"""Mode of databases and logs, which name machines and folders and contain messages of libraries."""
+"""Mode of logs: they contain messages of libraries, which may show an address with its password."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
-from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import iter_causes
 from lit_lazy.support.secrets import redact_text, redact_url
 
@@ -101,7 +100,7 @@ def create_sqlite_file(file: Path) -> Iterator[Path]:
     unfinished = file.with_name(f"{file.name}.unfinished")
     for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         left.unlink(missing_ok=True)
-    unfinished.touch(mode=PRIVATE)
+    unfinished.touch()  # sqlite's own mode would not let a group write, whatever the umask
     yield unfinished
     unfinished.replace(file)
 

@@ -38,6 +38,14 @@ TYPED = "hunter2%3A%C3%A9"
 TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()).rstrip(b"="), b"hunter2"]
 
 
+@pytest.fixture(params=[0o002, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The umask of this test."""
+    former = os.umask(request.param)
+    yield request.param
+    os.umask(former)
+
+
 class Guard(BaseHTTPRequestHandler):
     """Forwards authorised requests to MLflow's server, except a few batches of metrics."""
 
@@ -221,7 +229,7 @@ def test_what_was_typed_leaves_the_list_of_processes() -> None:
     assert done.stdout.strip() == f"['--storage', 'postgresql://me:{'*' * len(TYPED)}@host/x'] ['--storage', '{url}']"
 
 
-def test_databases_and_logs_are_their_user_s_alone(tmp_path: Path) -> None:
+def test_logs_are_their_user_s_alone_and_databases_follow_the_umask(tmp_path: Path, umask: int) -> None:
     Queue(default_storage(tmp_path), "study")
     tracker = Tracker(default_uri(tmp_path), tmp_path, "x")
     tracker.find({"kind": "cell"})
@@ -231,7 +239,6 @@ def test_databases_and_logs_are_their_user_s_alone(tmp_path: Path) -> None:
     pool.start(1)
     while len(pool):
         pool.reap()
-    made = [tmp_path / "queue.db", tmp_path / "mlflow.db", *job.folder.glob("worker-*.log")]
-    assert len(made) == 3
-    for path in made:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    (log,) = job.folder.glob("worker-*.log")
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "queue.db", tmp_path / "mlflow.db", log)]
+    assert modes == [0o666 & ~umask, 0o666 & ~umask, 0o600]

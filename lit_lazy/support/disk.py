@@ -170,6 +170,15 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+def is_write_refused(error: BaseException) -> bool:
+    """Whether an exception or one of its causes reports a write that fails despite free space: too long, or broken."""
+    causes = list(iter_causes(error))
+    return any(isinstance(cause, OSError) and cause.errno in (errno.EFBIG, errno.EIO) for cause in causes) or any(
+        "disk I/O error" in str(cause)
+        for cause in causes  # sqlite
+    )
+
+
 def describe_shortage(folder: Path, size: int) -> str:
     """What the disk lacks for a few files of `size` bytes in a folder; "" if nothing.
 

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -449,6 +450,19 @@ def test_two_machines_share_a_grid(mlflow_server: MlflowServer, postgres_storage
     tables = [(runs / name / "table.csv").read_text() for runs in machines]
     assert tables[0] == tables[1]
     assert all("12/12 cells done" in out for out in outs)
+
+
+def test_a_limit_on_file_sizes_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, former[1]))  # the queue's tables take more
+    try:
+        status = main(["ablate", "run", "table2", "--base", "backcopy_tiny", "--seeds", "0", "--runs", str(runs)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert status == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "`ulimit -f`" in said
 
 
 def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ ONLY = {
 }
 """Where a package may be imported, at the top of a file or later."""
 BACKENDS = ("reference", "chunked", "fused", "rules")
-SHARED = {"call", "scores", "tiling"}
+SHARED = {"call", "scores", "tiling", "vmap"}
 """Modules of their room that the backends may import."""
 
 

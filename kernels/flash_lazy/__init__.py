@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flash_lazy.api import attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
 from flash_lazy.call import Backend, Stats, Threshold, Weights
+from flash_lazy.layer import KeyValueCache, LazyAttention
 from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
 try:
@@ -13,6 +14,8 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 
 __all__ = [
     "Backend",
+    "KeyValueCache",
+    "LazyAttention",
     "Rows",
     "Rule",
     "RuleWeights",

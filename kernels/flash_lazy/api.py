@@ -19,7 +19,9 @@ from flash_lazy.call import (
     check_flag,
     check_type,
     check_types,
+    is_autocast_enabled,
     prepare,
+    require_values,
 )
 from flash_lazy.chunked import chunked_attention
 from flash_lazy.cpu import library
@@ -133,7 +135,7 @@ def lazy_attention(
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
-        TypeError: a tensor argument is not a tensor, or is sparse, nested or on the meta device.
+        TypeError: a tensor argument is not a tensor, or is sparse or nested.
         ValueError: an argument is invalid; the message names it, its value and the fix.
     """
     tensors = q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths, key_mask
@@ -228,11 +230,11 @@ def _check_and_run(call: Call, backend: Backend, return_stats: bool) -> tuple[Te
 
 def run(call: Call, implementation: str, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Run a prepared call on the implementation that `resolve_backend` returned."""
-    attend, device = _BACKENDS[implementation], call.q.device.type
-    if not torch.is_autocast_enabled(device):
+    attend = _BACKENDS[implementation]
+    if not is_autocast_enabled(call.q):
         return attend(call, with_stats)
     # The backends choose their own precision; autocast would round their matrix products.
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(call.q.device.type, enabled=False):
         return attend(call, with_stats)
 
 
@@ -258,6 +260,7 @@ def attention_weights(
     tensors = q, k, k, tau, bias, slopes, None, None, key_mask
     call = Call(*tensors, None, threshold, context_length, renormalise, scale, window)
     check_types(call)
+    require_values(q)
     check(call)
     with torch.autocast(q.device.type, enabled=False):
         return reference_weights(call)

@@ -142,12 +142,16 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
     return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
 
 
+def is_autocast_enabled(q: Tensor) -> bool:
+    """Whether autocast applies on the device of q; never on meta, which torch's own function does not know."""
+    return not q.is_meta and torch.is_autocast_enabled(q.device.type)
+
+
 def cast_for_autocast(call: Call) -> Call:
     """Cast q, k and v to autocast's dtype if it is enabled, as torch's own attention does."""
-    device = call.q.device.type
-    if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
+    if not is_autocast_enabled(call.q) or call.q.dtype == torch.float64:
         return call
-    q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in call[:3])
+    q, k, v = (x.to(torch.get_autocast_dtype(call.q.device.type)) for x in call[:3])
     return call._replace(q=q, k=k, v=v)
 
 
@@ -164,7 +168,11 @@ def check_type(name: str, x: object) -> None:
     if x.is_nested or x.layout != torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {kind} tensor; give a dense one")
-    if name == "q" and x.device.type == "meta":
+
+
+def require_values(q: Tensor) -> None:
+    """Raises TypeError for a tensor on meta."""
+    if isinstance(q, Tensor) and q.is_meta:
         raise TypeError("q is on meta, where tensors have no values; move q, k and v to a device")
 
 

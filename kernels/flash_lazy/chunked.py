@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
 from flash_lazy.tiling import Part, RowBlock, Sweep
+from flash_lazy.vmap import HEAD_AXES, fold, fold_into_heads, unfold_heads
 
 # Columns of weights that are skipped together if none survives. Narrower tiles are skipped more often, but cost time if
 # none can be.
@@ -26,9 +27,9 @@ LOG2E = math.log2(math.e)
 
 def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and `Stats` if requested. Shapes as in `lazy_attention`."""
-    # torch.compile does not trace into operators. In eager mode their dispatch would slow a training step of 128 tokens
-    # by a tenth.
-    attend = _forward if torch.compiler.is_compiling() else _ChunkedFunction.apply
+    # torch.compile does not trace into operators, and meta tensors have no values. In eager mode their dispatch would
+    # slow a training step of 128 tokens by a tenth.
+    attend = _forward if torch.compiler.is_compiling() or call.q.is_meta else _ChunkedFunction.apply
     out, *stats = attend(*call, with_stats)
     if not with_stats:
         return out, None
@@ -73,15 +74,47 @@ def _leaf_gradients(
 
 class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        _setup_context(ctx, args, ())
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         return _outputs(*args)
+
+    setup_context = staticmethod(_setup_context)
 
     @staticmethod
     @once_differentiable  # its stub drops the parameters' names
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _leaf_gradients(_gradients, ctx, *grad_outputs)
+        return _leaf_gradients(_ChunkedGradients.apply, ctx, *grad_outputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, ...]:
+        call = fold_into_heads(args[: len(Call._fields)], in_dims, info.batch_size)
+        found = _ChunkedFunction.apply(*call, args[-1])
+        return tuple(zip(*(unfold_heads(x, info.batch_size, axis=1) for x in found), strict=True))
+
+
+class _ChunkedGradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that vmap can batch it."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return _gradients(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing to keep: gradients have none."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, ...]:
+        *_, with_bias = args
+        fields, size = len(Call._fields), info.batch_size
+        call = fold_into_heads(args[:fields], in_dims, size)
+        grad, dlse = (
+            None if x is None else fold(x, dim, size, axis=1)
+            for x, dim in zip(args[fields:-1], in_dims[fields:-1], strict=True)
+        )
+        found = _ChunkedGradients.apply(*call, grad, dlse, with_bias)
+        apart = (unfold_heads(x, size, axis) for x, axis in zip(found, HEAD_AXES, strict=True))
+        return tuple(zip(*apart, strict=True))
 
 
 @torch.library.custom_op(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Stats, prepare
+from flash_lazy.call import TENSORS, Call, Stats, prepare, require_values
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
 
@@ -195,6 +195,7 @@ def compute_rule_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
 def _prepare(call: Call, maps: int) -> Call:
     """Check a call, cast it for autocast, and set tau = 0 and the default scale of its maps."""
     q = call.q
+    require_values(q)
     if not isinstance(maps, int) or maps < 1:
         raise ValueError(f"maps is {maps}; give a whole number, at least 1")
     if isinstance(q, Tensor) and q.dim() == 4:

@@ -125,10 +125,6 @@ NOT_DENSE = {
         {"q": torch.nested.nested_tensor(list(Q), layout=torch.jagged)},
         "q is a nested tensor; give a dense one",
     ),
-    "all on meta": (
-        {name: x.to("meta") for name, x in {"q": Q, "k": K, "v": K, "tau": TAU}.items()},
-        "q is on meta, where tensors have no values; move q, k and v to a device",
-    ),
 }
 
 
@@ -276,7 +272,7 @@ def test_import_needs_torch_alone():
     subprocess.run([sys.executable, "-c", code], cwd=Path(flash_lazy.__path__[0]).parent, check=True)
 
 
-SHARED = ("flash_lazy.call", "flash_lazy.tiling", "flash_lazy.scores")
+SHARED = ("flash_lazy.call", "flash_lazy.tiling", "flash_lazy.scores", "flash_lazy.vmap")
 ALLOWED = {
     "inputs.py": (),
     "scores.py": ("flash_lazy.call",),
@@ -284,7 +280,7 @@ ALLOWED = {
     "reference.py": SHARED,
     "chunked.py": SHARED,
     "rules.py": SHARED,
-    "cpu": ("flash_lazy.call", "flash_lazy.cpu"),
+    "cpu": ("flash_lazy.call", "flash_lazy.cpu", "flash_lazy.vmap"),
     "fused": ("flash_lazy.call", "flash_lazy.fused"),
 }
 

@@ -1,0 +1,107 @@
+"""torch.func's transforms, and tensors without values: `chunked` against `reference` and against loops."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+from flash_lazy import attention_weights, lazy_attention, rule_attention
+
+Leaves = tuple[Tensor, ...]
+SETTINGS = [
+    {},
+    {"threshold": "per_token", "renormalise": True, "window": 5},
+    {"threshold": "constant", "key_mask": torch.arange(9).expand(2, 9) > 1},
+]
+
+
+def leaves(threshold: str = "per_query", copies: int = 3, **_: object) -> Leaves:
+    """q, k, v, tau, bias and slopes of each copy, `[copies, ...]`: four heads that share two of keys."""
+    noise = torch.Generator().manual_seed(0)
+    tau = (4, 7) if threshold == "per_token" else (4,)
+    shapes = [(2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), tau, (4, 6), (4,)]
+    drawn = [torch.randn(copies, *shape, generator=noise, dtype=torch.float64) for shape in shapes]
+    drawn[3] = 0.3 * drawn[3].abs()
+    return tuple(drawn)
+
+
+def attend(*x: Tensor, backend: str = "chunked", **settings: object) -> tuple[Tensor, Tensor]:
+    q, k, v, tau, bias, slopes = x
+    out, stats = lazy_attention(q, k, v, tau, bias, slopes=slopes, backend=backend, return_stats=True, **settings)
+    return out, stats.lse
+
+
+def loss(*x: Tensor, **settings: object) -> Tensor:
+    out, lse = attend(*x, **settings)
+    return out.square().sum() + lse.sin().sum()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("shared", [(), (3, 4, 5), (0, 2), (1,)])
+def test_mapped_calls_equal_a_loop(settings: dict, shared: tuple[int, ...]) -> None:
+    """Values, and gradients of each copy with respect to all leaves, also those that the copies share."""
+    drawn = leaves(**settings)
+    given = [x[0] if i in shared else x for i, x in enumerate(drawn)]
+    dims = tuple(None if i in shared else 0 for i in range(6))
+    slope = grad(partial(loss, **settings), argnums=tuple(range(6)))
+    both = vmap(lambda *x: (attend(*x, **settings), slope(*x)), in_dims=dims)(*given)
+    for copy in range(3):
+        own = [x if i in shared else x[copy] for i, x in enumerate(given)]
+        exact = attend(*own, **settings), slope(*own)
+        for found, expected in zip(both[0] + both[1], exact[0] + exact[1], strict=True):
+            torch.testing.assert_close(found[copy], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_derivatives_equal_the_reference_s(settings: dict) -> None:
+    x = tuple(leaf[0] for leaf in leaves(**settings))
+    for transform in (partial(grad, argnums=(0, 1, 2, 3, 4, 5)), partial(jacrev, argnums=(3, 4))):
+        function = attend if transform.func is jacrev else loss
+        ours, exact = (transform(partial(function, backend=b, **settings))(*x) for b in ("chunked", "reference"))
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_auto_takes_a_backend_that_torch_func_can_transform() -> None:
+    x = tuple(leaf[0].float() for leaf in leaves())
+    found = grad(partial(loss, backend="auto"))(*x)
+    torch.testing.assert_close(found, grad(partial(loss, backend="reference"))(*x))
+    with pytest.raises(ValueError, match=r"which torch\.func"):
+        grad(partial(loss, backend="cpu"))(*x)
+
+
+def test_the_reference_has_what_chunked_lacks() -> None:
+    """Forward-mode and second derivatives; masks, lengths and boundaries that differ between copies."""
+    x = tuple(leaf[0] for leaf in leaves())
+    tau = lambda t, backend: loss(*x[:3], t, *x[4:], backend=backend)  # noqa: E731
+    direction = torch.ones_like(x[3])
+    _, along = jvp(partial(tau, backend="reference"), (x[3],), (direction,))
+    torch.testing.assert_close(along, grad(partial(tau, backend="chunked"))(x[3]).sum())
+    assert hessian(partial(tau, backend="reference"))(x[3]).shape == (4, 4)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        jvp(partial(tau, backend="chunked"), (x[3],), (direction,))
+    masks = torch.arange(9).expand(3, 2, 9) >= torch.arange(3)[:, None, None]
+    masked = lambda mask, backend: attend(*x, key_mask=mask, backend=backend)[0]  # noqa: E731
+    assert vmap(partial(masked, backend="reference"))(masks).shape == (3, *x[0].shape)
+    with pytest.raises(ValueError, match="key_mask is mapped by vmap; share it"):
+        vmap(partial(masked, backend="chunked"))(masks)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+def test_tensors_without_values_have_the_shapes_of_their_results(backend: str) -> None:
+    x = tuple(leaf[0].float().to("meta").requires_grad_() for leaf in leaves())
+    out, lse = attend(*x, backend=backend)
+    assert (out.shape, out.device.type, lse.shape) == (x[0].shape, "meta", x[0].shape[:3])
+    found = torch.autograd.grad(out.sum() + lse.sum(), x)
+    assert [g.shape for g in found] == [leaf.shape for leaf in x]
+
+
+def test_functions_that_need_values_refuse_a_tensor_without_them() -> None:
+    q = torch.empty(1, 1, 4, 8, device="meta")
+    for call in (
+        lambda: rule_attention(lambda scores, _: scores, q, q, q),
+        lambda: attention_weights(q, q, torch.empty(1, device="meta")),
+    ):
+        with pytest.raises(TypeError, match="q is on meta, where tensors have no values; move q, k and v to a device"):
+            call()

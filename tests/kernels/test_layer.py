@@ -1,0 +1,164 @@
+"""`LazyAttention` as a layer of a user's model: formula, precision, decoding, padding, initialisation."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flash_lazy
+from flash_lazy import KeyValueCache, LazyAttention, attention_weights
+from flash_lazy.layer import make_angles, rotate
+
+WAYS = {
+    "plain": {"rope_base": None, "reach": 0},
+    "grouped": {"kv_heads": 2, "reach": 5},
+    "per token": {"threshold": "per_token", "context_length": 12, "renormalise": True},
+    "seq_len": {"threshold": "seq_len", "context_length": 12, "window": 7, "head_dim": 6},
+}
+
+
+def make(**settings: object) -> LazyAttention:
+    torch.manual_seed(0)
+    layer = LazyAttention(32, 4, **settings)
+    with torch.no_grad():
+        for parameter in (layer.tau, layer.bias):
+            if parameter is not None:
+                parameter.copy_(0.5 + 0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(count: int = 10) -> torch.Tensor:
+    return torch.randn(2, count, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_layer_is_its_formula(way: str) -> None:
+    """Against explicit rotations by complex numbers and the eager weight matrix, in float64."""
+    layer, x = make(**WAYS[way]).double(), tokens().double()
+
+    def split(y: torch.Tensor, heads: int) -> torch.Tensor:
+        return y.view(2, 10, heads, layer.head_dim).transpose(1, 2)
+
+    q, k, v = split(layer.q_proj(x), 4), split(layer.k_proj(x), layer.kv_heads), split(layer.v_proj(x), layer.kv_heads)
+    if layer.rope_base is not None:
+        half = layer.head_dim // 2
+        angle = torch.arange(10)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        q, k = (
+            torch.view_as_real(torch.complex(y[..., :half], y[..., half:]) * turn).movedim(-1, -2).flatten(-2)
+            for y in (q, k)
+        )
+    settings = {name: value for name, value in layer.settings.items() if name != "backend"}
+    w = attention_weights(q, k, layer.tau.double(), None if layer.bias is None else layer.bias.double(), **settings).w
+    out = (w @ v.repeat_interleave(4 // layer.kv_heads, dim=1)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(x), layer.o_proj(out), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_decoding_with_a_cache_equals_the_full_pass(way: str) -> None:
+    layer, x, cache = make(**WAYS[way]), tokens(), KeyValueCache()
+    parts = [layer(part, cache) for part in x.split([4, 1, 3, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-5, atol=1e-6)
+    assert cache.length == 10
+
+
+def test_a_left_padded_sequence_equals_itself_without_padding() -> None:
+    layer, x = make(reach=5), tokens()
+    mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])
+    torch.testing.assert_close(layer(x, key_mask=mask)[1, 3:], layer(x[1:, 3:])[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half().bfloat16(), lambda m: m.bfloat16()]
+)
+def test_tau_and_bias_keep_their_precision(cast) -> None:
+    layer = make(reach=5)
+    before = layer.tau.detach().clone(), layer.bias.detach().clone()
+    model = cast(nn.Sequential(layer))
+    assert layer.q_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.tau, before[0])
+    assert torch.equal(layer.bias, before[1])
+    out = model(tokens().bfloat16())
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert layer.tau.grad.dtype == torch.float32
+    assert layer.double().tau.dtype == torch.float64
+    assert layer.bfloat16().tau.dtype == torch.float32
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_of_half_precision_is_loaded_into_float32(assign: bool) -> None:
+    layer, other = make(reach=5), make(reach=5)
+    state = {name: value.bfloat16() for name, value in nn.Sequential(layer).state_dict().items()}
+    nn.Sequential(other).load_state_dict(state, assign=assign)
+    assert other.tau.dtype == other.bias.dtype == torch.float32
+    assert torch.equal(other.tau, layer.tau.bfloat16().float())
+    exact = make(reach=5).bfloat16()
+    exact.load_state_dict(layer.bfloat16().state_dict())
+    assert torch.equal(exact.tau, layer.tau)
+
+
+def test_a_layer_from_meta_initialises_itself() -> None:
+    with torch.device("meta"):
+        layer = LazyAttention(32, 4, tau=0.7)
+    assert layer(tokens().to("meta")).shape == (2, 10, 32)
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert (layer.tau == 0.7).all()
+    assert (layer.bias == 0).all()
+    assert 0.05 < layer.q_proj.weight.std() < 0.2
+
+
+def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy() -> None:
+    model = copy.deepcopy(nn.ModuleDict({"a": make(), "b": make(reach=0)}))
+    marked = {
+        f"{path}.{name}"
+        for path, m in model.named_modules()
+        if isinstance(m, LazyAttention)
+        for name in m.no_weight_decay()
+    }
+    assert marked == {"a.tau", "a.bias", "b.tau"}
+    assert marked <= dict(model.named_parameters()).keys()
+
+
+def test_softmax_attention_at_tau_0() -> None:
+    layer, x = LazyAttention(32, 4, tau=0.0), tokens()
+    q, k, v = (y.view(2, 10, 4, 8).transpose(1, 2) for y in (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)))
+    angles = make_angles(0, 10, 8, 10000.0, x.device)
+    out = nn.functional.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+    torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 5}, "heads is 5; give a divisor of width, 32, or head_dim"),
+        ({"kv_heads": 3}, "kv_heads is 3; give a divisor of heads, 4"),
+        ({"head_dim": 7}, "rope_base is 10000.0 and head_dim 7; give an even head_dim, or None"),
+        ({"threshold": "seq_len"}, "threshold is 'seq_len' and context_length None; give both, or neither"),
+        ({"context_length": 8}, "threshold is 'per_query' and context_length 8; give both, or neither"),
+    ],
+)
+def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LazyAttention(**({"width": 32, "heads": 4} | settings))
+
+
+def test_the_example_learns_and_decodes_as_without_a_cache() -> None:
+    file = Path(flash_lazy.__path__[0]).parent / "examples" / "own_model.py"
+    spec = importlib.util.spec_from_file_location("own_model_example", file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
+    torch.manual_seed(0)
+    model, pattern = example.PatternModel(words=10), torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]).repeat(3)[None]
+    losses = example.train(model, pattern, steps=40)
+    assert losses[-1] < 0.1 < losses[0]
+    assert any(group["weight_decay"] == 0 for group in example.make_optimiser(model).param_groups)
+    ids = pattern[:, :11]
+    for token in model.generate(ids, count=6):
+        assert token == model(ids)[:, -1].argmax().item()
+        ids = torch.cat([ids, torch.tensor([[token]])], 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, find_python_file, load_experiment, load_module
+from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.base import DataSource
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
@@ -31,6 +31,7 @@ from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.named_files import find, find_python_file
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown

@@ -23,9 +23,10 @@ import torch
 
 from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataSource
 from lit_lazy.measure.row_statistics import summarise
+from lit_lazy.support.named_files import find
 from lit_lazy.support.timing import Quartiles
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE

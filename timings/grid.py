@@ -13,7 +13,7 @@ from typing import Any
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import (
     Ablation,
     Cell,
@@ -27,6 +27,7 @@ from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.worker import Worker, make_worker, prepare_process
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
 from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
 from lit_lazy.tracking.store import default_uri

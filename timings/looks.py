@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_lazy.config.user_files import PROJECT
+from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.declaration import BY_STATEMENT, SEQUENTIAL, Comparison, Declaration, Rule, Statement
 from lit_lazy.table.looks import decide_draws
 from lit_lazy.table.records import Table

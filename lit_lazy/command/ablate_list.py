@@ -10,8 +10,9 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.config.user_files import find, list_available, load_module
+    from lit_lazy.config.user_files import load_module
     from lit_lazy.support.errors import sanitise
+    from lit_lazy.support.named_files import find, list_available
 
     listed: dict[str, list[str]] = {"ablations": [], "questions": [], "searches": [], "experiments": []}
     kinds = {"question": "questions", "search": "searches"}

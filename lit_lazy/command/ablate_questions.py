@@ -56,9 +56,10 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
 
 def list_questions() -> tuple[list[str], list[str]]:
     """Names of the questions that can run, and for each question that waits for another's table, the reason."""
-    from lit_lazy.config.user_files import find, list_available, load_attribute
+    from lit_lazy.config.user_files import load_attribute
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
+    from lit_lazy.support.named_files import find, list_available
 
     ready, waiting = [], []
     for name in list_available("ablations"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
+    ablation_name,
     add_base,
     add_command,
     add_execution,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True)
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/ or a .py file")
+    parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
     parser.add_argument(
         "--results",
@@ -276,9 +277,9 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
 
 def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:
     """The request of the options; of a question with looks, the look after those of a verdict."""
-    from lit_lazy.config.user_files import find
     from lit_lazy.grid.ablation import select_rows
     from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.support.named_files import find
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)

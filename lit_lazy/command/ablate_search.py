@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
+    ablation_name,
     add_base,
     add_command,
     add_init_from,
@@ -25,7 +26,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "search", ablate_search, "search the best values of continuous settings", takes_overrides=True
     )
-    parser.add_argument("ablation", metavar="NAME", help="a search in ablations/ or a .py file")
+    parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a search in ablations/ or a .py file")
     add_base(parser)
     parser.add_argument(
         "--trials",
@@ -72,9 +73,9 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
     """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.config.user_files import find
     from lit_lazy.grid.ablation import check_cell_count
     from lit_lazy.grid.search.definition import define, load_search
+    from lit_lazy.support.named_files import find
 
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)

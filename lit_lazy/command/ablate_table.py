@@ -25,11 +25,11 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.config.user_files import find
     from lit_lazy.grid.plan import find_parent
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.report.publish import recompute_table, save_table, write_table
     from lit_lazy.support.disk import check_writable_folder
+    from lit_lazy.support.named_files import find
     from lit_lazy.table.render import render_markdown
 
     if options.source is not None:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from lit_lazy.command.options import Commands, add_command, folder, json_file, path
+from lit_lazy.command.options import Commands, add_command, checkpoint, folder, json_file, path
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
@@ -24,10 +24,10 @@ def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
 def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     import shtab
 
-    from lit_lazy.config.user_files import list_available
+    from lit_lazy.support.named_files import list_available
 
     for action in _iter_actions(options.root):
-        if action.type in (path, folder, json_file):
+        if action.type in (path, folder, json_file, checkpoint):
             action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
         elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
             action.choices = list_available(ROOMS[action.metavar])  # type: ignore[index]

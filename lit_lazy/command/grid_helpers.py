@@ -31,7 +31,8 @@ def make_base(
     from lit_lazy.config.key import settings_key
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.serialisation import replace_at
-    from lit_lazy.config.user_files import find, load_experiment
+    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.support.named_files import find
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
@@ -73,8 +74,8 @@ def default_workers(threads: int, devices: int = 1) -> int:
 
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
-    from lit_lazy.config.user_files import find, list_available
     from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.support.named_files import find, list_available
 
     name = options.ablation
     if not known:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, sanitise
+from lit_lazy.support.named_files import Room, find
 from lit_lazy.support.typecheck import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
@@ -75,14 +76,16 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_experiment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/ or a .py file")
+    parser.add_argument(
+        "experiment", metavar="EXPERIMENT", type=experiment_name, help="a name in experiments/ or a .py file"
+    )
 
 
-def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
+def add_base(parser: argparse.ArgumentParser, use: str = "to run on", kind: Callable[[str], str] | None = None) -> None:
     parser.add_argument(
         "--base",
         metavar="EXPERIMENT",
-        type=non_empty,
+        type=kind or experiment_name,
         help=f"experiment {use}, a name or a .py file (default: the one that the ablation names)",
     )
 
@@ -90,7 +93,7 @@ def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
 def add_grid(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a grid with results."""
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(parser, "it ran on")
+    add_base(parser, "it ran on", non_empty)  # whose file may be gone
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
@@ -243,6 +246,24 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def experiment_name(text: str) -> str:
+    """The name or path of an experiment's file, which exists."""
+    return _require_found("experiments", text)
+
+
+def ablation_name(text: str) -> str:
+    """The name or path of an ablation's or a search's file, which exists."""
+    return _require_found("ablations", text)
+
+
+def _require_found(room: Room, text: str) -> str:
+    try:
+        find(room, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def path(text: str) -> Path:
     """Option type: a path, existing or not."""
     try:
@@ -255,6 +276,15 @@ def path(text: str) -> Path:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: is no UTF-8 text without NUL; name another") from None
     return Path(text)
+
+
+def checkpoint(text: str) -> Path:
+    """The path of a checkpoint, which exists."""
+    found = path(text)
+    if not os.path.exists(found):
+        fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
+        raise argparse.ArgumentTypeError(f"checkpoint {text!r}: cannot be read (No such file or directory); {fix}")
+    return found
 
 
 def json_file(text: str) -> Path:
@@ -365,7 +395,7 @@ def require_distinct(text: str, values: list[T]) -> list[T]:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a trained model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the final.ckpt in a run folder")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=checkpoint, help="the final.ckpt in a run folder")
     parser.add_argument(
         "--import",
         metavar="FILE",
@@ -378,7 +408,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def import_classes(options: argparse.Namespace) -> None:
     """Import the files of `--import`."""
-    from lit_lazy.config.user_files import find_python_file, load_module
+    from lit_lazy.config.user_files import load_module
+    from lit_lazy.support.named_files import find_python_file
 
     for name in options.imports:
         load_module(find_python_file("--import", name))

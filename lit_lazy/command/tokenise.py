@@ -20,8 +20,9 @@ def add_to(commands: Commands) -> None:
 
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.config.user_files import find, load_experiment
+    from lit_lazy.config.user_files import load_experiment
     from lit_lazy.support.checks import require
+    from lit_lazy.support.named_files import find
 
     cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
     folder = cfg.data.tokenise(options.processes)

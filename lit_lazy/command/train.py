@@ -42,7 +42,8 @@ def add_to(commands: Commands) -> None:
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.config.user_files import find, load_experiment
+    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.support.named_files import find
 
     path = find("experiments", options.experiment)
     cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))

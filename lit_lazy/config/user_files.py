@@ -1,70 +1,27 @@
-"""Finds and imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
+"""Imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import ast
 import hashlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, short_repr
+from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.named_files import find
 
-PROJECT = Path(__file__).parents[2]
-Room = Literal["experiments", "ablations"]
 SETTINGS = ("config", "ablation", "search", "question")
 """Names that a file exports. A cell's key includes their values, so it omits their source."""
 OWN = ("lit_lazy", "flash_lazy")
 """This project's packages, which may be next to a user's file without being part of it."""
-LONGEST_NAME = 100
-"""Bytes of a name that becomes part of a folder's name; file systems allow 255."""
 USER = "lit_lazy_user_"
 """Prefix of the module names of users' files."""
-
-
-def find(room: Room, name: str) -> Path:
-    """The file that `name` denotes: a path to a .py file, or the name of one in `room` here or in the project.
-
-    Raises a ValueError that lists the available names.
-    """
-    if name.endswith(".py"):
-        return find_python_file(room[:-1], name)
-    for root in (Path.cwd(), PROJECT):
-        path = root / room / f"{name}.py"
-        if os.path.isfile(path):  # also False for invalid file names
-            return _require_usable_name(path.resolve())
-    known = list_available(room)
-    there = ", ".join(known) or "none outside the project's clone"
-    raise ValueError(
-        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
-    )
-
-
-def find_python_file(what: str, name: str) -> Path:
-    """The path of an existing .py file. Raises a ValueError that starts with `what`."""
-    if not os.path.isfile(name):
-        raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
-    return _require_usable_name(Path(name).resolve())
-
-
-def _require_usable_name(path: Path) -> Path:
-    """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
-    if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
-        raise ValueError(
-            f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
-        )
-    return path
-
-
-def list_available(room: Room) -> list[str]:
-    """Names of the files in `room`, here and in the project."""
-    return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})
 
 
 def load_module(path: Path) -> ModuleType:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
-from lit_lazy.config.user_files import LONGEST_NAME, load_attribute
+from lit_lazy.config.user_files import load_attribute
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
+from lit_lazy.support.named_files import LONGEST_NAME
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects

@@ -4,9 +4,9 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 
-from lit_lazy.config.user_files import PROJECT
 from lit_lazy.grid.ablation import Row
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.records import Table
 
 RESULTS = PROJECT / "docs" / "results"

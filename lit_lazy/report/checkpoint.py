@@ -13,7 +13,7 @@ import torch
 from lit_lazy.attention import Eviction
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
@@ -23,6 +23,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri

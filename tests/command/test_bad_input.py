@@ -53,7 +53,7 @@ OPTIONS = [
     ),
     (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
     (["train"], "the following arguments are required: EXPERIMENT"),
-    (["export", "--", "model.ckpt", "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
+    (["export", "--", __file__, "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
     (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
@@ -69,7 +69,7 @@ OPTIONS = [
     ([*TRAIN, "--runs", f"{__file__}/runs"], "/runs': nothing can be written there (Not a directory); name another"),
     (["ablate", "run", "nothing"], "ablation 'nothing': unknown; there are "),
     (["ablate", "run", "table2", "--base", "nothing"], "experiment 'nothing': unknown"),
-    (["ablate", "run", "table2", "--base", ""], "argument --base: '': must be a name; leave the option out"),
+    (["ablate", "run", "table2", "--base", ""], "argument --base: experiment '': unknown; there are backcopy"),
     ([*RUN, "--rows", "nothing"], "--rows 'nothing': table2 has no such row; it has softmax, "),
     ([*RUN, "--rows", ","], "argument --rows: ',': must be names separated by commas, for example"),
     ([*RUN, "--rows", "lazy,lazy"], "argument --rows: 'lazy,lazy': has lazy twice; give it once"),
@@ -103,8 +103,8 @@ OPTIONS = [
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "http"], "argument --port: 'http': must be a whole number from 1 to 65535"),
     (["evaluate"], "the following arguments are required: CHECKPOINT"),
-    (["evaluate", "final.ckpt", "--evaluations", ""], "must be a name; leave the option out for the default"),
-    (["evaluate", "final.ckpt", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
+    (["evaluate", __file__, "--evaluations", ""], "must be a name; leave the option out for the default"),
+    (["evaluate", __file__, "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
 ]
 FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
@@ -625,7 +625,7 @@ def test_checkpoints(
 ) -> None:
     make(trained, place / "some.ckpt")
     error = expect_refusal(["evaluate", "some.ckpt"], capsys)
-    assert error.startswith("lit-lazy: checkpoint 'some.ckpt': ")
+    assert "checkpoint 'some.ckpt': " in error
     assert named in error
     assert not (place / "exploded").exists()
 

@@ -38,6 +38,30 @@ def test_help_answers_in_a_second_without_torch() -> None:
     assert min(times) < 1.0
 
 
+MISSPELT = [
+    "train nosuch", "train nosuch.py", "tokenise nosuch", "fields nosuch", "ablate run nosuch", "ablate run nosuch.py",
+    "ablate run table2 --base nosuch", "ablate search nosuch", "ablate search lazy_search --base nosuch",
+    "diagnose nosuch.ckpt", "evaluate nosuch.ckpt", "generate nosuch.ckpt", "export nosuch.ckpt out",
+    "lm-eval nosuch.ckpt", "train backcopy --threads x", "ablate run table2 --seeds x",
+    "ablate run table2 --limit x", "nosuch", "ablate nosuch",
+]  # fmt: skip
+
+
+def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom lit_lazy.command.main import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    try: status = main(line.split())\n"
+        "    except SystemExit as stopped: status = stopped.code\n"
+        "    heavy = {'torch', 'lightning', 'mlflow', 'optuna', 'sqlalchemy'} & set(sys.modules)\n"
+        "    assert status == 2 and not heavy, (line, status, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("lit-lazy") >= len(MISSPELT)
+    assert not list(tmp_path.iterdir())
+
+
 def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
     """Every command, by its words."""
     for action in parser._actions:

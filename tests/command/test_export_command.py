@@ -20,11 +20,12 @@ from transformers import AutoTokenizer
 from lit_lazy.attention import Elastic, LearnedBias, Sparsemax
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder
 from lit_lazy.model.generation import generate
+from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run

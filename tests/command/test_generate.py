@@ -16,10 +16,11 @@ from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
+from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
 
 LAZY = {

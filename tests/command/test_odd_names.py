@@ -10,12 +10,12 @@ from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import find
 from lit_lazy.grid.jobs.progress import Progress
 from lit_lazy.grid.jobs.status import print_status
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support.console import plain_console
+from lit_lazy.support.named_files import find
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker

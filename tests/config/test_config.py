@@ -35,7 +35,7 @@ from lit_lazy.attention.position import LinearScaling
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
-from lit_lazy.config.user_files import PROJECT, load_experiment, load_module
+from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
@@ -44,6 +44,7 @@ from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.optim import SGD, WSD, Constant, Logits, Muon, Optimiser, Schedule
+from lit_lazy.support.named_files import PROJECT
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 

@@ -23,13 +23,14 @@ from lit_lazy.config.key import (
     training_key,
 )
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
-from lit_lazy.config.user_files import find, list_available, load_experiment, load_module
+from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
+from lit_lazy.support.named_files import find, list_available
 
 SHIPPED = Path(__file__).with_name("shipped_keys.json")
 NORMALISER = "model.attention.normaliser"
@@ -156,7 +157,8 @@ RULE = """
 from dataclasses import dataclass
 from lit_lazy.attention import Elastic
 from lit_lazy.config import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
+from lit_lazy.support.named_files import find
 from factors import FACTOR
 
 

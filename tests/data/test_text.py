@@ -26,11 +26,12 @@ from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import text
 from lit_lazy.data.pipeline import documents, tokens
 from lit_lazy.data.text import Text, measure_ngrams
 from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.support.named_files import find
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
 

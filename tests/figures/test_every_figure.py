@@ -19,7 +19,7 @@ import lit_lazy.attention
 from lit_lazy import figures
 from lit_lazy.attention import Normaliser, Position
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import experiment, find, list_available, load_attribute
+from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.mechanism import mechanism_figure
@@ -29,6 +29,7 @@ from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.grid.search.definition import define
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.report.search import SearchReport
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.search_points import Point

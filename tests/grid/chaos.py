@@ -51,7 +51,8 @@ BASE = '''
 """Cells that train, validate and checkpoint for a second or two."""
 from dataclasses import replace
 
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
+from lit_lazy.support.named_files import find
 
 
 def config():

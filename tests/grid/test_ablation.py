@@ -16,12 +16,13 @@ from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
-from lit_lazy.config.user_files import find, list_available, load_attribute, load_experiment
+from lit_lazy.config.user_files import load_attribute, load_experiment
 from lit_lazy.grid import ablation as preparation
 from lit_lazy.grid import packed
 from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, prepare_rows, select_rows
 from lit_lazy.grid.jobs import estimate
 from lit_lazy.support import console
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.columns import COLUMNS
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"

@@ -6,9 +6,9 @@ import pytest
 
 from lit_lazy.api import results, train
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import find
 from lit_lazy.grid.ablation import load_ablation
 from lit_lazy.report import publish
+from lit_lazy.support.named_files import find
 
 UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
 """Rows that begin as the model that they start from."""

@@ -14,7 +14,7 @@ from optuna.storages import RDBStorage
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.serialisation import replace_at, to_dict
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs import ray_pool, worker
 from lit_lazy.grid.jobs.job import Job
@@ -25,6 +25,7 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
+from lit_lazy.support.named_files import find
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import LitLM

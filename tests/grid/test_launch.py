@@ -16,8 +16,8 @@ from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import find
 from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.support.named_files import find
 
 ID = "pair-backcopy_tiny"
 

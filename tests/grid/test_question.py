@@ -14,10 +14,11 @@ from first_stage import use_stand_in
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.config.user_files import experiment, find, list_available, load_attribute
+from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.support.console import format_duration
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table

@@ -19,13 +19,14 @@ from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.report.search import SearchReport
+from lit_lazy.support.named_files import find
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker

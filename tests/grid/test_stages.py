@@ -6,11 +6,12 @@ import first_stage
 import pytest
 
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import find, list_available, load_attribute
+from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid import stages
 from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, find_best_rates
+from lit_lazy.support.named_files import find, list_available
 
 SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
 

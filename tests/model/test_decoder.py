@@ -20,9 +20,10 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_module
+from lit_lazy.config.user_files import load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
+from lit_lazy.support.named_files import find
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 13
 # A large init_std makes attention weights far from uniform.

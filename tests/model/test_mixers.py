@@ -21,12 +21,13 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.user_files import find, list_available, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import load_ablation
 from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
 from lit_lazy.model.parameter_matching import matching_d_ff
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.training.optimiser import build_parameter_groups
 from lit_lazy.training.prepare import check_model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import find
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.report.page import draw_table_figures, replace_table
+from lit_lazy.support.named_files import find
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts, save

@@ -10,13 +10,14 @@ import torch
 from lit_lazy.attention import Elastic
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import find, load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import mean_nll, token_nll
+from lit_lazy.support.named_files import find
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.execution import Execution

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 from lit_lazy.attention import AttentionSpec, Elastic, Fire, KerpleLog, LearnedAbsolute, LearnedBias, T5Bias
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
-from lit_lazy.config.user_files import find, load_module
+from lit_lazy.config.user_files import load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.named_files import find
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.optimiser import build_parameter_groups, lr_factor
 

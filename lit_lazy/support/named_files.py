@@ -1,0 +1,51 @@
+"""Finds users' Python files, experiments and ablations, by name or path, without importing anything heavy."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from lit_lazy.support.errors import did_you_mean
+
+PROJECT = Path(__file__).parents[2]
+Room = Literal["experiments", "ablations"]
+LONGEST_NAME = 100
+"""Bytes of a name that becomes part of a folder's name; file systems allow 255."""
+
+
+def find(room: Room, name: str) -> Path:
+    """The file that `name` denotes: a path to a .py file, or the name of one in `room` here or in the project.
+
+    Raises a ValueError that lists the available names.
+    """
+    if name.endswith(".py"):
+        return find_python_file(room[:-1], name)
+    for root in (Path.cwd(), PROJECT):
+        path = root / room / f"{name}.py"
+        if os.path.isfile(path):  # also False for invalid file names
+            return _require_usable_name(path.resolve())
+    known = list_available(room)
+    there = ", ".join(known) or "none outside the project's clone"
+    raise ValueError(
+        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
+    )
+
+
+def find_python_file(what: str, name: str) -> Path:
+    """The path of an existing .py file. Raises a ValueError that starts with `what`."""
+    if not os.path.isfile(name):
+        raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
+    return _require_usable_name(Path(name).resolve())
+
+
+def _require_usable_name(path: Path) -> Path:
+    """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
+    if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
+        )
+    return path
+
+
+def list_available(room: Room) -> list[str]:
+    """Names of the files in `room`, here and in the project."""
+    return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})

@@ -1,4 +1,7 @@
-"""What `import lit_lazy` gives to a notebook: `train`, `load`, `show` and `results`."""
+"""What `import lit_lazy` gives to a notebook: `train`, `load`, `show` and `results`.
+
+Only `train` and `results` import MLflow, when they are called.
+"""
 
 import ast
 import operator
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pandas as pd
@@ -23,7 +26,6 @@ from lit_lazy.data.base import DataSource
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
-from lit_lazy.grid.plan import build_table_from_mlflow, find_parent, select_one_per_cell
 from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, evaluation_mode, hook_layers, measure, sample_validation
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
@@ -35,15 +37,13 @@ from lit_lazy.support.named_files import find, find_python_file
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
-from lit_lazy.tracking.archive import open_readable
-from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.logger_kinds import check_logger_kinds
-from lit_lazy.tracking.store import check_store, default_uri
-from lit_lazy.tracking.tracked_run import FinishedTraining, train_tracked
-from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM
+
+if TYPE_CHECKING:
+    from lit_lazy.tracking.tracked_run import FinishedTraining
+    from lit_lazy.tracking.tracker import TrackedRun
 
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
@@ -56,7 +56,7 @@ def train(
     runs: str | Path = "runs",
     threads: int | None = None,
     loggers: Sequence[str] = (),
-) -> FinishedTraining:
+) -> "FinishedTraining":
     """Train a config, or the experiment of this name or file, and keep the model, as `lit-lazy train` does.
 
     A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
@@ -72,6 +72,9 @@ def train(
     >>> done.checkpoint.name
     'final.ckpt'
     """
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
+    from lit_lazy.tracking.tracked_run import train_tracked
+
     if name is not None:
         check_name("name", name)
     if threads is not None:
@@ -325,6 +328,12 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
+    from lit_lazy.grid.plan import build_table_from_mlflow, find_parent, select_one_per_cell
+    from lit_lazy.tracking.archive import open_readable
+    from lit_lazy.tracking.links import list_experiment_names
+    from lit_lazy.tracking.store import check_store, default_uri
+    from lit_lazy.tracking.tracker import Tracker
+
     folder = _require_path("runs", runs)
     with open_readable(default_uri(folder)) as uri:
         check_store(uri)
@@ -338,7 +347,7 @@ def results(name: str, runs: str | Path = "runs") -> Results:
         return Results(build_table_from_mlflow(tracker, parent), cells)
 
 
-def _make_cell_record(run: TrackedRun) -> dict[str, Any]:
+def _make_cell_record(run: "TrackedRun") -> dict[str, Any]:
     params = {name: _parse_value(text) for name, text in run.params.items()}
     return {"variant": run.tags["variant"], "seed": int(run.tags["seed"]), "status": run.state, **params, **run.metrics}
 

@@ -41,6 +41,12 @@ def test_the_import_is_instant() -> None:
     assert not {"torch", "numpy", "lightning", "mlflow", "pandas", "matplotlib"} & set(runs[0][1].split())
 
 
+@pytest.mark.long
+def test_load_does_not_import_mlflow_nor_the_kernels_the_compiler() -> None:
+    for code, absent in (("from lit_lazy import load", "mlflow"), ("import flash_lazy", "torch._dynamo")):
+        subprocess.run([sys.executable, "-c", f"import sys; {code}; assert {absent!r} not in sys.modules"], check=True)
+
+
 def test_it_is_what_all_says() -> None:
     assert lit_lazy.__all__ == ["load", "results", "show", "train"]
     assert set(lit_lazy.__all__) <= set(dir(lit_lazy))

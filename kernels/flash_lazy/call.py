@@ -1,12 +1,14 @@
 """Shared by the backends: the arguments of a call, their checks, dtype rules, and the returned records."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 BACKENDS, THRESHOLDS = get_args(Backend), get_args(Threshold)  # cpu/attention.h has THRESHOLDS in this order
@@ -91,6 +93,15 @@ class Weights(NamedTuple):
     w: Tensor
     mass: Tensor
     visible: Tensor
+
+
+def mark_constant(function: F) -> F:
+    """Let torch.compile take a function's result for a constant.
+
+    As torch.compiler.assume_constant_result does, which imports the compiler: a second that eager users need not wait.
+    """
+    function._dynamo_marked_constant = True  # pyrefly: ignore [missing-attribute]
+    return function
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

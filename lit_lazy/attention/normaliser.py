@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flash_lazy import Backend, Rows, RuleWeights, Stats, Threshold, resolve_backend
@@ -321,8 +320,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-    mask = None if q.shape[2] == 1 else causal_lower_right(q.shape[2], k.shape[2])
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+    if q.shape[2] == 1:
+        return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+    from torch.nn.attention.bias import causal_lower_right  # it imports torch.compile, which takes a second
+
+    return scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), enable_gqa=gqa)
 
 
 def fused_lazy(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, slice_documents
+from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, mark_constant, slice_documents
 from flash_lazy.cpu import library
 from flash_lazy.vmap import is_transformed
 
@@ -61,7 +61,7 @@ def find_obstacle(q: Tensor) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def _find_library_obstacle() -> str | None:
     return library.find_obstacle()
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in_documents, tau_divisor, tau_gradient
+from flash_lazy.call import (
+    CALL_SCHEMA,
+    LEAVES,
+    TENSORS,
+    Call,
+    Stats,
+    mark_constant,
+    rows_in_documents,
+    tau_divisor,
+    tau_gradient,
+)
 from flash_lazy.fused import configurations
 
 LN2 = 0.6931471805599453
@@ -54,7 +64,7 @@ def find_obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # querying the device would break the graph
+@mark_constant  # querying the device would break the graph
 def _find_machine_obstacle(device: torch.device) -> str | None:
     if (version := _read_triton_version()) < MIN_TRITON:
         return f"needs triton {_format_version(MIN_TRITON)}, and {_format_version(version)} is installed"

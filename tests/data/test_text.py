@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -407,6 +408,18 @@ def test_a_changed_file_is_another_fingerprint_and_key_and_a_touched_one_is_not(
     assert config.load().info["train_documents"] + config.load().info["validation_documents"] == 300
 
 
+def test_whoever_waited_for_a_corpus_that_fails_states_the_same_reason(tmp_path, capfd):
+    def fail(_):
+        time.sleep(0.3)  # so that the other waits for the lock
+        raise ValueError("too few documents")
+
+    with ThreadPoolExecutor(2) as threads:
+        tried = [threads.submit(tokens.make_once, tmp_path / "cache" / "corpus", fail) for _ in range(2)]
+    assert [str(attempt.exception()) for attempt in tried] == ["too few documents"] * 2
+    assert "another process is tokenising this text" in capfd.readouterr().err
+    assert not any((tmp_path / "cache").iterdir())
+
+
 @pytest.mark.long
 def test_processes_that_start_together_tokenise_once(tmp_path, cache):
     path = tmp_path / "big.txt"
@@ -509,7 +522,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monke
     monkeypatch.setattr(documents.Files, "documents", read_and_change)
     with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': changed while it was read; run again"):
         small(path=str(path)).load()
-    assert not cache.exists()
+    assert not any(cache.glob("*"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(corpora, cache, monkeypatch):
@@ -519,7 +532,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(corpora, cache, monkeypatch)
     monkeypatch.setattr(tokens.os, "fsync", full)
     with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*cache': cannot be written \(No space left on device\)"):
         small(path=corpora["jsonl"]).load()
-    assert not cache.exists()
+    assert not any(cache.glob("*"))
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch):
@@ -797,7 +810,7 @@ def test_an_error_is_one_line_and_leaves_nothing(bad, cache, options, message, c
     with pytest.raises(ValueError, match=message) as error:
         small(**{**options, **paths}).load()
     assert "\n" not in str(error.value)
-    assert not cache.exists()
+    assert not any(cache.glob("*"))
     assert capfd.readouterr().err == ""
 
 

@@ -202,21 +202,16 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write the folder, unless it is intact or another process makes it meanwhile.
 
     A damaged one is quarantined. Raises ValueError if the cache cannot be written. After any error, nothing of the
-    folder is left behind.
+    folder is left behind; the cache around it stays, because another process may be waiting for its lock there.
     """
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        try:
-            with lock(root / f"{folder.name}.lock"):
-                if folder.exists() and (damage := find_damage(folder, read_stamp(folder))):
-                    quarantine(folder, damage)
-                if not folder.exists():
-                    _make_folder(folder, fill)
-        except BaseException:
-            with contextlib.suppress(OSError):  # it contains other corpora, or finished shards
-                root.rmdir()
-            raise
+        with lock(root / f"{folder.name}.lock"):
+            if folder.exists() and (damage := find_damage(folder, read_stamp(folder))):
+                quarantine(folder, damage)
+            if not folder.exists():
+                _make_folder(folder, fill)
     except OSError as error:
         raise ValueError(
             f"LIT_LAZY_CACHE={str(root)!r}: cannot be written ({error.strerror or one_line(error)}); "

@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from lit_lazy.support.checks import require
@@ -361,7 +361,7 @@ class Table:
     def columns_by_key(self) -> dict[str, Column]:
         return {column.key: column for column in self.columns}
 
-    @property
+    @cached_property
     def unlearned(self) -> dict[str, str]:
         """The variants that in more than half of their cells did not learn the task; `4 of 5` says in how many."""
         cells = {row.variant: row.n for row in self.rows}

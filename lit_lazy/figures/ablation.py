@@ -16,6 +16,7 @@ from matplotlib.transforms import Bbox
 from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figure, set_log_axis, use_style
 from lit_lazy.figures.label_placement import Label, place_labels
 from lit_lazy.figures.palette import Colours
+from lit_lazy.figures.selection import choose_rows
 from lit_lazy.support.outliers import compute_far_limit
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
@@ -215,7 +216,8 @@ def _draw_over_training(
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    The baseline comes first, and is also drawn thin and grey behind the other variants.
+    The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
+    are shown.
     """
     baseline = table.baseline
     curves = {
@@ -224,13 +226,14 @@ def _draw_over_training(
         }
         for variant, seeds in histories.items()
     }
-    variants = sorted((v for v, lines in curves.items() if any(lines.values())), key=lambda v: v != baseline)
+    variants, which = choose_rows(table, [variant for variant, lines in curves.items() if any(lines.values())])
     if not variants:
         return None
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
     rows = math.ceil(len(variants) / COLUMNS)
     band = "" if counts == {1} else " (band: range)"
-    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{table.ablation}: {title} and {_format_seeds(counts)}{band}")
+    heading = f"{table.ablation}: {title} and {_format_seeds(counts)}{band}{which}"
+    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, heading)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)

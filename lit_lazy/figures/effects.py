@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
+from lit_lazy.figures.selection import choose_rows
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 UNLEARNED = "#8C8C8C"
@@ -25,7 +26,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
     the range of the points are cut at the panel's edge and end in an arrow; outliers are drawn there with their value.
-    Rows that did not learn the task are grey crosses and set no limits.
+    Rows that did not learn the task are grey crosses and set no limits. Of many rows only the best are shown.
     Raises ValueError if a key is not a column of the table.
     """
     known = table.columns_by_key
@@ -34,12 +35,16 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     for key in columns:
         if key not in known:
             raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
-    count = len(table.rows)
+    by_name = {row.variant: row for row in table.rows}
+    shown, which = choose_rows(table, by_name)
+    rows = [by_name[variant] for variant in shown]
     width = 2.2 + 3.0 * len(columns)
     aside = "" if table.declaration is None else ", exploratory"
-    title = [f"{table.ablation}: difference to {table.baseline}{aside}", *(f"Warning: {w}" for w in table.warnings)]
-    rows = sorted(table.rows, key=lambda row: row.variant != table.baseline)
-    figure = new_figure(width, 1.7 + 0.3 * count, "\n".join(title))
+    title = [
+        f"{table.ablation}: difference to {table.baseline}{aside}{which}",
+        *(f"Warning: {w}" for w in table.warnings),
+    ]
+    figure = new_figure(width, 1.7 + 0.3 * len(rows), "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
         _draw_panel(axes, table, rows, known[key])

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from legible import assert_legible
 
-from lit_lazy.figures import effects_figure, save_figure
+from lit_lazy.figures import effects_figure, save_figure, selection, tau_over_training
 from lit_lazy.figures.effects import UNLEARNED, compute_limits
+from lit_lazy.figures.images import DPI
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Yardstick
 
+WEBP_LIMIT = 16383
+"""Pixels of a side."""
 NAMES = ["lazy", *(f"a-rather-long-variant-{i:02d}" for i in range(1, 17))]
 COLUMNS = (
     Column("loss", "validation loss", "lower", unit="nats"),
@@ -157,6 +160,35 @@ def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):
 @pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])
 def test_no_text_overlaps_or_leaves_the_figure(keys):
     assert_legible(effects_figure(make(warnings=("Undertrained: the loss still falls. " * 4,)), keys))
+
+
+def many(better, count):
+    """A table of rows that have their number as loss, the baseline "lazy" and one without a cell; histories of all."""
+    names = ["lazy", *map(str, range(1, count))]
+    observations = [Observation(name, 0, "complete", {"loss": float(i)}) for i, name in enumerate(names)]
+    rows = [RowInfo(name, "ours", (0,), "tiny") for name in ["unfinished", *names]]
+    spec = TableSpec("study", "tiny", "lazy", rows, [Column("loss", "loss", better)], (), "make")
+    histories = {name: [{"watch/tau_layer_0": [(0, 0.0), (1, 1.0)]}] for name in names}
+    return build_table(spec, observations), histories
+
+
+@pytest.mark.parametrize(("better", "kept", "which"), [("lower", "1234", "lowest"), ("higher", "6789", "highest")])
+def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, monkeypatch):
+    monkeypatch.setattr(selection, "MOST_ROWS", 5)
+    table, histories = many(better, 10)
+    effects, tau = effects_figure(table, ["loss"]), tau_over_training(table, histories)
+    assert tau is not None
+    assert [label.get_text() for label in effects.axes[0].get_yticklabels()] == ["lazy", *kept]
+    assert [axes.get_title() for axes in tau.axes if axes.axison] == ["lazy", *kept]
+    for figure, count in ((effects, 11), (tau, 10)):
+        said = f"; shown of {count}: the 5 with the {which} loss, baseline included"
+        assert said in figure.get_suptitle().replace("\n", " ")
+        assert_legible(figure)
+
+
+def test_a_figure_of_any_number_of_rows_fits_into_an_image():
+    table, _ = many("lower", 1000)
+    assert effects_figure(table, ["loss"]).get_figheight() * DPI < WEBP_LIMIT
 
 
 def test_files_are_written_alike(tmp_path):

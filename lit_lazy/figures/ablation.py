@@ -237,6 +237,8 @@ def _draw_over_training(
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
+    for axes in panels:
+        axes.autoscale(False)  # each band would fit all panels anew
     last = 1
     for axes, variant in zip(panels, variants, strict=False):
         for label, look in looks.items():
@@ -246,6 +248,7 @@ def _draw_over_training(
             last = max(last, _draw_line(axes, curves[variant][label], style, band=True))
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
+    panels[0].autoscale()
     set_log_axis(panels[0], last, zero=True)
     for axes in panels[max(len(variants) - COLUMNS, 0) : len(variants)]:
         axes.tick_params(labelbottom=True)

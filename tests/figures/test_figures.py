@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from legible import assert_legible
+from matplotlib.axes import Axes
 
 from lit_lazy.figures import effects_figure, save_figure, selection, tau_over_training
 from lit_lazy.figures.effects import UNLEARNED, compute_limits
@@ -189,6 +190,16 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, m
 def test_a_figure_of_any_number_of_rows_fits_into_an_image():
     table, _ = many("lower", 1000)
     assert effects_figure(table, ["loss"]).get_figheight() * DPI < WEBP_LIMIT
+
+
+def test_the_panels_over_training_are_fitted_together(monkeypatch):
+    """Fitted for each line, each time with all panels, 150 took half a minute."""
+    fitted, set_bound = [], Axes.set_ybound
+    monkeypatch.setattr(
+        Axes, "set_ybound", lambda axes, *bound, **more: fitted.append(axes) or set_bound(axes, *bound, **more)
+    )
+    tau_over_training(*many("lower", 10))
+    assert len(fitted) <= 2
 
 
 def test_files_are_written_alike(tmp_path):

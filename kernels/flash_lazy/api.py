@@ -28,6 +28,7 @@ from flash_lazy.cpu import library
 from flash_lazy.cpu import ops as cpu_ops
 from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
+from flash_lazy.vmap import is_transformed
 
 
 class SharedSettings(TypedDict, total=False):
@@ -277,10 +278,15 @@ _BACKENDS = {
 def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None) -> str:
     """Name of the implementation that runs a call; "auto" picks one for the arguments.
 
-    Raises ValueError if backend is "cpu" or "triton" and does not support the call.
+    Under a transform of torch.func, that is "chunked". Raises ValueError if backend is "cpu" or "triton" and does not
+    support the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if is_transformed() and backend not in ("reference", "chunked"):
+        if backend == "auto":
+            return "chunked"
+        raise ValueError(f"backend is {backend!r}, which torch.func cannot transform; choose 'chunked', or 'auto'")
     if backend == "auto":
         if q.device.type != "cuda":
             return _find_cpu_backend(q)

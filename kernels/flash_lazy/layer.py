@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy.api import lazy_attention
-from flash_lazy.call import Backend, Threshold
+from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold
 
 PRECISE = (torch.float32, torch.float64)
 
@@ -74,6 +74,13 @@ class LazyAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        counts = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, value in (counts | {"context_length": context_length}).items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}; give a whole number, at least 1")
+        for name, value, known in (("threshold", threshold, THRESHOLDS), ("backend", backend, BACKENDS)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(known)}")
         if head_dim is None and width % heads:
             raise ValueError(f"heads is {heads}; give a divisor of width, {width}, or head_dim")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads or heads, head_dim or width // heads
@@ -94,7 +101,7 @@ class LazyAttention(nn.Module):
         per_head = (heads, context_length) if threshold == "per_token" and context_length else (heads,)
         self.tau = nn.Parameter(torch.empty(per_head, device=device, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(heads, reach, device=device, dtype=torch.float32)) if reach else None
-        self.register_load_state_dict_pre_hook(lambda module, *args: module._widen_state(*args))
+        self.register_load_state_dict_pre_hook(_widen_state)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -141,10 +148,12 @@ class LazyAttention(nn.Module):
                 child._apply(fn)
         return super()._apply(partial(_keep_precision, fn), recurse=False)
 
-    def _widen_state(self, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-        for name in (f"{prefix}{name}" for name in self.no_weight_decay()):
-            if name in state_dict and state_dict[name].dtype not in PRECISE:
-                state_dict[name] = state_dict[name].float()
+
+def _widen_state(layer: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    assert isinstance(layer, LazyAttention)
+    for name in (f"{prefix}{name}" for name in layer.no_weight_decay()):
+        if name in state_dict and state_dict[name].dtype not in PRECISE:
+            state_dict[name] = state_dict[name].float()
 
 
 def _keep_precision(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ ALLOWED = {
     "reference.py": SHARED,
     "chunked.py": SHARED,
     "rules.py": SHARED,
-    "cpu": ("flash_lazy.call", "flash_lazy.cpu", "flash_lazy.vmap"),
+    "cpu": ("flash_lazy.call", "flash_lazy.cpu"),
     "fused": ("flash_lazy.call", "flash_lazy.fused"),
 }
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import pickle
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_layer_from_meta_initialises_itself() -> None:
     assert 0.05 < layer.q_proj.weight.std() < 0.2
 
 
+def test_a_pickled_layer_is_the_same_and_still_widens() -> None:
+    layer = pickle.loads(pickle.dumps(make(reach=5)))
+    assert torch.equal(layer(tokens()), make(reach=5)(tokens()))
+    layer.load_state_dict({name: value.half() for name, value in layer.state_dict().items()}, assign=True)
+    assert layer.tau.dtype == torch.float32
+
+
 def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy() -> None:
     model = copy.deepcopy(nn.ModuleDict({"a": make(), "b": make(reach=0)}))
     marked = {
@@ -135,6 +143,10 @@ def test_softmax_attention_at_tau_0() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"heads": 0}, "heads is 0; give a whole number, at least 1"),
+        ({"kv_heads": 0}, "kv_heads is 0; give a whole number, at least 1"),
+        ({"threshold": "mean"}, "threshold is 'mean'; choose one of per_query, seq_len, per_token, constant"),
+        ({"backend": "gpu"}, "backend is 'gpu'; choose one of auto, reference, chunked, cpu, triton"),
         ({"heads": 5}, "heads is 5; give a divisor of width, 32, or head_dim"),
         ({"kv_heads": 3}, "kv_heads is 3; give a divisor of heads, 4"),
         ({"head_dim": 7}, "rope_base is 10000.0 and head_dim 7; give an even head_dim, or None"),

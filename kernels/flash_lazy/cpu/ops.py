@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, mark_constant, slice_documents
 from flash_lazy.cpu import library
-from flash_lazy.vmap import is_transformed
 
 SUMS = 3
 """Numbers per row that the forward pass saves: largest score, sum of exponentials, divisor of the output."""
@@ -50,8 +49,6 @@ def find_obstacle(q: Tensor) -> str | None:
     """Why the compiled backend does not support a call, naming the argument and the fix; None if it does."""
     if not q.is_cpu:
         return f"backend is 'cpu' and q on {q.device}; move q, k and v to the CPU, or choose 'auto'"
-    if is_transformed():
-        return "backend is 'cpu', which torch.func cannot transform; choose 'chunked', or 'auto'"
     autocast = torch.is_autocast_enabled("cpu") and q.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if autocast else q.dtype
     if dtype != torch.float32:

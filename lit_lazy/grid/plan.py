@@ -1,13 +1,13 @@
 """The plan of an ablation, stored with its MLflow parent run, and the table built from MLflow."""
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
 from lit_lazy.data.base import compute_learned_nats
-from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
@@ -147,7 +147,7 @@ def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
         return None
     if "optimum_nats" not in facts:
         marks = {name: float(facts[f"{name}_bits_per_byte"]) for name in ("trigram", "unigram")}
-        return Yardstick("loss/bits_per_byte", learned / NATS_PER_BIT / float(facts["bytes_per_token"]), marks)
+        return Yardstick("loss/bits_per_byte", learned / math.log(2) / float(facts["bytes_per_token"]), marks)
     optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
 

@@ -1,6 +1,7 @@
 """Metrics of a model on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checks import require
 
-NATS_PER_BIT = 0.6931471805599453
 VARIED_BATCH = 32
 """Batch size of `Varied`."""
 
@@ -45,7 +45,7 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
             attention.update_watched_key(on_key, source.watched_key, rows)
     measured = {name: ratio.compute().item() for name, ratio in ratios.items()}
     if "bytes_per_token" in source.info:
-        measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
+        measured["loss/bits_per_byte"] = measured["loss/val"] / math.log(2) / float(source.info["bytes_per_token"])
     measured |= attention.compute()
     if source.row_contrast is not None and model.attentions:
         one, other = source.row_contrast

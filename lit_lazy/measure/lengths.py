@@ -1,5 +1,6 @@
 """Loss, visible keys and thresholds by position at any length, also with an evicting cache."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from lit_lazy.measure.diagnostics import (
     sample_validation,
     select_first_documents,
 )
-from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.checks import require, require_field, require_whole
@@ -208,6 +208,6 @@ def make_loss_metrics(prefix: str, losses: Mapping[str, Tensor], source: DataSou
     """Means of losses by position in nats, for text also in bits per byte."""
     found = {prefix + name: loss.nanmean().item() for name, loss in losses.items()}
     if "bytes_per_token" in source.info:
-        nats = NATS_PER_BIT * float(source.info["bytes_per_token"])
+        nats = math.log(2) * float(source.info["bytes_per_token"])
         found |= {name.replace("loss", "bits_per_byte"): value / nats for name, value in found.items()}
     return found

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t
 
 from lit_lazy.table.declaration import FIXED, MOST_SEEDS, Declaration, Finding, Rule, Status
 from lit_lazy.table.statistics import (
@@ -25,6 +24,8 @@ from lit_lazy.table.statistics import (
     compute_variance,
     drop_undefined,
     is_saturated,
+    t_quantile,
+    t_tail,
 )
 
 
@@ -85,10 +86,10 @@ def compute_welch_contrast(
     if correlation is None:
         correlation = seed_correlation(values, bounds)
     se, df = _standard_error(kept, weights, correlation)
-    half_width = float(t.isf(ALPHA / 2, df)) * se
+    half_width = t_quantile(ALPHA / 2, df) * se
     if n < FEWEST_SEEDS:
         return Effect(mean, half_width, n, se, df, **ends)
-    return Effect(mean, half_width, n, se, df, test="t", p=float(2 * t.sf(abs(mean) / se, df)), **ends)
+    return Effect(mean, half_width, n, se, df, test="t", p=2 * t_tail(abs(mean) / se, df), **ends)
 
 
 def _standard_error(
@@ -148,7 +149,7 @@ class _WeightedSum(NamedTuple):
         half = 0.0
         if self.measured is not None and self.measured.df is not None and self.measured.se is not None:
             df = self.measured.df * (seeds - 1) / (self.n - 1)  # Satterthwaite's with equal n in all rows
-            half = float(t.isf(level / 2, df)) * self.measured.se * (self.n / seeds) ** 0.5
+            half = t_quantile(level / 2, df) * self.measured.se * (self.n / seeds) ** 0.5
         return Interval(self.mean - self.below - half, self.mean + self.above + half)
 
 

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import beta, binom, t
+from scipy.special import bdtr, bdtrc, betainccinv, betaincinv  # scipy.stats takes half a second to import
 
 from lit_lazy.table.declaration import BY_STATEMENT, Chance, Declaration, Finding, Look, Statement, Status
-from lit_lazy.table.statistics import LEAST, RESOLUTION
+from lit_lazy.table.statistics import LEAST, RESOLUTION, t_quantile
 
 ALPHA = 0.025
 """Error rate of wrong support, and of wrong refutation, over all looks."""
@@ -42,16 +42,16 @@ class Critical(NamedTuple):
     @property
     def t_support(self) -> float:
         """Standard errors that support takes: t(n - 1) at `support`."""
-        return float(t.isf(self.support, self.n - 1))
+        return t_quantile(self.support, self.n - 1)
 
     @property
     def t_refute(self) -> float:
-        return float(t.isf(self.refute, self.n - 1))
+        return t_quantile(self.refute, self.n - 1)
 
     @property
     def fewest_met(self) -> int:
         """Seeds in which a statement must hold to be supported: the least y with P(Bin(n, 1/2) >= y) <= `support`."""
-        return int(binom.isf(self.support, self.n, SHARE_CLAIMED)) + 1
+        return next(y for y in range(self.n + 2) if bdtrc(y - 1, self.n, SHARE_CLAIMED) <= self.support)
 
 
 def compute_critical(declaration: Declaration, look: int) -> Critical:
@@ -124,7 +124,7 @@ def _decide_statement(declaration: Declaration, parts: np.ndarray, critical: Cri
 
 def _is_rare(met: np.ndarray, critical: Critical) -> np.ndarray:
     """Whether a statement that holds in three quarters of trainings would hardly be met in so few seeds."""
-    return binom.cdf(met, critical.n, SHARE_DENIED) <= critical.refute
+    return bdtr(met, critical.n, SHARE_DENIED) <= critical.refute
 
 
 def _measure_parts(
@@ -272,8 +272,8 @@ def _explain(declaration: Declaration, status: Status, parts: np.ndarray, critic
 def _estimate_share(met: np.ndarray, critical: Critical) -> tuple[float, float, float]:
     """The share of seeds in which a statement holds, with its simultaneous interval (Clopper and Pearson 1934)."""
     n, y, level = critical.n, int(met.sum()), critical.refute
-    low = float(beta.ppf(level, y, n - y + 1)) if y else 0.0
-    return y / n, low, float(beta.isf(level, y + 1, n - y)) if y < n else 1.0
+    low = float(betaincinv(y, n - y + 1, level)) if y else 0.0
+    return y / n, low, float(betainccinv(y + 1, n - y, level)) if y < n else 1.0
 
 
 def compute_support_interval(declaration: Declaration, found: Finding) -> tuple[float, float]:

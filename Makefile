@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ifdef TINY
 SUFFIX := _tiny
-TINY_SEED := --seeds 0 --brief
+TINY_SEED := --seeds 0
 endif
 
 .PHONY: help table2 table2-text questions smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints

@@ -153,7 +153,7 @@ class Rope(Position):
             raise ValueError(
                 f"Rope: the head dimension must be even, got {head_dim}; choose another d_model or n_heads"
             )
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
         return _Rope(self.scaling.scale(self.base**-exponent), self.skip_every)
 
 
@@ -164,7 +164,7 @@ class _Rope(PositionModule):
     def __init__(self, frequency: Tensor, skip_every: int | None) -> None:
         super().__init__()
         self.skip_every = skip_every
-        self.register_buffer("frequency", frequency.float(), persistent=False)
+        self.register_buffer("frequency", frequency.float().to(torch.get_default_device()), persistent=False)
 
     def rotates(self, layer: int) -> bool:
         return self.skip_every is None or (layer + 1) % self.skip_every > 0

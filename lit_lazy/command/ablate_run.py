@@ -34,12 +34,15 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation, Row
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.question import Question
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
+    from lit_lazy.tracking.tracker import Tracker
 
 
 def add_to(commands: Commands) -> None:
@@ -85,7 +88,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
-    parser.add_argument("--brief", action="store_true", help="print the table's path instead of the table")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--brief", action="store_true", help="print only the verdict and the table's path")
+    output.add_argument("--verbose", action="store_true", help="print the whole table, not only its primary column")
     parser.add_argument(
         "--retry-failed",
         metavar="N",
@@ -103,7 +108,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.support.console import plain_console
+    from lit_lazy.support.console import plain_console, text_width
 
     until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
@@ -144,8 +149,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.jobs.launch import count_waiting, run_grid
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import default_storage
-    from lit_lazy.report.publish import publish
-    from lit_lazy.table.render import render_markdown
+    from lit_lazy.table.render import render_summary, render_text
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
@@ -167,7 +171,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             until=until,
         )
         console = plain_console()
-        run = partial(run_grid, console=console, publish=partial(publish, console=console))
+        run = partial(run_grid, console=console, publish=partial(publish_changed, console=console))
         table, finished, executed = run(grid, launch)
         if has_looks(request.question, options):
             made = int(executed)
@@ -180,12 +184,27 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
         print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
     else:
-        print_results(render_markdown(table), grid.folder, options.runs)
+        render = render_text if options.verbose else render_summary
+        print_results(render(table, text_width()), grid.folder, options.runs)
     if not finished and until is not None:
         queue = Queue(options.storage or default_storage(options.runs), grid.id)
         if waiting := count_waiting(grid, queue):
             print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
     return 0 if finished else 1
+
+
+def publish_changed(tracker: "Tracker", parent_id: str, folder: Path, is_new: bool, console: "Console") -> "Table":
+    """`publish`, unless no cell was executed and the folder has the same table and a report already."""
+    from lit_lazy.grid.plan import build_table_from_mlflow
+    from lit_lazy.table.render import is_saved
+
+    if not is_new and (folder / "report.html").exists():
+        table = build_table_from_mlflow(tracker, parent_id)
+        if is_saved(table, folder / "table"):
+            return table
+    from lit_lazy.report.publish import publish
+
+    return publish(tracker, parent_id, folder, is_new, console)
 
 
 def format_progress(grid: str, table: "Table") -> str:

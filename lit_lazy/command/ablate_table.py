@@ -28,9 +28,10 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.plan import find_parent
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.report.publish import recompute_table, save_table, write_table
+    from lit_lazy.support.console import text_width
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.support.named_files import find
-    from lit_lazy.table.render import render_markdown
+    from lit_lazy.table.render import render_text
 
     if options.source is not None:
         if options.base:
@@ -38,7 +39,7 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         if options.out:
             raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
         ablation, question = load_ablation_or_question(find("ablations", options.ablation))
-        print(render_markdown(recompute_table(options.source, ablation, question)))
+        print(render_text(recompute_table(options.source, ablation, question), text_width()))
         return 0
     with open_tracker(options) as tracker:
         place = choose_output(options, options.runs / tracker.experiment)
@@ -46,5 +47,5 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         write = save_table if options.out else write_table
         table, *_ = write(tracker, find_parent(tracker), place)
-    print(render_markdown(table))
+    print(render_text(table, text_width()))
     return 0

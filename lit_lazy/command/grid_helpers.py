@@ -125,14 +125,11 @@ def choose_output(options: argparse.Namespace, default: Path) -> Path:
     return options.out or default
 
 
-def print_results(table: str, where: Path, runs: Path) -> None:
-    """Print the table and the locations of all results."""
+def print_results(text: str, where: Path, runs: Path) -> None:
+    """Print what was found, and where all results are."""
     from lit_lazy.support.console import get_program_name
 
-    print(f"\n{table}\n")
-    print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
-    print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
+    print(f"\n{text}\nresults:    {where}/ (table.*, figures, cells/, workers' logs)")
     if (report := where / "report.html").exists():
         print(f"report:     {report}")
-    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
     print(f"dashboard:  {shlex.join([get_program_name(), 'dashboard', where.name, '--runs', str(runs)])}")

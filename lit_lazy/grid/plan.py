@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
@@ -11,6 +11,7 @@ from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.columns import STARTS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
@@ -82,16 +83,18 @@ class Plan:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"no plan ({describe_exception(error)})") from None
 
-    def make_table_spec(self, measured: Collection[str], warnings: Sequence[str]) -> TableSpec:
-        """The spec of the plan's table, given the metrics that the cells measured."""
+    def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
+        """The spec of the plan's table, given its cells."""
         variants = {row.variant for row in self.rows}
+        measured = {name for observation in observations for name in observation.metrics}
+        columns = _explain_by_start(self.columns, observations)
         return TableSpec(
             ablation=self.ablation,
             base=self.base,
             baseline=self.baseline,
             rows=self.rows,
             # Columns of other data sources (bits per byte, trigger accuracy) have no value in any cell.
-            columns=tuple(column for column in self.columns if column.key in measured or not measured),
+            columns=tuple(column for column in columns if column.key in measured or not measured),
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
             command=self.command,
             labels=("backend",),
@@ -140,6 +143,14 @@ class Plan:
         return replace(self.declaration, changed=True)
 
 
+def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:
+    """The columns; if no two rows start at different tau, without the claim that they do."""
+    starts = {observation.metrics.get("init/tau/mean") for observation in observations}
+    if len(starts) > 1:
+        return list(columns)
+    return [replace(column, by_construction="") if column.by_construction == STARTS else column for column in columns]
+
+
 def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
     """What the losses of cells on these data are held against; None if the facts lack the marks."""
     learned = compute_learned_nats(facts)
@@ -182,8 +193,7 @@ def build_table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     plan = read_plan(tracker, parent_id)
     runs = select_one_per_cell(tracker.find_children(parent_id))
     observations = [_make_observation(run) for run in runs]
-    measured = {name for observation in observations for name in observation.metrics}
-    table = build_table(plan.make_table_spec(measured, _make_warnings(plan, runs)), observations)
+    table = build_table(plan.make_table_spec(observations, _make_warnings(plan, runs)), observations)
     elsewhere = _sum_seconds([run for run in runs if run.tags.get("taken_from")]) or 0.0
     return add_verdict(replace(table, seconds=_sum_seconds(runs), seconds_elsewhere=elsewhere), plan.declaration)
 

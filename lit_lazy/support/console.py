@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 T = TypeVar("T")
+LEAST_WIDTH, MOST_WIDTH = 60, 120
+"""Bounds on the width of printed text, in characters."""
 QUIET_SECONDS, PLAIN_EVERY_SECONDS = 2.0, 15.0
 """Time before anything is shown, and between lines where stderr is no terminal."""
 
@@ -18,6 +20,11 @@ QUIET_SECONDS, PLAIN_EVERY_SECONDS = 2.0, 15.0
 def plain_console(stderr: bool = False) -> Console:
     """A console that prints texts unchanged: names and reasons may contain what rich takes for markup or an emoji."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def text_width() -> int:
+    """The width for printed text, in characters: the terminal's within bounds; the largest without a terminal."""
+    return min(max(shutil.get_terminal_size((MOST_WIDTH, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
 
 
 def get_program_name() -> str:

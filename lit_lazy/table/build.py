@@ -128,11 +128,16 @@ def recompute_statistics(
         for key in table.columns_by_key
     }
     return _add_statistics(
-        replace(table, columns=tuple(declared.get(column.key, column) for column in table.columns)),
+        replace(table, columns=tuple(_declare_again(declared.get(column.key), column) for column in table.columns)),
         values,
         [contrast for contrast in contrasts if set(contrast.weights) <= names],
         primary,
     )
+
+
+def _declare_again(declared: Column | None, column: Column) -> Column:
+    """A column as declared, but by construction only where the table's rows differ so."""
+    return column if declared is None else replace(declared, by_construction=column.by_construction)
 
 
 def _add_statistics(

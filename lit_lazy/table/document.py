@@ -1,7 +1,8 @@
-"""Documents as lists of plain-text blocks, rendered as Markdown, LaTeX or HTML."""
+"""Documents as lists of plain-text blocks, rendered as plain text, Markdown, LaTeX or HTML."""
 
 import html as html_text
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,11 @@ class Collapsible:
 Block = Heading | Paragraph | BulletList | Tabular | Collapsible
 
 
+def to_text(blocks: Sequence[Block], width: int = 120) -> str:
+    """Text without markup, for a terminal: paragraphs are wrapped at `width` characters, wider tables are split."""
+    return "\n\n".join(_format_text(block, width) for block in blocks) + "\n"
+
+
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
     """Markdown that is aligned in a terminal and valid on GitHub; tables wider than `width` characters are split."""
     return "\n\n".join(_format_markdown(block, width) for block in blocks) + "\n"
@@ -79,10 +85,14 @@ def to_html(blocks: Sequence[Block]) -> str:
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
+def _squeeze(text: str) -> str:
+    """The text on one line."""
+    return re.sub(r"\s+", " ", text)
+
+
 def _escape_markdown(text: str) -> str:
-    """Escape only what would open markup, so that `p<0.001` and snake_case stay readable in a terminal."""
-    text = re.sub(r"\s+", " ", text)
-    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    """Escape only what would open markup, so that `p<0.001` and snake_case stay readable in the source."""
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", _squeeze(text))
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
     text = re.sub(r"([\\|`\[\]])", r"\\\1", text)
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
@@ -104,22 +114,43 @@ def _format_markdown(block: Block, width: int) -> str:
 
 
 def _format_markdown_table(grid: Tabular) -> str:
-    lines = [[_escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
-    for i in range(grid.words, len(grid.header)):
-        # Pad numbers without a trailing star so that digits stay aligned.
-        if any(line[i].endswith("*") for line in lines):
-            for line in lines[1:]:
-                line[i] += "" if line[i].endswith("*") else " "
-    sizes = [max(3, *(len(line[i]) for line in lines)) for i in range(len(grid.header))]
+    escaped = [[_escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
+    header, *rows = _align(escaped, grid.words)
+    rule = ["-" * len(cell) if i < grid.words else "-" * (len(cell) - 1) + ":" for i, cell in enumerate(header)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
-    def join(cells: Sequence[str]) -> str:
-        padded = (
-            c.ljust(s) if i < grid.words else c.rjust(s) for i, (c, s) in enumerate(zip(cells, sizes, strict=True))
-        )
-        return "| " + " | ".join(padded) + " |"
 
-    rule = ["-" * s if i < grid.words else "-" * (s - 1) + ":" for i, s in enumerate(sizes)]
-    return "\n".join([join(lines[0]), join(rule), *(join(line) for line in lines[1:])])
+def _align(lines: Sequence[Sequence[str]], words: int) -> list[list[str]]:
+    """The lines of a table, header first, with the cells of each column padded to one width of at least 3."""
+    columns = []
+    for i, (title, *cells) in enumerate(zip(*lines, strict=True)):
+        if i >= words and any(cell.endswith("*") for cell in (title, *cells)):
+            # Numbers without a trailing star are padded so that digits stay aligned.
+            cells = [cell if cell.endswith("*") else f"{cell} " for cell in cells]
+        size = max(3, *map(len, (title, *cells)))
+        columns.append([cell.ljust(size) if i < words else cell.rjust(size) for cell in (title, *cells)])
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
+def _format_text(block: Block, width: int) -> str:
+    match block:
+        case Heading(text, _):
+            return _squeeze(text)
+        case Paragraph(text, warning):
+            return textwrap.fill(f"Warning: {_squeeze(text)}" if warning else _squeeze(text), width)
+        case BulletList(items):
+            return "\n".join(
+                textwrap.fill(_squeeze(item), width, initial_indent="- ", subsequent_indent="  ") for item in items
+            )
+        case Tabular():
+            return "\n\n".join(_format_text_table(part) for part in block.split(width))
+        case Collapsible(title, blocks):
+            return "\n\n".join(_format_text(part, width) for part in (title, *blocks))
+
+
+def _format_text_table(grid: Tabular) -> str:
+    lines = _align([[_squeeze(cell) for cell in line] for line in (grid.header, *grid.rows)], grid.words)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 _LATEX = {
@@ -131,8 +162,7 @@ _LATEX = {
 
 
 def _escape_latex(text: str) -> str:
-    text = re.sub(r"\s+", " ", text)
-    escaped = "".join(_LATEX.get(character, character) for character in text)
+    escaped = "".join(_LATEX.get(character, character) for character in _squeeze(text))
     escaped = re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
     return "{}" + escaped if escaped.startswith("[") else escaped  # else it is an argument of \\, \item or \midrule
 
@@ -186,7 +216,7 @@ _STYLE = """
 
 
 def _escape_html(text: str) -> str:
-    return html_text.escape(re.sub(r"\s+", " ", text))
+    return html_text.escape(_squeeze(text))
 
 
 def _format_html(block: Block) -> str:

@@ -45,6 +45,8 @@ def describe_unlearned(table: Table) -> list[str]:
     rows = [f"{name} ({count})" for name, count in table.unlearned.items()]
     if not rows:
         return []
+    if len(rows) == sum(row.n > 0 for row in table.rows):
+        return ["No row learned the task. Only the losses say anything."]
     return [f"Did not learn the task (in so many cells): {', '.join(rows)}. Only their loss says anything."]
 
 

@@ -28,6 +28,8 @@ SHARE_CLAIMED, SHARE_DENIED = 1 / 2, 3 / 4
 """`mostly` is supported if a statement holds in more than the first share of trainings, refuted if in fewer than the
 second."""
 DRAWS = 2_000
+UNLEARNED = "did not learn the task"
+"""Begins the reason why a contrast is undecided, if a row of it did not learn."""
 Outcomes = Mapping[str, Mapping[int, float]]
 """The primary outcome by row and seed."""
 
@@ -227,8 +229,8 @@ def _judge_contrast(
     parts = _measure_parts(declaration, name, outcomes, seeds, unlearned)
     decision = _decide(declaration, name, parts, critical)
     status: Status = "refuted" if decision.refuted else "supported" if decision.supported else "undecided"
-    if dead := _find_dead(declaration, name, unlearned):
-        status, why = "undecided", f"did not learn the task: {', '.join(dead)}"
+    if dead := describe_dead(declaration, name, unlearned):
+        status, why = "undecided", dead
     else:
         why = _explain(declaration, status, parts, critical)
     if declaration.rule in BY_STATEMENT:
@@ -238,10 +240,12 @@ def _judge_contrast(
     return Finding(name, status, why, mean, mean - half, mean + half, n=critical.n)
 
 
-def _find_dead(declaration: Declaration, name: str, unlearned: Collection[str]) -> list[str]:
-    """Rows of a contrast, other than rivals, that did not learn the task."""
-    rivals = _get_statement(declaration, name).rivals if declaration.rule in BY_STATEMENT else ()
-    return [row for row, weight in declaration.contrasts[name].items() if weight and row in {*unlearned} - {*rivals}]
+def describe_dead(declaration: Declaration, name: str, unlearned: Collection[str]) -> str:
+    """Why a contrast is undecided if rows of it, other than rivals, did not learn the task; otherwise ""."""
+    rivals = _get_statement(declaration, name).rivals if declaration.statements else ()
+    rows = [row for row, weight in declaration.contrasts[name].items() if weight and row in {*unlearned} - {*rivals}]
+    names = ", ".join(rows).replace("{", "{{").replace("}", "}}")  # a format string, like all reasons
+    return f"{UNLEARNED}: {names}" if rows else ""
 
 
 _WHY: Mapping[str, tuple[str, str]] = {
@@ -319,7 +323,7 @@ def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcome
         for name in declaration.contrasts
         if name not in decided
     }
-    dead = {name for name in parts if _find_dead(declaration, name, unlearned)}
+    dead = {name for name in parts if describe_dead(declaration, name, unlearned)}
     kept: set[str] = set()
     for number in range(len(looks), len(declaration.looks)):
         critical = compute_critical(declaration, number)
@@ -356,7 +360,7 @@ def compute_chances(
     seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
     unlearned = _find_unlearned(failures, seeds)
     undecided = [name for name in declaration.contrasts if name not in decided]
-    names = [name for name in undecided if not _find_dead(declaration, name, unlearned)]
+    names = [name for name in undecided if not describe_dead(declaration, name, unlearned)]
     supportable = names == undecided
     if not names:
         return ()

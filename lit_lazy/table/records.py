@@ -86,6 +86,11 @@ class Column:
         text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
 
+    def bound_interval(self, mean: float, half_width: float) -> tuple[float, float]:
+        """The ends of an interval around a mean, within the bounds of the metric."""
+        low = max([mean - half_width, *(bound for bound in self.bounds if bound <= mean)])
+        return low, min([mean + half_width, *(bound for bound in self.bounds if bound >= mean)])
+
     def round_value(self, value: float) -> float:
         """The value in the displayed unit, rounded to the displayed digits."""
         return float(format(value * self.scale, self._spec).replace(",", ""))

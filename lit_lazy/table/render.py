@@ -1,10 +1,10 @@
-"""Render a table as Markdown, LaTeX and HTML."""
+"""Render a table as plain text, Markdown, LaTeX and HTML."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_lazy.support.console import format_duration
+from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.document import (
     Block,
@@ -16,6 +16,7 @@ from lit_lazy.table.document import (
     to_html,
     to_latex,
     to_markdown,
+    to_text,
 )
 from lit_lazy.table.finding_text import (
     describe_findings,
@@ -38,15 +39,27 @@ from lit_lazy.table.verdicts import (
 )
 
 NOT_DEFINED = "–"
+MOST_ROWS = 40
+"""Maximum number of rows in a summary."""
+
+
+def render_summary(table: Table, width: int = 120) -> str:
+    """The finding, the warnings and the primary column with its differences, as plain text for a terminal."""
+    return to_text([*_build_opening(table), *_build_primary_means(table)], width)
+
+
+def render_text(table: Table, width: int = 120) -> str:
+    """The whole table as plain text for a terminal. Grids wider than `width` characters are split."""
+    return to_text(_build_blocks(table), width)
 
 
 def render_markdown(table: Table, width: int = 120) -> str:
-    """Markdown that is aligned in a terminal and valid on GitHub. Grids wider than `width` characters are split."""
+    """Markdown that is valid on GitHub and aligned in its source; split as in `render_text`."""
     return to_markdown(_build_blocks(table), width)
 
 
 def render_latex(table: Table, width: int = 120) -> str:
-    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in `render_markdown`."""
+    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in `render_text`."""
     return to_latex(_build_blocks(table), width)
 
 
@@ -134,12 +147,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
         cells = [
             (
                 row.variant,
-                *(
-                    _format_effect(row.metrics[c.key].difference, c, table.is_void(row.variant, c.key))
-                    if row.n
-                    else row.status
-                    for c in directed
-                ),
+                *(_format_difference(table, row, c) for c in directed),
             )
             for row in rows
         ]
@@ -152,12 +160,12 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
             blocks.append(BulletList(tuple(f"{c.name} = {s}" for c, s in zip(table.contrasts, sums, strict=True))))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
-        blocks.append(BulletList(tuple(_describe_column(table, column) for column in columns)))
+        blocks.append(BulletList(tuple(_describe_columns(table, columns))))
     return blocks
 
 
 _LEGEND = (
-    "Mean ± half-width of the 95 % t interval over seeds, which knows nothing of a metric's bounds; (n=…) where a "
+    "Mean ± half-width of the 95 % t interval over seeds, [low, high] if a bound of the metric cuts it; (n=…) where a "
     "metric is defined in fewer cells than the row has complete; = the same value in every seed, (least to greatest) "
     "of one that is always at a bound: no spread was measured; – not defined; * differs from the baseline (p < 0.05 "
     "after Holm over the rows of the metric). ↓ lower, ↑ higher is better."
@@ -249,6 +257,28 @@ def _build_means_table(table: Table) -> Tabular:
     return Tabular(header, tuple(rows), 2 + len(states) + len(bases) + len(labels))
 
 
+def _build_primary_means(table: Table) -> list[Block]:
+    """The primary column, or without one the first main column, with its differences to the baseline."""
+    if not table.main_columns:
+        return []
+    column = table.main_columns[0]
+    states = ["State"] if table.unlearned else []
+    rows = [
+        (
+            row.variant,
+            *(format_state(table.unlearned.get(row.variant)) for _ in states),
+            _format_n(row),
+            _format_mean(table, row, column),
+            "baseline" if row.variant == table.baseline else _format_difference(table, row, column),
+        )
+        for row in table.rows[:MOST_ROWS]
+    ]
+    header = ("Variant", *states, "n", column.heading, f"Δ to {table.baseline}")
+    left_out = len(table.rows) - len(rows)
+    rest = [Paragraph(f"... and {format_count(left_out, 'row')} more")] if left_out else []
+    return [Tabular(header, tuple(rows), 1 + len(states)), *rest]
+
+
 def _format_n(row: TableRow) -> str:
     return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
 
@@ -259,7 +289,7 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
         return NOT_DEFINED if row.n else row.status
     text = column.format(m.mean)
     if m.ci95 is not None:
-        text += f" ±{column.format(m.ci95)}" if m.ci95 else " ="
+        text += _format_interval(column, m.mean, m.ci95)
     elif m.n > 1:
         text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     if m.n != row.n:
@@ -267,8 +297,25 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
 
 
+def _format_interval(column: Column, mean: float, half_width: float) -> str:
+    """` ±0.2`, ` [99.1, 100.0]` where that would cross a bound of the metric, ` =` if all seeds have the mean."""
+    if not half_width:
+        return " ="
+    low, high = column.bound_interval(mean, half_width)
+    if (low, high) == (mean - half_width, mean + half_width):
+        return f" ±{column.format(half_width)}"
+    return f" [{column.format(low)}, {column.format(high)}]"
+
+
 def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
     return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
+
+
+def _format_difference(table: Table, row: TableRow, column: Column) -> str:
+    """The difference to the baseline; the row's status if it has no complete cell."""
+    if not row.n:
+        return row.status
+    return _format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
 
 
 def _format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
@@ -295,16 +342,23 @@ def _format_p_value(p: float) -> str:
     return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
 
 
+def _describe_columns(table: Table, columns: Sequence[Column]) -> list[str]:
+    """What each column separates; columns with the same description share a line."""
+    titles: dict[str, list[str]] = {}
+    for column in columns:
+        titles.setdefault(_describe_column(table, column), []).append(column.title)
+    return [f"{'; '.join(names)}: {text}" for text, names in titles.items()]
+
+
 def _describe_column(table: Table, column: Column) -> str:
     s = table.summaries[column.key]
-    head = f"{column.title}: "
     if column.by_construction:
-        return f"{head}no test, rows differ by construction ({column.by_construction})."
+        return f"no test, rows differ by construction ({column.by_construction})."
     if not s.tested:
-        return f"{head}{explain_untested(s)}."
+        return f"{explain_untested(s)}."
     groups = group_separated(table, column)
     void = [name for name in table.unlearned if name in s.separates and table.is_void(name, column.key)]
-    text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
+    text = f"separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
     text += "".join(f"; {title}: {', '.join(names)}" for title, names in groups.items() if names)
     text += f"; did not learn the task: {', '.join(void)}" if void else ""
     if s.tested < s.compared:
@@ -347,10 +401,20 @@ def save(table: Table, stem: Path) -> list[Path]:
         "md": render_markdown(table),
         "csv": table.to_csv(),
         "tex": render_latex(table),
-        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+        "json": _render_json(table),
         "html": render_html(table),
     }
     return write_texts(stem, texts)
+
+
+def is_saved(table: Table, stem: Path) -> bool:
+    """Whether STEM.json has exactly this table."""
+    file = stem.with_suffix(".json")
+    return file.exists() and file.read_text(errors="replace") == _render_json(table)
+
+
+def _render_json(table: Table) -> str:
+    return json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n"
 
 
 def write_texts(stem: Path, texts: Mapping[str, str]) -> list[Path]:

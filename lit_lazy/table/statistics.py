@@ -139,7 +139,7 @@ def tost(effect: Effect, margin: float) -> float | None:
     """
     if not (margin > 0 and math.isfinite(margin)):
         raise ValueError(f"margin: {margin}; give the largest difference that counts as none, above 0")
-    if effect.test != "t" or effect.mean is None or not effect.se:
+    if effect.test != "t" or effect.mean is None or not effect.se or effect.df is None:
         return None
     return t_tail((margin - abs(effect.mean)) / effect.se, effect.df)
 

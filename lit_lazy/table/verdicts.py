@@ -3,7 +3,7 @@
 All functions are pure in the declaration and the values of a table, so table.json is enough to recompute a verdict.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +21,11 @@ from lit_lazy.table.declaration import (
 from lit_lazy.table.fixed_rules import Level
 from lit_lazy.table.looks import (
     ALPHA,
+    UNLEARNED,
     combine_statuses,
     compute_chances,
     compute_support_interval,
+    describe_dead,
     find_open_rows,
     is_futile,
     judge_looks,
@@ -43,7 +45,9 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
         return None
     column, values = _select_outcome(declaration, table)
     if declaration.rules == FIXED:
-        parts = _fill_thresholds(fixed_rules.judge_contrasts(declaration, values, column.bounds), declaration, column)
+        found = fixed_rules.judge_contrasts(declaration, values, column.bounds)
+        parts = tuple(_leave_open_if_dead(declaration, part, table.unlearned) for part in found)
+        parts = _fill_thresholds(parts, declaration, column)
         verdict = Verdict(combine_statuses(parts), "", len(declaration.seeds), parts, declaration.exploratory)
         return replace(verdict, sentence=_format_sentence(declaration, verdict))
     failures = table.find_failures()
@@ -55,6 +59,12 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
         futile = is_futile(declaration, looks, values, failures)
         verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
     return replace(verdict, sentence=_format_sentence_of_looks(declaration, verdict))
+
+
+def _leave_open_if_dead(declaration: Declaration, part: Finding, unlearned: Collection[str]) -> Finding:
+    """The finding of a contrast, undecided if a row of it did not learn the task."""
+    why = describe_dead(declaration, part.name, unlearned)
+    return replace(part, status="undecided", why=why, needed=None, would=None) if why else part
 
 
 def _fill_thresholds(parts: tuple[Finding, ...], declaration: Declaration, column: Column) -> tuple[Finding, ...]:
@@ -102,11 +112,11 @@ def _select_outcome(declaration: Declaration, table: Table) -> tuple[Column, dic
 
 
 def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, then the seeds that would decide it."""
+    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, then the seeds that would decide it, if seeds would."""
     agreeing = sum(part.status == verdict.status for part in verdict.parts)
     count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
-    if verdict.status == "undecided":
+    if verdict.status == "undecided" and not any(part.why.startswith(UNLEARNED) for part in verdict.parts):
         seeds, how = verdict.outlook or ("No number of", None)
         reach = "" if how else f" up to {MOST_SEEDS}"
         text += f" {seeds} seeds{reach} would {_WOULD[how]} it, if means and spreads stay."

@@ -9,9 +9,10 @@ import pytest
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import Contrast, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.render import render_markdown
 
 PLAN = Plan(
     ablation="pair",
@@ -107,3 +108,31 @@ def test_a_table_of_several_backends_says_so(backends: dict[str, tuple[str, ...]
 
 def test_every_backend_has_the_others_as_alternatives() -> None:
     assert set(get_args(Backend)) - {"auto"} <= set(ALTERNATIVES)
+
+
+@pytest.mark.parametrize(
+    ("starts", "differ"),
+    [((None, None), False), ((1.0, 1.0), False), ((1.0, None), True), ((1.0, 0.0), True)],
+    ids=["no row has a tau", "one start", "one row has a tau", "two starts"],
+)
+def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(
+    starts: tuple[float | None, float | None], differ: bool
+) -> None:
+    observations = [
+        Observation(
+            name,
+            seed,
+            "complete",
+            {"init/sparsity/zero": 0.5 + 0.01 * seed * len(name)}
+            | ({} if tau is None else {"init/tau/mean": tau}),
+        )
+        for name, tau in zip(("lazy", "softmax"), starts, strict=True)
+        for seed in range(3)
+    ]
+    rows = tuple(replace(row, seeds=(0, 1, 2)) for row in PLAN.rows)
+    table = build_table(replace(PLAN, rows=rows).make_table_spec(observations, ()), observations)
+    assert ("rows start at different tau" in render_markdown(table)) == differ
+    effect = table.collect_measures("init/sparsity/zero")["softmax"].difference.effect
+    assert effect.test == ("construction" if differ else "t")
+    again = recompute_statistics(table, COLUMNS, PLAN.contrasts, PLAN.primary)
+    assert again == table, "a table.json alone keeps what its cells said"

@@ -20,7 +20,14 @@ from lit_lazy.table.declaration import SEQUENTIAL, Declaration
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
-from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
+from lit_lazy.table.render import (
+    render_html,
+    render_html_parts,
+    render_latex,
+    render_markdown,
+    render_summary,
+    render_text,
+)
 from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
@@ -766,4 +773,49 @@ def test_a_table_without_a_yardstick_knows_nothing_of_learning():
 
 
 def test_a_baseline_that_did_not_learn_is_named_too():
-    assert "lazy (5 of 5)" in describe_findings(weighed(Yardstick("loss/excess", 0.001, {"optimum": 0.0})))[0]
+    assert "dead (4 of 5)" in describe_findings(replace(weighed(), baseline="dead"))[0]
+
+
+def test_one_sentence_says_that_no_row_learned():
+    result = weighed(Yardstick("loss/excess", 0.001, {"optimum": 0.0}))
+    assert list(result.unlearned) == ["lazy", "good", "dead"]
+    assert describe_findings(result)[0] == "No row learned the task. Only the losses say anything."
+
+
+def test_an_interval_ends_at_the_bounds_of_its_metric():
+    share = Column("share", "share", digits=1, unit="%", scale=100, bounds=(0.0, 1.0))
+    values = {"lazy": [0.4, 0.5, 0.6], "top": [1.0, 0.99, 1.0], "low": [0.0, 0.001, 0.01]}
+    seen = [
+        Observation(name, seed, "complete", {"share": v}) for name, row in values.items() for seed, v in enumerate(row)
+    ]
+    text = render_text(table(rows(*values), seen, (share,)))
+    assert re.search(r"^lazy .* 50\.0 ±24\.8$", text, re.M)
+    assert re.search(r"^top .* 99\.7 \[98\.2, 100\.0\]\*$", text, re.M)
+    assert re.search(r"^low .* 0\.4 \[0\.0, 1\.7\]\*$", text, re.M)
+
+
+def test_a_terminal_gets_text_without_markup():
+    text = render_text(hostile(), width=100)
+    assert "\\|" not in text
+    assert "\\_" not in text
+    assert not re.search(r"^(#|\||>)", text, re.M)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_summary_has_the_finding_and_the_primary_column():
+    text = render_summary(weighed())
+    finding, grid = text.split("\n\nVariant")
+    assert finding.startswith("Did not learn the task (in so many cells): dead (4 of 5).")
+    header, *lines = f"Variant{grid}".splitlines()
+    assert re.split(r"  +", header) == ["Variant", "State", "n", "excess loss (nats) ↓", "Δ to lazy"]
+    assert [line.split()[0] for line in lines] == ["lazy", "good", "dead"]
+    assert re.split(r"  +", lines[0])[-1] == "baseline"
+    assert re.search(r"\+0\.0099 ±0\.000\d, p<0\.001\*$", lines[1])
+
+
+def test_a_summary_of_many_rows_is_short():
+    names = ["lazy", *(f"row {number}" for number in range(300))]
+    seen = [Observation(name, 0, "complete", {"loss/excess": 1.0}) for name in names]
+    lines = render_summary(table(rows(*names, seeds=[0]), seen, (EXCESS,))).splitlines()
+    assert lines[-1] == "... and 261 rows more"
+    assert len(lines) < 50

@@ -57,8 +57,9 @@ def test_every_committed_table_has_a_report_or_the_cells_to_make_one_of() -> Non
 
 
 def test_the_command_writes_every_format_and_figure_in_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     kept = RESULTS / "rivals-stdlib"
     stale = json.loads((kept / "table.json").read_text())
     for row in stale["rows"]:

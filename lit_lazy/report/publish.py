@@ -1,6 +1,7 @@
 """Publish the table and report of an ablation in its folder and on its parent run."""
 
 import json
+import re
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,11 +16,13 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.views import run_link
 
 
 def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, console: Console) -> Table:
@@ -28,19 +31,44 @@ def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, consol
     if is_new or not (folder / REPORT).exists():
         console.print("drawing the report", highlight=False)
         tracker.log_files(parent_id, write_report(tracker, parent_id, folder, table, drawn))
+        _describe(tracker, parent_id, table, REPORT)
     return table
 
 
 def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure]]:
-    """`save_table`, and log it on the parent run."""
+    """`save_table`, and log it on the parent run: its files, the verdict, the primary outcome of each row."""
     table, drawn, files = save_table(tracker, parent_id, folder)
     tracker.log_files(parent_id, files)
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
-    tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*describe_findings(table), table.command]))
+    _describe(tracker, parent_id, table, REPORT if (folder / REPORT).exists() else "table.html")
+    tracker.log_after_end(parent_id, collect_outcomes(table))
     ended = all(row.status in ("complete", "failed") for row in table.rows)
     save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
     return table, drawn
+
+
+def _describe(tracker: Tracker, parent_id: str, table: Table, page: str) -> None:
+    """Describe the parent run and its experiment in MLflow: the finding, a link to a page of the run, the command."""
+    text = to_markdown([Paragraph(finding) for finding in describe_findings(table)])
+    link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
+    tracker.describe(parent_id, f"{text}\n[{page}]({link})\n\n`{table.command}`")
+
+
+def collect_outcomes(table: Table) -> dict[str, float]:
+    """The mean of the primary outcome, or of the first main column, by `metric/row`, to four significant digits.
+
+    MLflow shows all digits of a metric, and takes only some characters in its name.
+    """
+    if not table.main_columns:
+        return {}
+    key = table.main_columns[0].key
+    means = {row.variant: row.metrics[key].mean for row in table.rows}
+    return {
+        re.sub(r"[^\w\-. :/]", "_", f"{key}/{name}"): float(f"{mean:.4g}")
+        for name, mean in means.items()
+        if mean is not None
+    }
 
 
 def save_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure], list[Path]]:

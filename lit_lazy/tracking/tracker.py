@@ -1,6 +1,7 @@
 """Tracker: logs runs of one MLflow experiment and reads them back."""
 
 import functools
+import getpass
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from lit_lazy.tracking.views import (
 )
 
 State = Literal["complete", "failed", "running"]
+DESCRIPTION = "mlflow.note.content"
+"""Tag whose text MLflow shows as the description of a run or of an experiment."""
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
 
@@ -84,7 +87,9 @@ class Tracker:
     @translate_errors
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
         """Create a run without params; returns its id."""
-        return self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
+        about = _describe_origin() | {"mlflow.source.git.commit": tags.get("git_sha", "")}
+        tags = {name: text for name, text in about.items() if text} | dict(tags)
+        return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
 
     def start_run(
         self,
@@ -140,6 +145,12 @@ class Tracker:
     def tag(self, run_id: str, name: str, text: str) -> None:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
+
+    @translate_errors
+    def describe(self, run_id: str, text: str) -> None:
+        """Set the description, in Markdown, of a run and of the experiment."""
+        self.client.set_tag(run_id, DESCRIPTION, text)
+        self.client.set_experiment_tag(self.experiment_id, DESCRIPTION, text)
 
     @translate_errors
     def read_tags(self, run_id: str) -> dict[str, str]:
@@ -310,6 +321,15 @@ class Tracker:
         self.client.delete_run(run_id)
         for child in children:
             self.client.delete_run(child.run_id)
+
+
+def _describe_origin() -> dict[str, str]:
+    """MLflow's tags for the columns User and Source. The user is "" where the system knows no name."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a user id without a name
+        user = ""
+    return {"mlflow.user": user, "mlflow.source.name": "lit-lazy", "mlflow.source.type": "LOCAL"}
 
 
 def _make_tracked_run(run: Run) -> TrackedRun:

@@ -123,8 +123,7 @@ def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(
             name,
             seed,
             "complete",
-            {"init/sparsity/zero": 0.5 + 0.01 * seed * len(name)}
-            | ({} if tau is None else {"init/tau/mean": tau}),
+            {"init/sparsity/zero": 0.5 + 0.01 * seed * len(name)} | ({} if tau is None else {"init/tau/mean": tau}),
         )
         for name, tau in zip(("lazy", "softmax"), starts, strict=True)
         for seed in range(3)

@@ -2,6 +2,7 @@
 
 import ctypes
 import doctest
+import getpass
 import io
 import json
 import os
@@ -29,9 +30,10 @@ from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_parent, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
-from lit_lazy.report.page import render_report, write_report
+from lit_lazy.report.page import REPORT, render_report, write_report
 from lit_lazy.report.publish import write_table
 from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import render_html_parts, render_markdown
 from lit_lazy.tracking import serve
@@ -587,3 +589,35 @@ def test_a_table_is_written_elsewhere_without_a_change_in_mlflow(tracker: Tracke
     assert (tmp_path / "table.json").exists()
     assert tracker.read_tags(parent)["mlflow.note.content"] == "mine"
     assert not (store / ID / "table.json").exists()
+
+
+def test_mlflow_describes_a_grid_and_shows_its_primary_outcome(tracker: Tracker, tmp_path: Path) -> None:
+    parent = find_parent(tracker)
+    table, _ = write_table(tracker, parent, tmp_path)
+    (tmp_path / REPORT).touch()
+    described = []
+    for page in (REPORT, "table.html"):
+        write_table(tracker, parent, tmp_path)
+        run, experiment = tracker.client.get_run(parent), tracker.client.get_experiment(tracker.experiment_id)
+        described.append(run.data.tags["mlflow.note.content"])
+        assert experiment.tags["mlflow.note.content"] == described[-1]
+        link = f"#/experiments/{tracker.experiment_id}/runs/{parent}/artifacts/{page}?workflowType=machine_learning"
+        assert f"\n[{page}]({link})\n" in described[-1], page
+        (tmp_path / REPORT).unlink(missing_ok=True)
+    assert described[0].startswith(describe_findings(table)[0])
+    key = table.main_columns[0].key
+    shown = {name.removeprefix(f"{key}/"): value for name, value in run.data.metrics.items()}
+    means = {re.sub(r"[^\w\-. :/]", "_", row.variant): row.metrics[key].mean for row in table.rows}
+    assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items()}
+    assert run.data.tags["mlflow.user"] == getpass.getuser()
+    assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
+
+
+def test_a_system_without_a_name_for_the_user_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tracker: Tracker) -> None:
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    tags = tracker.client.get_run(tracker.create_run("nobody", {"kind": "probe"})).data.tags
+    assert "mlflow.user" not in tags
+    assert tags["mlflow.source.name"] == "lit-lazy"

@@ -117,6 +117,13 @@ class Model:
         self.config: RunConfig = module.cfg
         self.decoder: DecoderLM = module.model.to(select_training_device()).eval()
 
+    def __repr__(self) -> str:
+        model = self.config.model
+        parts = [model.attention.normaliser, model.attention.bias] if model.mixer.attends else [model.mixer]
+        numbers = sum(parameter.numel() for parameter in self.decoder.parameters())
+        sizes = f"{format_count(model.n_layers, 'layer')}, {format_count(numbers, 'parameter')}"
+        return f"<Model: {', '.join(type(part).__name__ for part in parts)}; {sizes}; {self._checkpoint}>"
+
     @overload
     def generate(
         self, prompt: str, tokens: int = 100, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0

@@ -27,7 +27,7 @@ def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> 
 
     Its promises (`NormaliserModule.probe`); its formula, where given; blocks of rows equal to whole matrices, the fused
     path to the rule, decoding to a full pass; causality bit for bit; gradients; rows without keys; NaN that stays; and
-    errors in bfloat16 of at most twice eager's. A second or two.
+    errors in bfloat16 of at most twice eager's. A second or two. Prints what held.
     """
     checks: tuple[Callable[[Normaliser], None], ...] = (
         *(_keeps_its_promises, partial(_has_its_formula, formula), _is_causal, _blocks_equal_the_whole),
@@ -40,9 +40,16 @@ def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> 
         try:
             check(normaliser)
         except Exception as error:
-            name = (check.func if isinstance(check, partial) else check).__name__
             message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise AssertionError(f"{type(normaliser).__name__}: {name.strip('_')} fails: {message}") from error
+            raise AssertionError(f"{type(normaliser).__name__}: {_get_name(check)} fails: {message}") from error
+    held = [_get_name(check).replace("_", " ") for check in checks]
+    if formula is None:
+        held.remove("has its formula")
+    print(f"{type(normaliser).__name__}: {len(held)} checks held: {', '.join(held)}")
+
+
+def _get_name(check: Callable[[Normaliser], None]) -> str:
+    return (check.func if isinstance(check, partial) else check).__name__.strip("_")
 
 
 def _build_module(normaliser: Normaliser, dtype: torch.dtype = torch.float64) -> NormaliserModule:

@@ -153,6 +153,10 @@ class TestModel:
         changes = {"model.attention.normaliser": Elastic(), "model.n_heads": 2, "model.n_layers": 2}
         return load(save(folder / "lazy.ckpt", replace_at(experiment("backcopy_tiny"), changes)))
 
+    def test_it_says_what_it_is(self, model: api.Model, folder: Path) -> None:
+        numbers = sum(parameter.numel() for parameter in model.decoder.parameters())
+        assert repr(model) == f"<Model: Elastic, NoBias; 2 layers, {numbers:,} parameters; {folder / 'lazy.ckpt'}>"
+
     @torch.no_grad()
     def test_weights_are_those_that_make_the_output(self, model: api.Model) -> None:
         """In every layer and head, weights times values equal attention's output, and future keys have weight 0."""

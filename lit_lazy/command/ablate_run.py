@@ -327,6 +327,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     """
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
+    from lit_lazy.config.user_files import hash_uncommitted
     from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows, select_rows
 
     request = parse_request(options, overrides, verdict)
@@ -358,6 +359,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         schema=SCHEMA,
         declaration=request.declaration,
         primary=ablation.primary,
+        files=hash_uncommitted(request.files),
     )
     folder = None if options.fresh else options.runs / request.grid
     return Grid(

@@ -15,6 +15,7 @@ from typing import Any
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
+from lit_lazy.support.provenance import find_last_commit
 
 SETTINGS = ("config", "ablation", "search", "question")
 """Names that a file exports. A cell's key includes their values, so it omits their source."""
@@ -47,7 +48,7 @@ def load_module(path: Path) -> ModuleType:
     try:
         with _disable_bytecode(), locate_errors(path):
             spec.loader.exec_module(module)
-            for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
+            for imported, file in _iter_imports(collect_local_files(path, path.parent), path.parent):
                 _check_neighbour(imported, file)
     except BaseException:
         for registered in names:
@@ -100,11 +101,21 @@ def read_source(cls: type) -> str:
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
     left_out = SETTINGS if cls.__module__.startswith(USER) else ()
-    files = sorted(_collect_local_files(path, root))
+    files = sorted(collect_local_files(path, root))
     return "\n\n".join(_read_statements(file, left_out if file == path else ()) for file in files)
 
 
-def _collect_local_files(path: Path, root: Path) -> set[Path]:
+def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
+    """The first 12 hex digits of the SHA-256 of user files, and of those next to them that they import, by name.
+
+    Without the files that a checkout holds unchanged: its commit tells what they are.
+    """
+    every = {local for file in files for local in collect_local_files(file.resolve(), file.resolve().parent)}
+    uncommitted = sorted(file for file in every if not find_last_commit(file))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in uncommitted}
+
+
+def collect_local_files(path: Path, root: Path) -> set[Path]:
     """A file and the files below `root` that it imports, directly or indirectly."""
     found, ahead = {path}, [path]
     while ahead:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 from typing import Any
 
@@ -25,7 +25,7 @@ SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
-FORMAT = 1
+FORMAT = 2
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
@@ -55,6 +55,8 @@ class Plan:
     """The declaration of the question that the ablation answers, if any."""
     primary: tuple[str, ...] = ()
     """As in `Ablation`; empty in older plans."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Hashes of the user's files that are in no commit, by name; empty in plans of format 1."""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -103,6 +105,7 @@ class Plan:
             primary=self.primary,
             declaration=self.declaration,
             yardstick=make_yardstick(self.facts),
+            files=self.files,
         )
 
     def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":

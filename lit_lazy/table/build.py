@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class TableSpec:
     declaration: Declaration | None = None
     """The declaration of the question that the ablation answers, if any."""
     yardstick: Yardstick | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         variants = [row.variant for row in self.rows]
@@ -107,6 +108,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
         declaration=spec.declaration,
         yardstick=spec.yardstick,
+        files=dict(spec.files),
     )
     return _add_statistics(table, values, spec.contrasts, spec.primary)
 

@@ -343,6 +343,8 @@ class Table:
     """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
     seconds_elsewhere: float = 0.0
     """The part of it that another grid spent, from which cells were taken."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Hashes of the user's files that are in no commit, by name."""
 
     @property
     def git_sha(self) -> str:
@@ -406,6 +408,7 @@ class Table:
             "environment": self.environment,
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             **({"seconds_elsewhere": round(self.seconds_elsewhere)} if self.seconds_elsewhere else {}),
+            **({"files": self.files} if self.files else {}),
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
@@ -462,6 +465,7 @@ class Table:
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
             verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
             seconds_elsewhere=data.get("seconds_elsewhere", 0.0),
+            files=data.get("files", {}),
             yardstick=Yardstick(**data["yardstick"]) if data.get("yardstick") else None,
         )
 

@@ -214,7 +214,9 @@ def _describe_provenance(table: Table) -> str:
     spent = ""
     if table.seconds is not None:
         spent = f" Trained and measured for {format_duration(table.seconds)}, all cells together."
-    return f"{about}{made_with}{spent} Made by: {table.command}"
+    hashed = ", ".join(f"{name} (SHA-256 {digest})" for name, digest in table.files.items())
+    files = f" In no commit: {hashed}." if hashed else ""
+    return f"{about}{files}{made_with}{spent} Made by: {table.command}"
 
 
 def _build_compared_means(table: Table) -> list[Block]:

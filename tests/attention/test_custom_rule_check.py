@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import AttentionCall, AttentionSpec, Differential, LayerShape, Normaliser, NormaliserModule
+from lit_lazy.attention import (
+    AttentionCall,
+    AttentionSpec,
+    Differential,
+    LayerShape,
+    Normaliser,
+    NormaliserModule,
+    Softpick,
+)
 from lit_lazy.config import ModelConfig
 from lit_lazy.testing import check_normaliser
 from lit_lazy.training.prepare import check_model
@@ -96,6 +104,11 @@ def test_check_normaliser_names_the_check():
 
     with pytest.raises(AssertionError, match=r"^Leaky: blocks_equal_the_whole fails: "):
         check_normaliser(Leaky())
+
+
+def test_check_normaliser_says_what_it_checked(capsys):
+    check_normaliser(Softpick())
+    assert capsys.readouterr().out.startswith("Softpick: 9 checks held: keeps its promises, is causal, blocks equal")
 
 
 @pytest.mark.parametrize(

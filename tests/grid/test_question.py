@@ -1,5 +1,6 @@
 """A question from declaration to verdict: the command, MLflow, and what makes it exploratory."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ from first_stage import use_stand_in
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.config.user_files import experiment, load_attribute
+from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.support.console import format_duration
@@ -22,6 +23,7 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
+from lit_lazy.table.render import render_markdown
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
@@ -55,6 +57,7 @@ QUESTIONS = [
     name for name in list_available("ablations") if load_attribute(find("ablations", name), "question") is not None
 ]
 BASE = experiment("backcopy_tiny")
+KEPT_TABLE = Path(__file__).parents[2] / "docs" / "results" / "table2-backcopy" / "table.json"
 RUN = (sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run")
 
 
@@ -132,6 +135,19 @@ def test_a_file_counts_as_committed_only_as_it_was_committed(mine: Path, tmp_pat
     assert find_last_commit(mine) == ""
     (tmp_path / "elsewhere.py").touch()
     assert find_last_commit(tmp_path / "elsewhere.py") == ""
+
+
+def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:
+    helper = mine.with_name("my_helper.py")
+    helper.write_text("SEED = 3\n")
+    assert hash_uncommitted([mine]) == {}
+    mine.write_text(f"import my_helper\n{mine.read_text()}")
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in (helper, mine)}
+    assert hash_uncommitted([mine]) == hashes
+    table = replace(Table.from_json(json.loads(KEPT_TABLE.read_text())), files=hashes)
+    assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
+    listed = ", ".join(f"{name} (SHA-256 {digest})" for name, digest in sorted(hashes.items()))
+    assert f"In no commit: {listed}. With " in render_markdown(table)
 
 
 def test_settings_of_the_command_line_were_declared_nowhere(mine: Path) -> None:

@@ -35,7 +35,7 @@ from lit_lazy.command import (
     train,
 )
 from lit_lazy.command.options import Parser
-from lit_lazy.support.disk import is_disk_full, is_write_refused
+from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, sanitise
 from lit_lazy.support.secrets import hide_passwords
 
@@ -132,13 +132,8 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         print(f"interrupted; the same command{without} resumes", file=sys.stderr)
         return 130
     except Exception as error:
-        if is_disk_full(error):
-            message = "no space left; free some and run the same command again, nothing is lost"
-        elif is_write_refused(error):
-            message = (
-                "a write failed although there is space; raise the limit on file sizes, `ulimit -f`, or check the "
-                "disk, and run the same command again"
-            )
+        if failed := describe_failed_write(error):
+            message = f"{failed}, then run the same command again; nothing is lost"
         elif isinstance(error, OSError) and error.filename is not None:
             message = sanitise(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
         else:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -23,6 +24,7 @@ log = logging.getLogger("lit_lazy.support.disk")
 FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
+WRITE_REFUSED = "a write failed although there is space; raise the limit on file sizes, `ulimit -f`, or check the disk"
 PRIVATE = 0o600
 """Mode of logs: they contain messages of libraries, which may show an address with its password."""
 
@@ -177,6 +179,24 @@ def is_write_refused(error: BaseException) -> bool:
         "disk I/O error" in str(cause)
         for cause in causes  # sqlite
     )
+
+
+def is_file_too_long(error: BaseException) -> bool:
+    """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
+    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    causes = list(iter_causes(error))
+    return any(isinstance(cause, OSError) and cause.errno == errno.EFBIG for cause in causes) or (
+        limited and any("disk I/O error" in str(cause) for cause in causes)  # sqlite
+    )
+
+
+def describe_failed_write(error: BaseException) -> str:
+    """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions."""
+    if is_disk_full(error):
+        return "no space left; free some"
+    if is_write_refused(error):
+        return WRITE_REFUSED
+    return ""
 
 
 def describe_shortage(folder: Path, size: int) -> str:

@@ -22,7 +22,7 @@ from mlflow.tracking import MlflowClient
 from requests.exceptions import HTTPError, RequestException, RetryError
 from sqlalchemy.exc import OperationalError
 
-from lit_lazy.support.disk import check_writable_folder
+from lit_lazy.support.disk import check_writable_folder, describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, iter_causes, one_line
 from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.support.timeout import call_with_timeout
@@ -36,8 +36,10 @@ from lit_lazy.tracking.databases import (
     sqlite_url,
 )
 
-# MLflow logs every database that it creates, and triggers a deprecation warning.
+# MLflow logs every database that it creates, prints the traceback of an error that it also raises, and triggers a
+# deprecation warning.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+logging.getLogger("mlflow.store.db.utils").addFilter(lambda record: record.exc_info is None)
 warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -73,7 +75,7 @@ def translate_errors(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except (MlflowException, RequestException, OSError) as error:
-            raise TrackingError(one_line(error), _is_refusal(error)) from error
+            raise TrackingError(describe_failed_write(error) or one_line(error), _is_refusal(error)) from error
 
     return call
 

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -30,8 +31,10 @@ from two_rows import two_rows
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.jobs import launch
+from lit_lazy.grid.jobs.job import DISK_FULL, FILE_TOO_LONG
 from lit_lazy.grid.jobs.pool import ReapResult
 from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.jobs.worker import find_write_status
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support import disk
@@ -300,6 +303,13 @@ class Full:
         return ""
 
 
+class Limited(Full):
+    """Workers that met a limit on the size of files."""
+
+    def reap(self) -> ReapResult:
+        return ReapResult(file_too_long=1)
+
+
 class Idle(Full):
     """Like `Full`, but no disk is full."""
 
@@ -341,6 +351,18 @@ def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: P
     pool = Idle()
     assert supervisor._step(pool, Progress(queue, [cell.key for cell in grid.cells], console))
     assert pool.started == 1
+
+
+def test_a_limit_that_a_worker_meets_ends_the_grid_with_its_fix(runs: Path, tmp_path: Path) -> None:
+    grid = make_grid(make_parser().parse_args(["ablate", "run", write(tmp_path), "--runs", str(runs)]), [])
+    grid.folder.mkdir()
+    queue, console = Queue(default_storage(runs), ID), Console(file=io.StringIO())
+    queue.add_missing(grid.cells)
+    supervisor = launch.Supervisor(grid, launch.LaunchOptions(workers=1, threads=1), queue, console)
+    pool = Limited()
+    with pytest.raises(launch.GridError, match="`ulimit -f`"):
+        supervisor.work(pool, Progress(queue, [cell.key for cell in grid.cells], console))
+    assert not pool.started
 
 
 @pytest.mark.long
@@ -452,17 +474,63 @@ def test_two_machines_share_a_grid(mlflow_server: MlflowServer, postgres_storage
     assert all("12/12 cells done" in out for out in outs)
 
 
-def test_a_limit_on_file_sizes_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """A limit on the size of files that this process and its children write."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, former[1]))  # the queue's tables take more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
     try:
-        status = main(["ablate", "run", "table2", "--base", "backcopy_tiny", "--seeds", "0", "--runs", str(runs)])
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_a_limit_on_file_sizes_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with file_limit(2**16):  # the queue's tables take more
+        status = main(["ablate", "run", "table2", "--base", "backcopy_tiny", "--seeds", "0", "--runs", str(runs)])
     assert status == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "`ulimit -f`" in said
+
+
+def test_a_limit_at_the_size_of_mlflow_s_database_names_its_fix(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "backcopy_tiny", "--runs", str(runs), "--train.steps=4"]
+    with file_limit((runs / "mlflow.db").stat().st_size):
+        assert main(command) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "`ulimit -f`" in said.splitlines()[-1]
+    assert "the same command sends it" in said.splitlines()[-1]
+    assert main(command) == 0
+    assert "nothing was done" in capfd.readouterr().out
+
+
+@pytest.mark.long
+def test_a_grid_ends_at_a_limit_on_file_sizes(runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In one line; no cell has failed, and the same command without the limit finishes."""
+    command = ["ablate", "run", write(tmp_path), "--runs", str(runs), "--workers", "1"]
+    database = runs / "mlflow.db"
+    Tracker(f"sqlite:///{database}", runs, ID).create_run("room for the parent run", {})
+    with file_limit(database.stat().st_size + 2**16):
+        assert main(command) == 1
+    said = capfd.readouterr()
+    assert "`ulimit -f`" in said.err.splitlines()[-1]
+    assert "Traceback" not in said.err
+    assert "failed" not in Queue(default_storage(runs), ID).states().values()
+    assert main(command) == 0
+
+
+def test_a_refused_write_is_told_from_one_that_may_pass() -> None:
+    """Also inside the error of MLflow that wraps it."""
+    refused = sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("disk I/O error"))
+    wrapped = TrackingError("rejected", reachable=True)
+    wrapped.__cause__ = refused
+    assert find_write_status(wrapped) is None  # as from a network's disk
+    with file_limit(2**30):
+        assert find_write_status(wrapped) == FILE_TOO_LONG
+    assert find_write_status(OSError(errno.EFBIG, "File too large")) == FILE_TOO_LONG
+    assert find_write_status(OSError(errno.ENOSPC, "No space left on device")) == DISK_FULL
 
 
 def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 
 DISK_FULL = 28
 """Exit status of a worker that ran out of disk space: errno's ENOSPC."""
+FILE_TOO_LONG = 27
+"""Exit status of a worker that met a limit on the size of files: errno's EFBIG."""
 INTERRUPTED = 130
 """Exit status of an interrupted worker that requeued its cells."""
 

@@ -28,7 +28,7 @@ from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.support.disk import describe_shortage, is_disk_full
+from lit_lazy.support.disk import WRITE_REFUSED, describe_shortage, is_disk_full
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
@@ -365,6 +365,8 @@ class Supervisor:
         """Check workers and cells once; returns whether there is anything left to wait for."""
         try:
             ended = pool.reap()
+            if ended.file_too_long:
+                raise GridError(f"{WRITE_REFUSED}, then run the same command again; nothing is lost")
             if ended.disk_full:
                 self._wait_for_space()
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job
+from lit_lazy.grid.jobs.job import DISK_FULL, FILE_TOO_LONG, INTERRUPTED, Job
 from lit_lazy.grid.queue.liveness import find_orphaned_slots
 from lit_lazy.support.disk import open_private
 
@@ -24,6 +26,14 @@ class ReapResult:
 
     crashed: int = 0
     disk_full: int = 0
+    file_too_long: int = 0
+
+
+def count_ends(codes: Sequence[int]) -> ReapResult:
+    """How workers ended, by their exit statuses."""
+    counts = Counter(codes)
+    crashed = sum(n for code, n in counts.items() if code not in (0, INTERRUPTED, DISK_FULL, FILE_TOO_LONG))
+    return ReapResult(crashed, counts[DISK_FULL], counts[FILE_TOO_LONG])
 
 
 class Pool(Protocol):
@@ -58,9 +68,7 @@ class LocalPool:
     def reap(self) -> ReapResult:
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
-        full = sum(code == DISK_FULL for code in codes.values())
-        crashed = sum(code not in (None, 0, INTERRUPTED, DISK_FULL) for code in codes.values())
-        return ReapResult(crashed=crashed, disk_full=full)
+        return count_ends([code for code in codes.values() if code is not None])
 
     def start(self, most: int) -> None:
         """Start up to `most` workers in free slots; running workers of a dead command still occupy theirs."""

@@ -21,10 +21,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lit_lazy.grid.jobs.job import DISK_FULL, Job
-from lit_lazy.grid.jobs.pool import ReapResult, read_last_log_line
-from lit_lazy.grid.jobs.worker import make_worker, prepare_process
-from lit_lazy.support.disk import PRIVATE, is_disk_full
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.pool import ReapResult, count_ends, read_last_log_line
+from lit_lazy.grid.jobs.worker import find_write_status, make_worker, prepare_process
+from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores
 from lit_lazy.support.secrets import RedactingFormatter
@@ -176,8 +176,7 @@ class RayPool:
         if not self._tasks:
             return ReapResult()
         ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
-        codes = [self._get_exit_code(task) for task in ended]
-        return ReapResult(crashed=codes.count(None), disk_full=codes.count(DISK_FULL))
+        return count_ends([self._get_exit_code(task) for task in ended])
 
     def start(self, most: int) -> None:
         """Submit up to `most` tasks within the pool's size."""
@@ -206,19 +205,19 @@ class RayPool:
         """How the last task died, and the last line of this machine's log."""
         return f"{self._died}; {read_last_log_line(self.job.folder)}"
 
-    def _get_exit_code(self, task: Any) -> int | None:
+    def _get_exit_code(self, task: Any) -> int:
         try:
             return ray.get(task)
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             self._died = describe_exception(cause)
-            return None
+            return 1
 
 
 def execute(job: Job, folder: str) -> int:
-    """Ray task that executes one waiting cell, if any; returns 0 or DISK_FULL.
+    """Ray task that executes one waiting cell, if any; returns 0, DISK_FULL or FILE_TOO_LONG.
 
-    The process outlives its task, so the result reports a full disk, and opened files are closed.
+    The process outlives its task, so the result reports a failed write, and opened files are closed.
     """
     os.chdir(folder)
     # Ray cancels by SIGINT, which all processes of a cluster started in the background ignore.
@@ -228,9 +227,9 @@ def execute(job: Job, folder: str) -> int:
             prepare_process(job)
             make_worker(job).work(most=1)
     except Exception as error:
-        if not is_disk_full(error):
+        if (status := find_write_status(error)) is None:
             raise
-        return DISK_FULL
+        return status
     return 0
 
 

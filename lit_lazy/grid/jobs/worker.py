@@ -19,10 +19,10 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.jobs.backend import hide_compiled_backend, require_compiled_backend
-from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job, is_over
+from lit_lazy.grid.jobs.job import DISK_FULL, FILE_TOO_LONG, INTERRUPTED, Job, is_over
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
 from lit_lazy.grid.queue.queue import CellLostError, Queue, Task
-from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long
 from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
@@ -74,8 +74,8 @@ class Worker:
         """Execute waiting cells until none is left or the time limit has passed, or up to `most` of them.
 
         A failed cell is recorded and the others are executed; while MLflow is away, trained cells wait for it. An
-        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk raises the
-        error that reports it; another process releases the cell.
+        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk, or a limit on
+        the size of files, raises the error that reports it; another process releases the cell.
         """
         with (
             self._interrupts,
@@ -127,7 +127,7 @@ class Worker:
             self._drop(task, run, heart)
             self._pause()
         except Exception as error:
-            if is_disk_full(error):
+            if find_write_status(error) is not None:
                 raise
             self._handle_failure(task, run, error)
             self._drop(task, run, heart)
@@ -187,7 +187,7 @@ class Worker:
                 self.queue.complete(task, self._get_objective(result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)
             except TrackingError as error:
-                if is_disk_full(error):
+                if find_write_status(error) is not None:
                     raise
                 run.refusals += error.reachable
                 log.warning("%s seed %d is not recorded yet: %s", task.cell.variant, task.cell.seed, error)
@@ -232,6 +232,13 @@ class Worker:
             self.parent_id,
             lambda: self.queue.is_held(task),
         )
+
+
+def find_write_status(error: BaseException) -> int | None:
+    """The exit status of a worker that cannot write for a cause that every cell shares; None for other exceptions."""
+    if is_disk_full(error):
+        return DISK_FULL
+    return FILE_TOO_LONG if is_file_too_long(error) else None
 
 
 def format_reason(error: BaseException) -> str:
@@ -292,14 +299,14 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         make_worker(job, queue_type, worker_type, slot).work()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except UnfinishedError as error:
+    except Exception as error:
+        if (status := find_write_status(error)) is not None:  # first: MLflow's errors are UnfinishedErrors too
+            log.exception("%s", describe_failed_write(error))
+            return status
+        if not isinstance(error, UnfinishedError):
+            raise
         log.error("%s", error)
         return 1
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        log.exception("no space left")
-        return DISK_FULL
     return 0
 
 

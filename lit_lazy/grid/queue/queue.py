@@ -31,7 +31,7 @@ from lit_lazy.grid.queue.storage import (
     make_foreign_error,
     normalise_url,
 )
-from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.disk import is_disk_full, is_file_too_long
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import (
@@ -191,7 +191,7 @@ class Queue:
                         f"the queue's database {sqlite_file(self.url)} is damaged ({why}); move it away and give the "
                         "same command again: it finds the results of finished cells"
                     ) from error
-                if is_disk_full(error) or not isinstance(error, MAY_PASS):
+                if is_disk_full(error) or is_file_too_long(error) or not isinstance(error, MAY_PASS):
                     raise
                 away = f"the queue's database {redact_url(self.url)} has not answered"
                 why, minutes = format_database_error(error), f"{PATIENCE_SECONDS / 60:.0f} minutes"

@@ -50,9 +50,9 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, 
 
 def _describe(tracker: Tracker, parent_id: str, table: Table, page: str) -> None:
     """Describe the parent run and its experiment in MLflow: the finding, a link to a page of the run, the command."""
-    text = to_markdown([Paragraph(finding) for finding in describe_findings(table)])
+    findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
     link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
-    tracker.describe(parent_id, f"{text}\n[{page}]({link})\n\n`{table.command}`")
+    tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
 
 
 def collect_outcomes(table: Table) -> dict[str, float]:

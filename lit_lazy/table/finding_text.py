@@ -10,6 +10,8 @@ from lit_lazy.table.statistics import FEWEST_SEEDS
 MOST_COLUMNS = 2
 MOST_NAMES = 4
 """Maximum number of rows that a sentence names per group; the others are counted."""
+MOST_UNLEARNED = 12
+"""The same of the sentence on rows that did not learn, whose values its reader must not trust."""
 
 
 def describe_findings(table: Table) -> list[str]:
@@ -47,7 +49,8 @@ def describe_unlearned(table: Table) -> list[str]:
         return []
     if len(rows) == sum(row.n > 0 for row in table.rows):
         return ["No row learned the task. Only the losses say anything."]
-    return [f"Did not learn the task (in so many cells): {', '.join(rows)}. Only their loss says anything."]
+    named = _join_names(rows, MOST_UNLEARNED)
+    return [f"Did not learn the task (in so many cells): {named}. Only their loss says anything."]
 
 
 def describe_yardstick(table: Table) -> list[str]:
@@ -177,8 +180,8 @@ def _capitalise_title(column: Column) -> str:
     return column.title[:1].upper() + column.title[1:]
 
 
-def _join_names(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str], most: int = MOST_NAMES) -> str:
     """`a, b and 7 others`"""
-    if len(names) <= MOST_NAMES + 1:
+    if len(names) <= most + 1:
         return ", ".join(names)
-    return f"{', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} others"
+    return f"{', '.join(names[:most])} and {len(names) - most} others"

@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import write_atomically
@@ -32,10 +33,31 @@ from lit_lazy.tracking.views import (
 )
 
 State = Literal["complete", "failed", "running"]
-DESCRIPTION = "mlflow.note.content"
-"""Tag whose text MLflow shows as the description of a run or of an experiment."""
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
+NOTE = "mlflow.note.content"
+"""The tag that MLflow shows as the description of a run or of an experiment."""
+BETWEEN = "\n\n"
+
+
+def join_note(paragraphs: Sequence[str], whole: str) -> str:
+    """The text of a description, at most as long as MLflow stores: it would cut a longer one anywhere.
+
+    The longest paragraphs are shortened first, after a row. whole: names the file with what does not fit.
+    """
+    shown, share = list(paragraphs), MAX_TAG_VAL_LENGTH // len(paragraphs) - len(BETWEEN)
+    while (excess := len(BETWEEN.join(shown)) - MAX_TAG_VAL_LENGTH) > 0:
+        at = max(range(len(shown)), key=lambda index: len(shown[index]))
+        shown[at] = _shorten_paragraph(shown[at], max(len(shown[at]) - excess, share), whole)
+    return BETWEEN.join(shown)
+
+
+def _shorten_paragraph(text: str, size: int, whole: str) -> str:
+    """The beginning of a text, up to the end of a row or else of a word, and where the whole is."""
+    rest = f" ... (shortened; the whole is in {whole})"
+    kept = text[: size - len(rest)]
+    end = max(kept.rfind(mark) for mark in (",", ";", "\n"))
+    return kept[: end if end > 0 else max(kept.rfind(" "), 0) or len(kept)] + rest
 
 
 @dataclass(frozen=True)
@@ -146,11 +168,11 @@ class Tracker:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
 
-    @translate_errors
-    def describe(self, run_id: str, text: str) -> None:
-        """Set the description, in Markdown, of a run and of the experiment."""
-        self.client.set_tag(run_id, DESCRIPTION, text)
-        self.client.set_experiment_tag(self.experiment_id, DESCRIPTION, text)
+    def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
+        """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
+        note = join_note(paragraphs, whole)
+        self.tag(run_id, NOTE, note)
+        self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
     @translate_errors
     def read_tags(self, run_id: str) -> dict[str, str]:

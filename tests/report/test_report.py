@@ -40,7 +40,7 @@ from lit_lazy.tracking import serve
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.links import find_experiment_links
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.tracker import Tracker, join_note
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
@@ -580,6 +580,19 @@ def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monke
     assert served is not None
     assert not Path(served[1]).parent.exists()
     assert f"--runs {str(archive)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost" in out
+
+
+def test_a_description_that_mlflow_would_cut_ends_after_a_row() -> None:
+    """Long paragraphs are shortened and name the file with the rest; short ones and the command are kept."""
+    rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))
+    command = "lit-lazy ablate run table2"
+    note = join_note([f"Not separated: {rows}.", f"Undecided: {rows}.", command], "table.md")
+    assert 7900 < len(note) <= 8000
+    first, second, last = note.split("\n\n")
+    for paragraph in (first, second):
+        assert paragraph.endswith(" tau_init=1.0 ... (shortened; the whole is in table.md)")
+    assert last == command
+    assert join_note(["x" * 9000], "table.md").startswith("x" * 7900)
 
 
 def test_a_table_is_written_elsewhere_without_a_change_in_mlflow(tracker: Tracker, store: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
 from lit_lazy.table.declaration import SEQUENTIAL, Declaration
-from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.table.finding_text import describe_findings, describe_unlearned
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.render import (
@@ -752,6 +752,16 @@ def test_a_row_that_did_not_learn_says_so_first_and_wins_nothing():
     assert "sink: separates 2 of 2 rows from lazy (Holm p < 0.05); better: good; did not learn the task: dead" in (
         render_markdown(result)
     )
+
+
+def test_many_rows_that_did_not_learn_are_counted_and_marked_in_the_table():
+    names = [f"dead {index}" for index in range(20)]
+    seen = [Observation(name, seed, "complete", {"loss/excess": 0.5}) for name in ("lazy", *names) for seed in (0, 1)]
+    result = table(rows("lazy", *names, seeds=range(2)), seen, (EXCESS,), yardstick=weighed().yardstick)
+    (said,) = describe_unlearned(result)
+    assert said.count(" (2 of 2)") == 12
+    assert "dead 10 (2 of 2) and 9 others. Only" in said
+    assert render_markdown(result).count("did not learn (2 of 2)") == 21
 
 
 def test_which_rows_did_not_learn_is_determined_once_per_table(monkeypatch):

@@ -34,7 +34,7 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracker import DESCRIPTION, TrackedRun, Tracker
+from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, RESULT, RunResult
 
 Q = TypeVar("Q", bound=Queue)
@@ -242,7 +242,7 @@ def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
 def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> str:
     """Start or resume the parent run of the grid and update its plan; returns the run's id."""
     plan = grid.plan
-    tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), DESCRIPTION: plan.command}
+    tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), NOTE: join_note([plan.command], PLAN)}
     parent_id, former = open_parent_run(grid, queue, tracker, tags, {}, PLAN, Plan.from_json, console)
     if former is not None:
         plan = plan.merge(former, grid.row_order)

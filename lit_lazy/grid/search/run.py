@@ -18,7 +18,7 @@ from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import DESCRIPTION, TrackedRun, Tracker
+from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker
 from lit_lazy.training.prepare import load_outline
 
 R = TypeVar("R")
@@ -76,7 +76,7 @@ def _ensure_parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, conso
     definition = work.definition
     known = queue.facts.get("definition")
     _reject_changed(work, None if known is None else Definition.from_json(known))
-    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), DESCRIPTION: format_command_line()}
+    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), NOTE: format_command_line()}
     params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
     params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
     parent_id, former = open_parent_run(work, queue, tracker, tags, params, DEFINITION, Definition.from_json, console)

@@ -31,6 +31,8 @@ from lit_lazy.training.prepare import prepare, prepare_outline
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 LONGEST_ROW_NAME = 250
+DIGITS, ROUNDING_ULPS = 12, 4
+"""Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
 MOST_CELLS = 100_000
 """Upper bound for a grid, whose cells are all held in memory."""
 
@@ -201,18 +203,35 @@ def _expand_axes(axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[s
 
 
 def _describe_values(values: Sequence[Any]) -> list[str]:
-    """Each value as text: a part by its class, and by its settings where the axis has two of the class."""
+    """Each value as text: a part by its class, and by its settings where the axis has two of the class.
+
+    Numbers without their rounding error, unless two values would then have one text.
+    """
     classes = Counter(type(value) for value in values)
-    return [
-        _describe_part(value, with_settings=classes[type(value)] > 1) if is_dataclass(value) else str(value)
-        for value in values
-    ]
+
+    def describe_all(describe: Callable[[Any], str]) -> list[str]:
+        return [
+            _describe_part(value, classes[type(value)] > 1, describe) if is_dataclass(value) else describe(value)
+            for value in values
+        ]
+
+    short, exact = describe_all(describe_value), describe_all(str)
+    counts = Counter(short)
+    return [text if counts[text] == 1 else whole for text, whole in zip(short, exact, strict=True)]
 
 
-def _describe_part(part: Any, with_settings: bool) -> str:
+def describe_value(value: Any) -> str:
+    """A value as text, a float without its rounding error: 0.0003 for 3 * 0.0001, which is 0.00030000000000000003."""
+    if not isinstance(value, float):
+        return str(value)
+    short = float(f"{value:.{DIGITS}g}")
+    return str(short if abs(short - value) <= ROUNDING_ULPS * math.ulp(value) else value)
+
+
+def _describe_part(part: Any, with_settings: bool, describe: Callable[[Any], str]) -> str:
     """`Elastic`, or with its settings `Elastic(tau_init=0.5 renormalise=True)`: those that are not the default."""
     set_here = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
-    settings = " ".join(f"{name}={value}".replace(",", "") for name, value in set_here)
+    settings = " ".join(f"{name}={describe(value)}".replace(",", "") for name, value in set_here)
     return f"{type(part).__name__}({settings})" if with_settings and settings else type(part).__name__
 
 
@@ -380,12 +399,14 @@ def _fit_row(row: Row, base: RunConfig) -> PreparedRow:
 def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """For each row's settings, the flattened fields that vary between rows, by shortest unambiguous name."""
     flat = {row: flatten(config) for row, config in settings.items()}
-    values: dict[str, set[str]] = {path: set() for config in flat.values() for path in config}
+    values: dict[str, dict[str, Any]] = {path: {} for config in flat.values() for path in config}
     for config, path in itertools.product(flat.values(), values):
-        values[path].add(str(config.get(path)))
+        values[path].setdefault(str(config.get(path)), config.get(path))
     names = shorten_paths(path for path, found in values.items() if len(found) > 1)
+    shown = {path: dict(zip(values[path], _describe_values([*values[path].values()]), strict=True)) for path in names}
     return {
-        row: {name: str(config[path]) for path, name in names.items() if path in config} for row, config in flat.items()
+        row: {name: shown[path][str(config[path])] for path, name in names.items() if path in config}
+        for row, config in flat.items()
     }
 
 

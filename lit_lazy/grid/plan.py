@@ -119,7 +119,14 @@ class Plan:
                 "keys; --fresh moves its results away, another --runs folder keeps both; `lit-lazy ablate table` still "
                 "shows them"
             )
+        named = {definition: name for name, definition in self.definitions.items()}
         for row in former.rows:
+            renamed = named.get(former.definitions.get(row.variant, ""))
+            if row.variant not in self.definitions and renamed is not None:
+                raise ValueError(
+                    f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
+                    "cells over, --fresh moves them away"
+                )
             if self.definitions.get(row.variant) != former.definitions.get(row.variant):
                 raise ValueError(
                     f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid began; "

@@ -19,7 +19,16 @@ from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_attribute, load_experiment
 from lit_lazy.grid import ablation as preparation
 from lit_lazy.grid import packed
-from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, prepare_rows, select_rows
+from lit_lazy.grid.ablation import (
+    Ablation,
+    Cell,
+    Row,
+    describe_value,
+    expand,
+    load_ablation,
+    prepare_rows,
+    select_rows,
+)
 from lit_lazy.grid.jobs import estimate
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
@@ -153,6 +162,40 @@ def test_rows_are_checked_with_the_threads_of_a_worker(more: list[str], monkeypa
     words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", *more]
     with pytest.raises(RuntimeError, match="with 2 threads"):
         ablate_run.ablate_run(make_parser().parse_args(words), [])
+
+
+def test_names_of_axes_leave_rounding_errors_out() -> None:
+    """Where two values would then have one name, both keep all digits."""
+    steps = [i * 1e-4 for i in range(1, 4)]
+    axes = {"train.lr": steps, NORMALISER: (Elastic(tau_init=0.1 + 0.2), Elastic())}
+    made = ablation(rows=(), baseline="", axes=axes)
+    assert made.all_rows[4].name == "lr=0.0003 normaliser=Elastic(tau_init=0.3)"
+    assert {cell.axes["lr"] for cell in cells_of(made)} == {"0.0001", "0.0002", "0.0003"}
+    assert {cell.config["train"]["lr"] for cell in cells_of(made)} == set(steps), "settings and keys are exact"
+    close = {"train.lr": (0.3, 0.1 + 0.2), NORMALISER: (Elastic(tau_init=0.3), Elastic(tau_init=0.1 + 0.2))}
+    made = ablation(rows=(), baseline="", axes=close)
+    for axis, form in (("lr", "{}"), ("normaliser", "Elastic(tau_init={})")):
+        named = {row.name.split(f"{axis}=")[1].split(" normaliser")[0] for row in made.all_rows}
+        assert named == {form.format(number) for number in ("0.3", "0.30000000000000004")}
+    assert {cell.axes["lr"] for cell in cells_of(made)} == {"0.3", "0.30000000000000004"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3 * 1e-4, "0.0003"),
+        (sum([0.1] * 10), "1.0"),
+        (10**-3.5, "0.00031622776601683794"),
+        (0.123456789012345, "0.123456789012345"),
+        (1e-5, "1e-05"),
+        (float("inf"), "inf"),
+        (0.0, "0.0"),
+        (True, "True"),
+        (300, "300"),
+    ],
+)
+def test_a_value_as_a_name(value: object, text: str) -> None:
+    assert describe_value(value) == text
 
 
 def test_each_cell_has_the_axes_its_own_parts_have() -> None:

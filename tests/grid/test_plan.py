@@ -58,6 +58,17 @@ def test_a_row_that_is_another_training_is_refused() -> None:
         PLAN.merge(former, ["softmax", "lazy"])
 
 
+def test_a_row_with_another_name_is_refused_with_both() -> None:
+    """As of an axis that showed a number's rounding error."""
+    former = replace(
+        PLAN,
+        rows=(RowInfo("lr=0.00030000000000000003", "ours", (0,), "backcopy_tiny"),),
+        definitions={"lr=0.00030000000000000003": "b"},
+    )
+    with pytest.raises(ValueError, match=r"^row 'lr=0.00030000000000000003': is named 'softmax' now; another name"):
+        PLAN.merge(former, ["softmax", "lazy"])
+
+
 def test_the_marks_of_the_data_become_the_yardstick() -> None:
     assert make_yardstick({"optimum_nats": 2.0, "chance_nats": 3.0}) == Yardstick(
         "loss/excess", 0.5, {"optimum": 0.0, "chance": 1.0}

@@ -389,7 +389,7 @@ STORAGES = [
     (random_bytes, "sqlite:///{path}", "file is not a database); move that file away, or name another"),
     (a_folder, "sqlite:///{path}", "unable to open database file"),
     (mlflows, "sqlite:///{path}", "is another program's database; name another"),
-    (optunas, "sqlite:///{path}", "its study 'table2-backcopy_tiny' was not made by this version"),
+    (optunas, "sqlite:///{path}", "its study 'table2-backcopy_tiny' was not made by `lit-lazy"),
     (None, "sqlite:///{path}/x/queue.db", "does not exist"),
     (None, "sqlite:////proc/queue.db", "--storage '/proc': nothing can be written there"),
     (None, "sqlite://", "--storage 'sqlite://': must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"),

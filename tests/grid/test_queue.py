@@ -296,9 +296,39 @@ def test_facts_and_cells_survive_reopening_and_are_gone_after_clearing(storage: 
 def test_a_study_of_something_else_is_refused(storage: str) -> None:
     other = optuna.create_study(storage=normalise_url(storage), study_name="study")
     other.add_trial(optuna.create_trial(value=1.0))
-    with pytest.raises(StorageError, match="was not made by this version"):
+    with pytest.raises(StorageError, match="was not made by `lit-lazy"):
         Queue(storage, "study")
     assert list_grid_names(storage) == []
+
+
+def sign(storage: str, made_by: str) -> None:
+    """Sign the study of a queue as another version does."""
+    optuna.load_study(storage=normalise_url(storage), study_name="study").set_user_attr("made_by", made_by)
+
+
+def test_the_status_of_a_grid_of_an_earlier_version_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It signed its study `queue 2`, and stored cells with the same attributes. Nothing else opens it."""
+    storage = default_storage(runs)
+    queue = Queue(storage, "study")
+    queue.add_missing(cells(3))
+    queue.complete(claimed(queue), 1.0)
+    queue.fail(claimed(queue), "no reason")
+    sign(storage, "lit-lazy ablate run, queue 2")
+    before = (runs / "queue.db").read_bytes()
+    assert main(["ablate", "status", "study", "--runs", str(runs)]) == 0
+    assert (runs / "queue.db").read_bytes() == before
+    said = capsys.readouterr().out
+    assert "study: 1/3 cells complete" in said
+    assert "Made by an earlier version of lit-lazy, which alone can continue it; `lit-lazy ablate table`" in said
+    assert "no reason" in said
+    assert "The same `ablate run`" not in said
+    with pytest.raises(StorageError, match="was made by another version of lit-lazy, which alone can continue it"):
+        Queue(storage, "study")
+    with pytest.raises(StorageError, match="was made by another version"):
+        check_storage(storage, "study")
+    sign(storage, "lit-lazy ablate run, queue 4")
+    assert main(["ablate", "status", "study", "--runs", str(runs)]) == 2
+    assert "was made by another version" in capsys.readouterr().err
 
 
 def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:

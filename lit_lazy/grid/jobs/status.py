@@ -20,6 +20,13 @@ def print_status(queue: Queue, folder: Path, console: Console) -> None:
     counts = Counter[str](queue.states().values())
     total = sum(counts.values())
     console.print(f"{queue.name}: {counts['complete']}/{total} cells complete", highlight=False)
+    if not queue.is_current:
+        console.print(
+            "Made by an earlier version of lit-lazy, which alone can continue it; `lit-lazy ablate table` shows its "
+            "results.",
+            highlight=False,
+            soft_wrap=True,
+        )
     for state in ("pruned", "running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)
@@ -27,7 +34,8 @@ def print_status(queue: Queue, folder: Path, console: Console) -> None:
     _print_table("running", ("process", "host", "for"), queue.entries("running"), describe_worker, console)
     if failed := queue.entries("failed"):
         _print_table("failed", ("why",), failed, _format_reason, console)
-        console.print("The same `ablate run` command tries failed cells again.", highlight=False)
+        if queue.is_current:
+            console.print("The same `ablate run` command tries failed cells again.", highlight=False)
     interrupted = [entry for entry in queue.entries("waiting") if entry.reason] if counts["waiting"] else []
     _print_table("waiting, interrupted", ("why",), interrupted, _format_reason, console)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -118,9 +118,12 @@ class Entry:
 class Queue:
     """Waiting, running, complete and failed cells in a database that outlives every process."""
 
-    def __init__(self, storage: str, name: str) -> None:
-        """Open or create the study `name`. Raises StorageError if another program uses that name."""
-        self.url, self.name = normalise_url(storage), name
+    def __init__(self, storage: str, name: str, accepted: Sequence[str] = (MADE_BY,)) -> None:
+        """Open or create the study `name`. Raises StorageError if another program or version uses that name.
+
+        accepted: versions whose studies can be opened; those of `READABLE` to read only.
+        """
+        self.url, self.name, self._accepted = normalise_url(storage), name, accepted
         self._engine = sqlalchemy.create_engine(self.url, **make_engine_options(self.url))
         with self.lock():  # concurrent processes must not create the tables at the same time
             if (file := sqlite_file(self.url)) is not None and not file.exists():
@@ -137,10 +140,13 @@ class Queue:
         except KeyError:
             study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], self.name)
         made_by = self._storage.get_study_user_attrs(study_id).get("made_by")
-        if is_foreign(made_by, made_by is None and bool(self._storage.get_all_trials(study_id, deepcopy=False))):
-            raise make_foreign_error(self.url, self.name)
+        has_trials = made_by is None and bool(self._storage.get_all_trials(study_id, deepcopy=False))
+        if is_foreign(made_by, has_trials, self._accepted):
+            raise make_foreign_error(self.url, self.name, made_by)
         if made_by is None:
             self._storage.set_study_user_attr(study_id, "made_by", MADE_BY)
+        self.is_current = made_by in (None, MADE_BY)
+        """Whether this version made the study; an earlier one is only read."""
         return study_id
 
     def clear(self) -> None:

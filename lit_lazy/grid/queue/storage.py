@@ -1,7 +1,7 @@
 """The database of a queue, checked before anything is created."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,11 @@ from lit_lazy.tracking.databases import (
 )
 
 T = TypeVar("T")
-MADE_BY = "lit-lazy ablate run, queue 3"
+SIGNATURE = "lit-lazy ablate run, queue "
+"""How every version signs its studies; a number follows."""
+MADE_BY = f"{SIGNATURE}3"
+READABLE = (MADE_BY, f"{SIGNATURE}2")
+"""Versions whose cells have today's attributes, so that their states can be read."""
 
 
 def normalise_url(storage: str) -> str:
@@ -76,33 +80,42 @@ def check_storage(storage: str, grid: str) -> None:
             "WHERE s.study_name = :grid"
         )
         for made_by, has_trials in connection.execute(text(query), {"grid": grid}):
-            if is_foreign(json.loads(made_by or "null"), has_trials):
-                raise make_foreign_error(storage, grid)
+            if is_foreign(version := json.loads(made_by or "null"), has_trials):
+                raise make_foreign_error(storage, grid, version)
 
     _query_storage(storage, check)
 
 
-def is_foreign(made_by: str | None, has_trials: bool) -> bool:
-    """Whether a study is not a queue of this version; an unsigned one without trials is being created."""
-    return made_by != MADE_BY and (made_by is not None or has_trials)
+def is_foreign(made_by: str | None, has_trials: bool, accepted: Sequence[str] = (MADE_BY,)) -> bool:
+    """Whether a study is not a queue of the `accepted` versions; an unsigned one without trials is being created."""
+    return made_by not in accepted and (made_by is not None or has_trials)
 
 
-def make_foreign_error(storage: str, name: str) -> StorageError:
+def make_foreign_error(storage: str, name: str, made_by: str | None) -> StorageError:
+    """The error of a study that `is_foreign`."""
+    named = f"--storage {redact_url(storage)!r}: its study {name!r}"
+    if (made_by or "").startswith(SIGNATURE):
+        return StorageError(
+            f"{named} was made by another version of lit-lazy, which alone can continue it; name another storage, or "
+            "another --runs folder; `lit-lazy ablate table` shows its results"
+        )
     return StorageError(
-        f"--storage {redact_url(storage)!r}: its study {name!r} was not made by this version of "
-        "`lit-lazy ablate run`; name another storage, or another --runs folder"
+        f"{named} was not made by `lit-lazy ablate run`; name another storage, or another --runs folder"
     )
 
 
 def list_grid_names(storage: str) -> list[str]:
-    """Names of the grids in a storage; creates nothing. Raises StorageError if it cannot be reached."""
+    """Names of the grids in a storage, also of other versions; creates nothing.
+
+    Raises StorageError if it cannot be reached.
+    """
 
     def read_names(connection: sqlalchemy.Connection) -> list[str]:
         query = (
             "SELECT s.study_name FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id "
-            "AND a.key = 'made_by' WHERE a.value_json = :made_by ORDER BY s.study_id"
+            "AND a.key = 'made_by' WHERE a.value_json LIKE :signed ORDER BY s.study_id"
         )
-        return [name for (name,) in connection.execute(text(query), {"made_by": json.dumps(MADE_BY)})]
+        return [name for (name,) in connection.execute(text(query), {"signed": f'"{SIGNATURE}%'})]
 
     return _query_storage(storage, read_names) or []
 

@@ -185,7 +185,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
     else:
         render = render_text if options.verbose else render_summary
-        print_results(render(table, text_width()), grid.folder, options.runs)
+        print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
     if not finished and until is not None:
         queue = Queue(options.storage or default_storage(options.runs), grid.id)
         if waiting := count_waiting(grid, queue):

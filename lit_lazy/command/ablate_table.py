@@ -39,7 +39,8 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         if options.out:
             raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
         ablation, question = load_ablation_or_question(find("ablations", options.ablation))
-        print(render_text(recompute_table(options.source, ablation, question), text_width()))
+        table = recompute_table(options.source, ablation, question)
+        print(render_text(table, options.source.with_suffix(".md"), text_width()))
         return 0
     with open_tracker(options) as tracker:
         place = choose_output(options, options.runs / tracker.experiment)
@@ -47,5 +48,5 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         write = save_table if options.out else write_table
         table, *_ = write(tracker, find_parent(tracker), place)
-    print(render_text(table, text_width()))
+    print(render_text(table, place / "table.md", text_width()))
     return 0

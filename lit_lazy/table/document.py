@@ -6,6 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LONGEST_TEXT = 2000
+"""Characters of a text in a block that `shorten_block` shortens."""
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -61,6 +64,33 @@ class Collapsible:
 
 
 Block = Heading | Paragraph | BulletList | Tabular | Collapsible
+
+
+def shorten_block(block: Block, most: int, whole: str) -> list[Block]:
+    """A block with at most `most` rows or items and its longest texts cut, and what says how many are left out.
+
+    whole: names the file with the rest.
+    """
+    match block:
+        case Tabular(header, rows, words) if len(rows) > most:
+            rest = f"{len(rows) - most:,} more rows are in {whole}."
+            return [Tabular(header, rows[:most], words), Paragraph(rest)]
+        case BulletList(items):
+            shown = BulletList(tuple(_shorten_text(item, whole) for item in items[:most]))
+            left = len(items) - most
+            return [shown, Paragraph(f"{left:,} more lines are in {whole}.")] if left > 0 else [shown]
+        case Paragraph(text, warning):
+            return [Paragraph(_shorten_text(text, whole), warning)]
+        case Collapsible(title, blocks):
+            return [Collapsible(title, tuple(short for part in blocks for short in shorten_block(part, most, whole)))]
+    return [block]
+
+
+def _shorten_text(text: str, whole: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    kept = text[:LONGEST_TEXT].rpartition(" ")[0]
+    return f"{kept} ... ({len(text) - len(kept):,} more characters are in {whole})"
 
 
 def to_text(blocks: Sequence[Block], width: int = 120) -> str:

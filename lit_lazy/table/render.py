@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_lazy.support.console import format_count, format_duration
+from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.document import (
     Block,
@@ -13,6 +13,7 @@ from lit_lazy.table.document import (
     Heading,
     Paragraph,
     Tabular,
+    shorten_block,
     to_html,
     to_latex,
     to_markdown,
@@ -39,18 +40,25 @@ from lit_lazy.table.verdicts import (
 )
 
 NOT_DEFINED = "–"
-MOST_ROWS = 40
-"""Maximum number of rows in a summary."""
+MOST_PRINTED = 60
+"""Rows of a table that a command prints; the files have all."""
 
 
-def render_summary(table: Table, width: int = 120) -> str:
-    """The finding, the warnings and the primary column with its differences, as plain text for a terminal."""
-    return to_text([*_build_opening(table), *_build_primary_means(table)], width)
+def render_summary(table: Table, whole: Path, width: int = 120) -> str:
+    """The finding, the warnings and the primary column with its differences, otherwise as `render_text`."""
+    return _render_short([*_build_opening(table), *_build_primary_means(table)], whole, width)
 
 
-def render_text(table: Table, width: int = 120) -> str:
-    """The whole table as plain text for a terminal. Grids wider than `width` characters are split."""
-    return to_text(_build_blocks(table), width)
+def render_text(table: Table, whole: Path, width: int = 120) -> str:
+    """The first rows of a table as plain text for a terminal. Grids wider than `width` characters are split.
+
+    whole: the file with all rows, which the text names where it leaves rows out.
+    """
+    return _render_short(_build_blocks(table), whole, width)
+
+
+def _render_short(blocks: Sequence[Block], whole: Path, width: int) -> str:
+    return to_text([short for block in blocks for short in shorten_block(block, MOST_PRINTED, str(whole))], width)
 
 
 def render_markdown(table: Table, width: int = 120) -> str:
@@ -273,12 +281,10 @@ def _build_primary_means(table: Table) -> list[Block]:
             _format_mean(table, row, column),
             "baseline" if row.variant == table.baseline else _format_difference(table, row, column),
         )
-        for row in table.rows[:MOST_ROWS]
+        for row in table.rows
     ]
     header = ("Variant", *states, "n", column.heading, f"Δ to {table.baseline}")
-    left_out = len(table.rows) - len(rows)
-    rest = [Paragraph(f"... and {format_count(left_out, 'row')} more")] if left_out else []
-    return [Tabular(header, tuple(rows), 1 + len(states)), *rest]
+    return [Tabular(header, tuple(rows), 1 + len(states))]
 
 
 def _format_n(row: TableRow) -> str:

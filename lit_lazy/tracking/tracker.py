@@ -168,6 +168,7 @@ class Tracker:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
 
+    @translate_errors
     def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
         """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
         note = join_note(paragraphs, whole)

@@ -67,7 +67,8 @@ def test_the_command_writes_every_format_and_figure_in_place(
             measure["p"] = measure["p_adj"] = 0.5
     (tmp_path / "table.json").write_text(json.dumps(stale))
     assert main(["ablate", "table", "rivals", "--from", str(tmp_path / "table.json")]) == 0
-    expected = render_text(Table.from_json(json.loads((kept / "table.json").read_text())))
+    table = Table.from_json(json.loads((kept / "table.json").read_text()))
+    expected = render_text(table, tmp_path / "table.md")
     assert capsys.readouterr().out.strip() == expected.strip()
     for name in ("table.json", "table.md", "table.csv", "table.tex"):
         assert (tmp_path / name).read_bytes() == (kept / name).read_bytes()

@@ -67,7 +67,8 @@ def add_to(commands: Commands) -> None:
         "--limit",
         metavar="90m",
         type=duration,
-        help="start no cell after this time, in m or h; those that run are finished, and the same command resumes",
+        help="start no cell after this time, in m or h, from the command's start; those that run are finished, and the "
+        "same command resumes; each worker starts at least one, however long the preparation took",
     )
     add_run_options(parser)
 

@@ -58,6 +58,23 @@ def test_a_grid_ends_between_cells_and_resumes(
     assert [run.info.status for run in client.search_runs([number], "tags.kind = 'ablation'")] == ["FINISHED"]
 
 
+def test_a_limit_that_the_preparation_takes_lets_each_worker_start_a_cell(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a command that is given again and again ends the grid, and not one cell more."""
+    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
+    monkeypatch.setattr(publish, "write_report", lambda *_: [])
+    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: time.time() + 1e9))
+    (tmp_path / "pair.py").write_text(two_rows("pair"))
+    command = ["ablate", "run", str(tmp_path / "pair.py"), "--runs", str(runs), "--workers", "1", "--brief"]
+    command += ["--rows", "softmax", "--limit", "90m"]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "--limit: the preparation took all of it; each worker starts one cell" in out
+    assert f"1 of 2 cells of {ID} are trained" in out
+    assert out.splitlines()[-1] == "ended by --limit: 1 of 2 cells wait; the same command resumes"
+
+
 def test_a_worker_that_starts_after_the_limit_claims_nothing(runs: Path) -> None:
     """As a task does that a Ray cluster had no room for until then."""
     queue = two_cells("local", default_storage(runs))

@@ -70,6 +70,8 @@ class LaunchOptions:
     """Take results of another backend, torch or Python too."""
     until: float | None = None
     """Time, as by `time.time`, after which no cell starts; None for no limit."""
+    one_each: bool = False
+    """Let each worker execute one cell, whatever the time."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Job:
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
     until: float | None = None
+    """As in `LaunchOptions`."""
+    one_each: bool = False
     """As in `LaunchOptions`."""
     compiled: bool | None = None
     """Whether cells are trained with the compiled backend of CPUs; None: if the machine has it."""

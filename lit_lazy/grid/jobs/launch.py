@@ -156,12 +156,28 @@ def execute_cells(
         console.print(line, highlight=False, soft_wrap=True)
     with _mark_running(work, queue, tracker, parent_id):
         if left:
+            supervisor.launch = launch = _ensure_progress(launch, console)
             job = make_job(work, launch, opened, parent_id, compiled)
             if taken:
                 _record_taken(job, taken)
             progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
             supervisor.work(make_pool(job, launch), progress)
         yield True
+
+
+def _ensure_progress(launch: LaunchOptions, console: Console) -> LaunchOptions:
+    """The options, and one cell for each worker if the time limit has passed before any could start.
+
+    Every command repeats the preparation: without that a limit shorter than it would never train anything.
+    """
+    if not is_over(launch.until):
+        return launch
+    console.print(
+        "--limit: the preparation took all of it; each worker starts one cell, so that the grid goes on",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return replace(launch, until=None, one_each=True)
 
 
 @contextmanager
@@ -217,6 +233,7 @@ def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: 
         execution=launch.execution,
         loggers=launch.loggers,
         until=launch.until,
+        one_each=launch.one_each,
         compiled=compiled,
     )
 
@@ -330,7 +347,7 @@ def _record_taken(job: Job, taken: Set[str]) -> None:
     """Record cells whose results were taken, here: workers on other machines do not see the run folders."""
     from lit_lazy.grid.jobs.worker import make_worker  # imports Lightning
 
-    make_worker(replace(job, keys=taken, command=None, until=None)).work()
+    make_worker(replace(job, keys=taken, command=None, until=None, one_each=False)).work()
 
 
 class Supervisor:
@@ -343,7 +360,7 @@ class Supervisor:
         self._retries = Counter[str]()
         self._last_search = -LOOK_SECONDS
         self._crashes = self._ended = 0
-        self._reported_others = False
+        self._reported_others = self._started = False
         self._pause = 0.0
 
     def work(self, pool: Pool, progress: Progress) -> None:
@@ -372,13 +389,15 @@ class Supervisor:
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
                 self.release_dead()
                 progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
-            states, over = self._read_states(), is_over(self.launch.until)
+            states = self._read_states()
+            over = is_over(self.launch.until) or (self.launch.one_each and self._started)
             while not over and "failed" in states.values() and self._retry_failed():
                 states = self._read_states()  # otherwise the last cell would seem to have ended
             progress.update(states)
             counts = Counter[str](states.values())
             self._count_crashes(ended.crashed, counts, pool)
             pool.start(most=0 if over else counts["waiting"])
+            self._started = True
         except Exception as error:
             if not is_disk_full(error):
                 raise

@@ -296,7 +296,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare_process(job)
-        make_worker(job, queue_type, worker_type, slot).work()
+        make_worker(job, queue_type, worker_type, slot).work(most=1 if job.one_each else None)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
@@ -120,6 +121,10 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         os.getcwd()
     except OSError as error:
         return report_user_error(f"the current folder cannot be used ({error.strerror}); change to another")
+    try:
+        tempfile.gettempdir()  # libraries ask for it when they are imported
+    except FileNotFoundError as error:
+        return report_user_error(f"TMPDIR: {error.strerror}; set it to a folder that can be written")
     try:
         return options.command(options, rest)
     except ValueError as error:

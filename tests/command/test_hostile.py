@@ -5,6 +5,7 @@ What asks the most of a machine is refused by an estimate; nothing here is large
 
 import json
 import os
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -49,6 +50,16 @@ def test_sizes_are_refused_by_an_estimate(arguments: list[str], named: str, caps
     said = expect_refusal(arguments, capsys)
     assert named in said
     assert MEMORY in said
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries ask for one when they are imported, and fail with a traceback."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    for arguments in (TRAIN, RUN, ["ablate", "status", "table2"]):
+        assert expect_refusal(arguments, capsys).startswith("lit-lazy: TMPDIR: No usable temporary directory")
 
 
 LIMITS = [

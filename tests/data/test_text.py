@@ -408,6 +408,18 @@ def test_a_changed_file_is_another_fingerprint_and_key_and_a_touched_one_is_not(
     assert config.load().info["train_documents"] + config.load().info["validation_documents"] == 300
 
 
+def test_an_edit_that_keeps_size_and_time_counts_once_the_file_is_touched(tmp_path):
+    """As the README says. Hashing each file at each start would read a corpus of gigabytes as often."""
+    path = write_jsonl(tmp_path / "text.jsonl", make_documents(50))
+    state, before = path.stat(), small(path=str(path)).load().fingerprint
+    path.write_text(path.read_text().replace("o", "u"))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_size == state.st_size
+    assert small(path=str(path)).load().fingerprint == before
+    path.touch()
+    assert small(path=str(path)).load().fingerprint != before
+
+
 def test_whoever_waited_for_a_corpus_that_fails_states_the_same_reason(tmp_path, capfd):
     def fail(_):
         time.sleep(0.3)  # so that the other waits for the lock

@@ -3,6 +3,7 @@
 Commands import heavy packages only when they run, so that help is instant.
 """
 
+import atexit
 import os
 import select
 import signal
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = 
     0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted; 141: stdout was closed.
     """
     open_closed_streams()
+    atexit.register(_ignore_interrupts)
     try:
         status = run_command(argv, make_parser)
         sys.stdout.flush()  # otherwise Python reports a closed pipe at exit
@@ -84,6 +86,12 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = 
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # discard what is flushed at exit
         return 128 + signal.SIGPIPE  # as a shell reports it for `train ... | head`
     return status
+
+
+def _ignore_interrupts() -> None:
+    """Let a command that is done end with its status: Python takes seconds to remove what torch and MLflow hold."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def open_closed_streams() -> None:

@@ -139,6 +139,17 @@ def test_a_grid_is_executed_with_all_streams_closed(runs: Path) -> None:
     assert list(runs.glob("table2-*/table.md"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_does_not_hide_the_status(number: signal.Signals) -> None:
+    """Callbacks run last registered first, so this one comes after the command's."""
+    code = (
+        f"import atexit, os, sys\natexit.register(os.kill, os.getpid(), {int(number)})\n"
+        "from lit_lazy.command.main import main\nmain(['--version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

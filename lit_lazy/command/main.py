@@ -32,6 +32,7 @@ from lit_lazy.command import (
     generate,
     import_,
     lm_eval,
+    new,
     report,
     tokenise,
     train,
@@ -49,7 +50,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (tokenise, train, evaluate, diagnose, lm_eval, generate, export, import_, fields):
+    for part in (tokenise, train, evaluate, diagnose, lm_eval, generate, export, import_, fields, new):
         part.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -22,7 +22,7 @@ def find(room: Room, name: str) -> Path:
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
         if os.path.isfile(path):  # also False for invalid file names
-            return _require_usable_name(path.resolve())
+            return require_usable_name(path.resolve())
     known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
     raise ValueError(
@@ -34,10 +34,10 @@ def find_python_file(what: str, name: str) -> Path:
     """The path of an existing .py file. Raises a ValueError that starts with `what`."""
     if not os.path.isfile(name):
         raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
-    return _require_usable_name(Path(name).resolve())
+    return require_usable_name(Path(name).resolve())
 
 
-def _require_usable_name(path: Path) -> Path:
+def require_usable_name(path: Path) -> Path:
     """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
         raise ValueError(

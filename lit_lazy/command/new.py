@@ -1,0 +1,72 @@
+"""`lit-lazy new`"""
+
+import argparse
+import importlib.util
+import keyword
+import os
+import shlex
+from pathlib import Path
+
+from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.support.named_files import require_usable_name
+
+COMMANDS = {
+    "ablation": ("ablate", "run"),
+    "question": ("ablate", "run"),
+    "normaliser": ("train",),
+    "data": ("train",),
+}
+"""The command that runs a file, by its kind. `templates/` has a file of each kind."""
+
+
+def add_to(commands: Commands) -> None:
+    summary = "write a commented file with an ablation, a question, a normaliser or a data source, which runs as it is"
+    parser = add_command(commands, "new", new, summary)
+    parser.add_argument("kind", metavar="KIND", choices=COMMANDS, help=", ".join(COMMANDS))
+    parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
+    parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
+
+
+def identifier(text: str) -> str:
+    """Option type: a name that Python code can define."""
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be a Python identifier: letters, digits and _, no digit first; for example my_variant"
+        )
+    return text
+
+
+def new(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.support.console import get_program_name
+    from lit_lazy.support.disk import check_writable_folder, write_text
+
+    file = options.out or Path(f"{options.identifier}.py")
+    option = "--out" if options.out else "NAME"
+    _check_new_file(option, file)
+    check_writable_folder(option, file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, fill_template(options.kind, options.identifier))
+    print(f"{file}: written; its comments say what to change")
+    print(f"run it:  {shlex.join([get_program_name(), *COMMANDS[options.kind], str(file)])}")
+    return 0
+
+
+def fill_template(kind: str, name: str) -> str:
+    """The text of a kind's file, with the name in place of its own and, for its classes, `My` and the name."""
+    text = Path(__file__).with_name("templates").joinpath(f"{kind}.py").read_text()
+    # No class of this project begins with My, so a file called elastic.py does not define a second Elastic.
+    of_class = "My" + "".join(part[:1].upper() + part[1:] for part in name.removeprefix("my_").split("_"))
+    return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", of_class)
+
+
+def _check_new_file(option: str, file: Path) -> None:
+    """Raise a one-line ValueError unless the file is new and lit-lazy can import it."""
+    named = f"{option} {str(file)!r}"
+    if file.suffix != ".py" or not file.stem:
+        raise ValueError(f"{named}: must end in .py")
+    if os.path.lexists(file):
+        raise ValueError(f"{named}: exists already; give another name, or another file by --out")
+    require_usable_name(file)
+    found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    if found is not None and found.origin is not None:  # files that import that module would be refused
+        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({found.origin}); give another")

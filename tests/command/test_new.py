@@ -1,0 +1,85 @@
+"""The files of `lit-lazy new` run as they are, and agree with the README's examples."""
+
+import ast
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+from mistakes import expect_refusal
+
+from lit_lazy.command.main import main
+from lit_lazy.command.new import COMMANDS, fill_template
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+OPTIONS = {"ablation": ["--dry-run"]}
+"""The README's own ablation, which is the same code, is executed by tests/test_frame.py."""
+CELLS = {"ablation": 0, "question": 10, "normaliser": 1, "data": 1}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_new_file_runs_by_the_command_that_is_printed(
+    kind: str, place: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", kind, f"some_{kind}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    words = shlex.split(said[-1].removeprefix("run it:"))
+    assert words[1:] == [*COMMANDS[kind], f"some_{kind}.py"]
+    command = [str(Path(sys.executable).parent / "lit-lazy"), *words[1:], *OPTIONS.get(kind, []), "--runs", str(runs)]
+    done = forked.run([*command, "--threads", "1"], cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = list(runs.glob(f"*some_{kind}*/**/result.json"))
+    assert len(results) == CELLS[kind]
+    if kind == "question":
+        table = json.loads(next(runs.glob("some_question-*/table.json")).read_text())
+        assert table["verdict"]["status"] in ("supported", "refuted", "undecided")
+
+
+def strip_docstrings(text: str) -> str:
+    """The code of a file without its docstrings and comments."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [
+                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("normaliser", "my_softpick"), ("ablation", "my_ablation"), ("data", "my_data")]
+)
+def test_the_readme_shows_what_is_written(kind: str, name: str) -> None:
+    example = re.search(rf"^```python\n(# {name}\.py.*?)^```", README, re.M | re.S)
+    assert example
+    assert strip_docstrings(fill_template(kind, name)) == strip_docstrings(example[1])
+
+
+def test_a_name_is_that_of_a_class_of_nobody_else() -> None:
+    """A second class called Elastic could not be told from the first in a config."""
+    assert "class MyElastic(Normaliser)" in fill_template("normaliser", "elastic")
+    assert "class MyNone(DataConfig)" in fill_template("data", "none")
+    assert "class MySoftpickModule(" in fill_template("normaliser", "my_softpick")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new", "ablatoin", "mine"], "invalid choice: 'ablatoin'"),
+        (["new", "data", "3x"], "argument NAME: '3x': must be a Python identifier"),
+        (["new", "data", "class"], "argument NAME: 'class': must be a Python identifier"),
+        (["new", "data", "torch"], "NAME 'torch.py': torch is the name of a Python module"),
+        (["new", "data", "x" * 101], "use at most 100 bytes"),
+        (["new", "data", "mine", "--out", "mine.txt"], "--out 'mine.txt': must end in .py"),
+        (["new", "data", "there"], "NAME 'there.py': exists already"),
+        (["new", "data", "mine", "--out", "there.py/mine.py"], "--out 'there.py': nothing can be written"),
+    ],
+)
+def test_a_file_that_could_not_be_used_is_not_written(
+    words: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "there.py").write_text("mine")
+    assert message in expect_refusal(words, capsys)

@@ -1,7 +1,6 @@
 """`lit-lazy ablate run`"""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -247,12 +246,12 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
 
 def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
     """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
-    from lit_lazy.table.records import Table
+    from lit_lazy.table.records import parse_table
 
     file = options.runs / request.grid / "table.json"
     if not (has_looks(request.question, options) and file.exists()):
         return None
-    table, declared = Table.from_json(json.loads(file.read_text())), request.declaration
+    table, declared = parse_table(file.read_text(), repr(str(file))), request.declaration
     same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
     return table if same else None
 

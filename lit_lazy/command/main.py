@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from lit_lazy import __version__
 from lit_lazy.command import (
+    ablate_compare,
     ablate_list,
     ablate_pack,
     ablate_questions,
@@ -60,6 +61,7 @@ def make_parser() -> Parser:
         ablate_search,
         ablate_status,
         ablate_table,
+        ablate_compare,
         ablate_pack,
         ablate_verdicts,
         ablate_list,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lit_lazy.config.key import evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict
+from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs.parent_run import ASIDE
 from lit_lazy.grid.plan import find_parent, read_plan, select_one_per_cell
@@ -68,14 +68,16 @@ class Pack:
     grid: str
     """The id of the grid that was packed."""
     results: Sequence[RunResult]
+    rows: Sequence[str]
+    """The row of each result in that grid; one that asks for the result may name its rows otherwise."""
 
     @classmethod
-    def read(cls, path: Path) -> "Pack":
-        """Read a packed file.
+    def read(cls, path: Path, what: str = "--results") -> "Pack":
+        """Read a packed file. what: the option that names it, for messages.
 
         Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
         """
-        option, fix = f"--results {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
+        option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
                 header, *lines = map(json.loads, lzma.decompress(file.read()).splitlines())
@@ -83,15 +85,40 @@ class Pack:
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
                 raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
+            rows = [str(line.pop("variant")) for line in lines]
             for line in lines:
-                del line["variant"], line["seed"]  # the asking grid may name its rows otherwise
-            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines])
+                del line["seed"]  # the config has it
+            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
         except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None
+
+
+def read_settings(folder: Path, uri: str | None) -> dict[str, dict[str, str]] | None:
+    """The settings of a grid's rows as text, by row and dotted path, without the seed; None if they are unknown.
+
+    They are read from MLflow, or from the packed file in the grid's folder. uri: of the store that has an experiment of
+    the folder's name, if any.
+    """
+    if uri is not None:
+        tracker = Tracker(uri, folder.parent, folder.name)
+        runs = select_one_per_cell(tracker.find_children(find_parent(tracker)))
+        found = {run.tags["variant"]: run.params for run in runs}
+    elif (file := folder / CELLS).exists():
+        pack = Pack.read(file, "packed cells")
+        settings = ({path: str(value) for path, value in flatten(result.config).items()} for result in pack.results)
+        found = dict(zip(pack.rows, settings, strict=True))
+    else:
+        return None
+    # MLflow also has a grid's axes, by short names.
+    fields = RunConfig.__dataclass_fields__.keys() - {"seed"}
+    return {
+        row: {path: value for path, value in settings.items() if path.partition(".")[0] in fields}
+        for row, settings in found.items()
+    }
 
 
 @dataclass(frozen=True)

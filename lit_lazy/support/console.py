@@ -47,6 +47,12 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells in columns, two spaces apart; the rows have equal lengths."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows]
+
+
 def track_progress(items: Sequence[T], what: str) -> Iterator[T]:
     """Yields the items; beyond QUIET_SECONDS with a bar on stderr, or a line now and then if that is no terminal."""
     console, started = plain_console(stderr=True), time.monotonic()

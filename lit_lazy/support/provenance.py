@@ -56,6 +56,15 @@ def find_last_commit(file: Path) -> str:
     return "" if changed else commit.strip()
 
 
+def read_committed(place: str) -> str:
+    """The text of `COMMIT:PATH`, a path from the current folder. Raises a one-line ValueError if there is none."""
+    commit, _, path = place.partition(":")
+    shown = subprocess.run(["git", "show", f"{commit}:./{path}"], capture_output=True, text=True, check=False)
+    if shown.returncode:
+        raise ValueError(f"{place!r}: git shows no such file ({shown.stderr.strip()}); give COMMIT:PATH")
+    return shown.stdout
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

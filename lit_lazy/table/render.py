@@ -29,7 +29,7 @@ from lit_lazy.table.finding_text import (
     group_separated,
 )
 from lit_lazy.table.fixed_rules import has_fixed_rules
-from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow, format_state
+from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Measure, Table, TableRow, format_state
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import (
     describe_bounds,
@@ -161,7 +161,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
         ]
         blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects_table("Variant", directed, cells)]
     if directed and table.contrasts:
-        cells = [(row.name, *(_format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
+        cells = [(row.name, *(format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
         blocks += [Heading("Contrasts", level), _build_effects_table("Contrast", directed, cells)]
         if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
             sums = (" ".join(f"{w:+g} {variant}" for variant, w in row.weights.items()) for row in table.contrasts)
@@ -293,14 +293,10 @@ def _format_n(row: TableRow) -> str:
 
 def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     m = row.metrics[column.key]
-    if m.mean is None:
-        return NOT_DEFINED if row.n else row.status
-    text = column.format(m.mean)
-    if m.ci95 is not None:
-        text += _format_interval(column, m.mean, m.ci95)
-    elif m.n > 1:
-        text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
-    if m.n != row.n:
+    if m.mean is None and not row.n:
+        return row.status
+    text = format_estimate(m, column)
+    if m.mean is not None and m.n != row.n:
         text += f" (n={m.n})"
     return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
 
@@ -315,6 +311,18 @@ def _format_interval(column: Column, mean: float, half_width: float) -> str:
     return f" [{column.format(low)}, {column.format(high)}]"
 
 
+def format_estimate(m: Measure, column: Column) -> str:
+    """The mean with its 95 % half-width, with `=` if all seeds agree, or with the range of values without a spread."""
+    if m.mean is None:
+        return NOT_DEFINED
+    text = column.format(m.mean)
+    if m.ci95 is not None:
+        return text + _format_interval(column, m.mean, m.ci95)
+    if m.n > 1:
+        text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
+    return text
+
+
 def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
     return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
 
@@ -323,10 +331,10 @@ def _format_difference(table: Table, row: TableRow, column: Column) -> str:
     """The difference to the baseline; the row's status if it has no complete cell."""
     if not row.n:
         return row.status
-    return _format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
+    return format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
 
 
-def _format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
+def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
     """The effect with its p value; void: whether it says nothing, so that it gets no star."""
     effect = m.effect
     if effect.mean is None:

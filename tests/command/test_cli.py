@@ -43,7 +43,7 @@ MISSPELT = [
     "ablate run table2 --base nosuch", "ablate search nosuch", "ablate search lazy_search --base nosuch",
     "diagnose nosuch.ckpt", "evaluate nosuch.ckpt", "generate nosuch.ckpt", "export nosuch.ckpt out",
     "lm-eval nosuch.ckpt", "train backcopy --threads x", "ablate run table2 --seeds x",
-    "ablate run table2 --limit x", "nosuch", "ablate nosuch",
+    "ablate run table2 --limit x", "nosuch", "ablate nosuch", "ablate compare nosuch nosuch", "new nosuch mine",
 ]  # fmt: skip
 
 

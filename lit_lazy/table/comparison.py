@@ -1,0 +1,216 @@
+"""Two tables side by side: rows of the same name, their differences, and what else differs between the two."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_lazy.support.console import align, format_count
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.table.finding_text import describe_unlearned
+from lit_lazy.table.fixed_rules import compute_welch_contrast
+from lit_lazy.table.records import ContrastMeasure, Table, TableRow
+from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
+from lit_lazy.table.statistics import Effect, compute_contrast
+
+Settings = Mapping[str, Mapping[str, str]]
+"""The settings of rows: values as text, by row and dotted path."""
+OVERRIDDEN = re.compile(r"-[0-9a-f]{6}$")
+"""What the command line's overrides add to the name of an experiment."""
+ALL = "all rows"
+MOST_NAMES = 3
+"""Rows that a difference in settings names; more are counted."""
+
+
+@dataclass(frozen=True)
+class RowComparison:
+    """One metric of a row in two tables.
+
+    `effect` is the second mean minus the first. It is paired if both have the same seeds on the same experiment, where
+    a seed fixes the initial weights and the order of the data; otherwise Welch's.
+    """
+
+    variant: str
+    means: tuple[float | None, float | None]
+    seeds: tuple[int, int]
+    """Numbers of seeds."""
+    paired: bool
+    effect: Effect
+
+
+@dataclass(frozen=True)
+class TableComparison:
+    """Two tables, and what `compare_tables` found. `columns` are by key; `only` are the rows in one of them."""
+
+    names: tuple[str, str]
+    tables: tuple[Table, Table]
+    columns: Mapping[str, Sequence[RowComparison]]
+    only: tuple[Sequence[str], Sequence[str]]
+    facts: Mapping[str, tuple[str, str]]
+    """What differs between the tables, by name."""
+    settings: Mapping[tuple[str, str, str], Sequence[str]] | None
+    """Rows in both whose settings differ, by path, first and second value; None if those of a table are unknown."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Strict JSON of everything but the tables."""
+        columns = {
+            key: [{**vars(row), "effect": vars(row.effect)} for row in rows] for key, rows in self.columns.items()
+        }
+        settings = None if self.settings is None else [[*found, list(rows)] for found, rows in self.settings.items()]
+        kept = {"names": self.names, "columns": columns, "only": self.only, "facts": self.facts}
+        return {**kept, "settings": settings}
+
+
+def compare_tables(
+    names: tuple[str, str], tables: tuple[Table, Table], asked: Sequence[str], settings: tuple[Settings | None, ...]
+) -> TableComparison:
+    """Compare the rows that two tables share in the asked columns; by default in their primary or plotted ones.
+
+    Raises a one-line ValueError for a column that they do not share, or if they share no row.
+    """
+    rows = [{row.variant: row for row in table.rows} for table in tables]
+    shared = [name for name in rows[0] if name in rows[1]]
+    if not shared:
+        listed = "; ".join(f"{name} has {', '.join(of)}" for name, of in zip(names, rows, strict=True))
+        raise ValueError(f"{names[0]!r}, {names[1]!r}: share no row; {listed}")
+    return TableComparison(
+        names=names,
+        tables=tables,
+        columns={
+            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared]
+            for key in _choose_columns(tables, asked)
+        },
+        only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
+        facts=_find_differing_facts(tables),
+        settings=_find_differing_settings(settings, shared),
+    )
+
+
+def _choose_columns(tables: tuple[Table, Table], asked: Sequence[str]) -> list[str]:
+    shared = [key for key in tables[0].columns_by_key if key in tables[1].columns_by_key]
+    for key in asked:
+        if key not in shared:
+            raise ValueError(
+                f"--columns {key!r}: is not in both tables{did_you_mean(key, shared)}; both have {', '.join(shared)}"
+            )
+    primary = [key for key in shared if key in (tables[0].primary, tables[1].primary)]
+    main = [column.key for column in tables[0].main_columns if column.key in shared]
+    found = list(asked) or primary or main or shared
+    if not found:
+        raise ValueError(f"{tables[0].ablation!r}, {tables[1].ablation!r}: their tables share no column")
+    return found
+
+
+def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, TableRow]) -> RowComparison:
+    measures = [row.metrics[key] for row in rows]
+    values = [{int(seed): value for seed, value in measure.values.items()} for measure in measures]
+    bases = {OVERRIDDEN.sub("", table.base) for table in tables}
+    paired = values[0].keys() == values[1].keys() and len(bases) == 1
+    bounds, weights = tables[0].columns_by_key[key].bounds, {"first": -1.0, "second": 1.0}
+    if paired:
+        effect = compute_contrast({"first": values[0], "second": values[1]}, weights, bounds)
+    else:
+        # The rows must share no seed: values of equal seeds would be taken for pairs.
+        apart = {-1 - seed: value for seed, value in values[1].items()}
+        effect = compute_welch_contrast({"first": values[0], "second": apart}, weights, bounds, correlation=0.0)
+    return RowComparison(
+        rows[0].variant, (measures[0].mean, measures[1].mean), (len(values[0]), len(values[1])), paired, effect
+    )
+
+
+def _find_differing_facts(tables: tuple[Table, Table]) -> dict[str, tuple[str, str]]:
+    found = {
+        name: (of(tables[0]), of(tables[1]))
+        for name, of in {
+            "ablation": lambda table: table.ablation,
+            "base": lambda table: table.base,
+            "baseline": lambda table: table.baseline,
+            "seeds": lambda table: "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
+            "commit": lambda table: table.git_sha,
+            "made with": lambda table: table.environment,
+            "command": lambda table: table.command,
+            "backend": lambda table: ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
+            "claim": lambda table: table.declaration.claim if table.declaration else NOT_DEFINED,
+        }.items()
+    }
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+
+def _format_seeds(seeds: Sequence[int]) -> str:
+    """`0 to 4` of consecutive seeds, else all of them."""
+    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
+
+
+def _find_differing_settings(
+    settings: tuple[Settings | None, ...], shared: Sequence[str]
+) -> dict[tuple[str, str, str], list[str]] | None:
+    first, second = settings
+    if first is None or second is None:
+        return None
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name in shared:
+        if name not in first or name not in second:  # no cell of the row is finished
+            continue
+        for path in {**first[name], **second[name]}:
+            pair = first[name].get(path, NOT_DEFINED), second[name].get(path, NOT_DEFINED)
+            if pair[0] != pair[1]:
+                found.setdefault((path, *pair), []).append(name)
+    return found
+
+
+def format_comparison(found: TableComparison) -> str:
+    """The comparison for a terminal."""
+    parts = ["\n".join(_describe_tables(found))]
+    parts += ["\n".join(_format_column(found, key, rows)) for key, rows in found.columns.items()]
+    parts.append("± is half of a 95 % interval, not adjusted for the number of rows; = is the same in every seed.")
+    for letter, table, only in zip("AB", found.tables, found.only, strict=True):
+        if only:
+            parts.append(f"Only in {letter}: {', '.join(only)}")
+        if table.unlearned:
+            parts.append(f"In {letter}: {' '.join(describe_unlearned(table))}")
+    if found.facts:
+        lines = [line for name, (a, b) in found.facts.items() for line in ((name, "A", a), ("", "B", b))]
+        parts.append("\n".join(["What differs", *align(lines)]))
+    parts.append("\n".join(_describe_settings(found)))
+    return "\n\n".join(parts)
+
+
+def _describe_tables(found: TableComparison) -> list[str]:
+    lines = []
+    for letter, name, table in zip("AB", found.names, found.tables, strict=True):
+        done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
+        lines.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
+    return lines
+
+
+def _format_column(found: TableComparison, key: str, rows: Sequence[RowComparison]) -> list[str]:
+    column, (first, second) = found.tables[0].columns_by_key[key], (of.collect_measures(key) for of in found.tables)
+    lines = [(column.heading, "A", "B", "B - A", "")]
+    for row in rows:
+        a, b = (format_estimate(of[row.variant], column) for of in (first, second))
+        difference = format_effect(ContrastMeasure(row.effect, None, None), column)
+        lines.append((row.variant, a, b, difference, _describe_test(row)))
+    return align(lines)
+
+
+def _describe_test(row: RowComparison) -> str:
+    """How the difference was computed: `paired, n = 5`."""
+    if row.effect.mean is None:
+        return ""
+    how = f"paired, n = {row.effect.n}" if row.paired else f"Welch, n = {row.seeds[0]} and {row.seeds[1]}"
+    return f"{how}; no interval, as one has no spread" if row.effect.test == "saturated" else how
+
+
+def _describe_settings(found: TableComparison) -> list[str]:
+    if found.settings is None:
+        return ["Settings of the rows are unknown: name grids of --runs, or folders with a cells.jsonl.xz."]
+    shared = len(next(iter(found.columns.values())))
+    lines = []
+    for (path, a, b), rows in found.settings.items():
+        more = f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
+        lines.append((path, a, b, ALL if len(rows) == shared else ", ".join(rows[:MOST_NAMES]) + more))
+    if not lines:
+        return ["The rows have the same settings."]
+    return ["Settings that differ", *align([("", "A", "B", ""), *lines])]

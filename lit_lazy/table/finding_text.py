@@ -75,7 +75,7 @@ def explain_untested(summary: Summary) -> str:
 
 
 def _describe_tested(table: Table, column: Column) -> str:
-    """The results of a column's tests; "" if it has none."""
+    """The results of a column's tests; "" if it has none, or none of a row that learned the task."""
     summary = table.summaries[column.key]
     if not summary.tested:
         return ""
@@ -95,6 +95,8 @@ def _describe_tested(table: Table, column: Column) -> str:
         ("not tested", [name for name in untested if name not in (*apart.above, *apart.below)]),
     ]
     parts = [f"{title}: {_join_names(names)}" for title, names in groups if names]
+    if not parts:
+        return ""
     return f"{_format_heading(table, column)} ({_format_n(summary)}): {'; '.join(parts)}."
 
 

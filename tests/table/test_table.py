@@ -805,7 +805,9 @@ def test_a_baseline_that_did_not_learn_is_named_too():
 def test_one_sentence_says_that_no_row_learned():
     result = weighed(Yardstick("loss/excess", 0.001, {"optimum": 0.0}))
     assert list(result.unlearned) == ["lazy", "good", "dead"]
-    assert describe_findings(result)[0] == "No row learned the task. Only the losses say anything."
+    none, *rest = describe_findings(result)
+    assert none == "No row learned the task. Only the losses say anything."
+    assert [sentence.partition(" ")[0] for sentence in rest] == ["Excess"], "nothing is left to say of the sink"
 
 
 def test_an_interval_ends_at_the_bounds_of_its_metric():

@@ -307,12 +307,10 @@ class Results:
     """A line for each cell: variant, seed and status, then params and metrics by name; NaN where one has none."""
 
     def __repr__(self) -> str:
-        rows = self.table.rows
-        done, cells = sum(row.n for row in rows), sum(len(row.seeds) for row in rows)
+        done, cells = self.table.count_cells()
         name = f"{self.table.ablation}-{self.table.base}"
-        return (
-            f"<{name}: {format_count(len(rows), 'variant')}, {done} of {cells} cells finished; print it for its table>"
-        )
+        variants = format_count(len(self.table.rows), "variant")
+        return f"<{name}: {variants}, {done} of {cells} cells finished; print it for its table>"
 
     def __str__(self) -> str:
         return render_markdown(self.table)

@@ -209,7 +209,7 @@ def publish_changed(tracker: "Tracker", parent_id: str, folder: Path, is_new: bo
 
 def format_progress(grid: str, table: "Table") -> str:
     """The number of trained cells in one sentence."""
-    done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
+    done, cells = table.count_cells()
     return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are saved."
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_command, add_runs, non_empty, whole_number
+from lit_lazy.command.options import Commands, add_command, add_open, add_runs, non_empty, whole_number
 
 
 def add_to(commands: Commands) -> None:
@@ -15,10 +15,11 @@ def add_to(commands: Commands) -> None:
         help="print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation",
     )
     parser.add_argument("--port", metavar="N", type=whole_number(1, 65535), default=5000, help="port (default 5000)")
+    add_open(parser)
     add_runs(parser)
 
 
 def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.tracking.serve import serve
 
-    return serve(options.runs, options.port, options.experiment)
+    return serve(options.runs, options.port, options.experiment, options.open)

@@ -90,10 +90,15 @@ def add_base(parser: argparse.ArgumentParser, use: str = "to run on", kind: Call
     )
 
 
-def add_grid(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a grid with results."""
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+def add_grid(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Add the options that name a grid with results. without: what the command does without a name, if it may lack."""
+    text = "a name in ablations/, a .py file, or NAME-EXPERIMENT"
+    parser.add_argument("ablation", metavar="NAME", nargs="?" if without else None, help=text + without)
     add_base(parser, "it ran on", non_empty)  # whose file may be gone
+
+
+def add_open(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,17 @@
 """`lit-lazy report`"""
 
 import argparse
+from pathlib import Path
 
 from lit_lazy.command.grid_helpers import choose_output, open_tracker
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, name_list, path
+from lit_lazy.command.options import Commands, add_command, add_grid, add_open, add_runs, name_list, path
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "report", report, "rebuild an ablation's report from MLflow")
-    add_grid(parser)
+    parser = add_command(
+        commands, "report", report, "rebuild an ablation's report from MLflow, or a page with links to all reports"
+    )
+    add_grid(parser, "; without it, the page over all results in --runs")
     parser.add_argument("--ui-url", metavar="URL", help="address of the MLflow UI, to which the report links its runs")
     parser.add_argument(
         "--figures",
@@ -18,21 +21,56 @@ def add_to(commands: Commands) -> None:
         help="show figures of only these rows (default: the first 30)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=path, help="output file (default: NAME-EXPERIMENT/report.html in --runs)"
+        "--out",
+        metavar="FILE",
+        type=path,
+        help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs)",
     )
+    add_open(parser)
     add_runs(parser)
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.plan import find_parent
-    from lit_lazy.report.page import REPORT, render_report
-    from lit_lazy.support.disk import check_writable_file, write_text
+    from lit_lazy.support.console import open_page
+    from lit_lazy.support.disk import write_text
 
-    with open_tracker(options) as tracker:
-        file = choose_output(options, options.runs / tracker.experiment / REPORT)
-        check_writable_file("--out" if options.out else "--runs", file)
-        page = render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
+    file, page = _render_index(options) if options.ablation is None else _render_report(options)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
-    print(f"report:     {file}")
+    print(f"report:     {file}", flush=True)
+    if options.open:
+        open_page(file.resolve().as_uri())
     return 0
+
+
+def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
+    """An ablation's report, and the file to write it to."""
+    from lit_lazy.grid.plan import find_parent
+    from lit_lazy.report.page import REPORT, render_report
+
+    with open_tracker(options) as tracker:
+        file = _choose_file(options, options.runs / tracker.experiment / REPORT)
+        return file, render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
+
+
+def _render_index(options: argparse.Namespace) -> tuple[Path, str]:
+    """The page over all results, and the file to write it to."""
+    from lit_lazy.report.index import INDEX, list_entries, render_index
+
+    of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
+    if given := [option for option, value in of_one.items() if value]:
+        raise ValueError(f"{given[0]} {of_one[given[0]]!r}: is for the report of one ablation; give its NAME too")
+    file = _choose_file(options, options.runs / INDEX)
+    entries = list_entries(options.runs) if options.runs.is_dir() else []
+    if not entries:
+        raise ValueError(f"--runs {str(options.runs)!r}: holds no ablations; `lit-lazy ablate run` creates them")
+    return file, render_index(entries, options.runs, file.parent)
+
+
+def _choose_file(options: argparse.Namespace, default: Path) -> Path:
+    """The file to write. Raises a one-line ValueError if that is not possible."""
+    from lit_lazy.support.disk import check_writable_file
+
+    file = choose_output(options, default)
+    check_writable_file("--out" if options.out else "--runs", file)
+    return file

@@ -21,11 +21,11 @@ from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
-from lit_lazy.report.template import PAGE, STYLE, mark_part, replace_parts
+from lit_lazy.report.template import PAGE, STYLE, Section, mark_part, replace_parts
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.table.document import format_html_row
+from lit_lazy.table.document import format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -109,7 +109,7 @@ def _render_table_parts(table: Table, drawn: Mapping[str, Figure]) -> dict[str, 
     captions = {"verdict": "looks"} if at_looks else {}
     finding = {captions.get(name, name): drawn[name] for name in FINDING if name in drawn}
     title = "What the verdict rests on" if "verdict" in drawn else "What differs"
-    section = _Section("finding", title, _render_grid(_render_figures(finding, ALL)))
+    section = Section("finding", title, _render_grid(_render_figures(finding, ALL)))
     return {
         "opening": opening,
         "finding-link": f"{section.link}\n" if finding else "",
@@ -123,12 +123,12 @@ def _render_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainin
     parts = {name: mark_part(name, html) for name, html in _render_table_parts(data.table, of_table).items()}
     overall = parts["figures"] + _render_figures(of_trainings, ALL)
     sections = [
-        _Section("table", f"Results: {data.table.ablation}", parts["table"], heading=False),
-        *([_Section("figures", "Figures over all variants", _render_grid(overall))] if "<figure" in overall else []),
-        _Section("variants", "Figures of each variant", _render_variant_figures(data)),
-        _Section("run", "What was run", _render_run_facts(data)),
-        _Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
-        _Section("runs", "Runs", f"<details><summary>All {len(data.runs)}</summary>{_render_runs(data)}</details>"),
+        Section("table", f"Results: {data.table.ablation}", parts["table"], heading=False),
+        *([Section("figures", "Figures over all variants", _render_grid(overall))] if "<figure" in overall else []),
+        Section("variants", "Figures of each variant", _render_variant_figures(data)),
+        Section("run", "What was run", _render_run_facts(data)),
+        Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
+        Section("runs", "Runs", f"<details><summary>All {len(data.runs)}</summary>{_render_runs(data)}</details>"),
     ]
     page = PAGE.format(
         style=STYLE,
@@ -139,25 +139,6 @@ def _render_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainin
         sections=parts["finding"] + "".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
-
-
-@dataclass(frozen=True)
-class _Section:
-    id: str
-    title: str
-    body: str
-    heading: bool = True
-    """Whether the title is shown; the table's HTML has its heading."""
-
-    @property
-    def link(self) -> str:
-        """The entry in the page's contents."""
-        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
-
-    @property
-    def html(self) -> str:
-        heading = f"<h2>{escape(self.title)}</h2>\n" if self.heading else ""
-        return f'<section id="{self.id}">\n{heading}{self.body}\n</section>\n'
 
 
 @dataclass(frozen=True)
@@ -217,8 +198,7 @@ def _parse_ui_url(ui_url: str) -> str:
 
 
 def _format_completeness(table: Table) -> str:
-    done, total = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
-    return f"{done} of {total} cells complete"
+    return "{} of {} cells complete".format(*table.count_cells())
 
 
 def _render_run_facts(data: _ReportData) -> str:
@@ -324,22 +304,18 @@ def _render_image(name: str, image: figures.Image, subject: str) -> str:
 
 def _render_runs(data: _ReportData) -> str:
     header = ("Variant", "Seed", "State", "Run", "Commit")
-    head = "".join(f"<th>{name}</th>" for name in header)
     order = {row.variant: number for number, row in enumerate(data.table.rows)}
     runs = sorted(data.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
-    lines = []
-    for run in runs:
-        cells = (
+    rows = [
+        (
             escape(run.tags["variant"]),
             escape(run.tags["seed"]),
             run.state,
             data.format_run_id(run.run_id),
             escape(run.tags.get("git_sha", "")),
         )
-        lines.append(format_html_row(cells, header, [""] * len(header)) + "\n")
-    if not lines:
+        for run in runs
+    ]
+    if not rows:
         return "<p>MLflow holds no run of a cell.</p>"
-    return (
-        f'<div class="ablation-table"><div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{''.join(lines)}</tbody>\n</table></div></div>"
-    )
+    return f'<div class="ablation-table">{format_html_table(rows, header, [""] * len(header))}</div>'

@@ -1,6 +1,8 @@
 """The template of a report's page: its style, its frame, and parts that can be replaced. No scripts, no network."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c2128; --quiet: #57606a; --line: #d0d7de; --link: #0759b5; }
@@ -72,6 +74,28 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page with an entry in its contents."""
+
+    id: str
+    title: str
+    body: str
+    heading: bool = True
+    """Whether the title is shown; the table's HTML has its heading."""
+
+    @property
+    def link(self) -> str:
+        """The entry in the page's contents."""
+        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
+
+    @property
+    def html(self) -> str:
+        heading = f"<h2>{escape(self.title)}</h2>\n" if self.heading else ""
+        return f'<section id="{self.id}">\n{heading}{self.body}\n</section>\n'
+
 
 BEGIN, END = "<!-- part {} -->\n", "<!-- end {} -->\n"
 """Markers around a replaceable part. The rest of a page cannot contain them: all text in it is escaped."""

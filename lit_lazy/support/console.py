@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +46,12 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def open_page(address: str) -> None:
+    """Open a page in the user's browser; without one, say where it is."""
+    if not webbrowser.open(address):
+        print(f"there is no browser here; open {address} in one", flush=True)
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

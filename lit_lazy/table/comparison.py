@@ -180,7 +180,7 @@ def format_comparison(found: TableComparison) -> str:
 def _describe_tables(found: TableComparison) -> list[str]:
     lines = []
     for letter, name, table in zip("AB", found.names, found.tables, strict=True):
-        done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
+        done, cells = table.count_cells()
         lines.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
     return lines
 

@@ -110,7 +110,11 @@ def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
 
 def to_html(blocks: Sequence[Block]) -> str:
     """An ASCII `<section>` with its style."""
-    body = "\n".join(_format_html(block) for block in blocks)
+    return frame_html("\n".join(_format_html(block) for block in blocks))
+
+
+def frame_html(body: str) -> str:
+    """An ASCII `<section>` with the style of tables and some HTML."""
     text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
@@ -267,14 +271,13 @@ def _format_html(block: Block) -> str:
 
 def _format_html_table(grid: Tabular) -> str:
     kinds = ["" if i < grid.words else ' class="number"' for i in range(len(grid.header))]
-    head = "".join(f"<th{kind}>{_escape_html(name)}</th>" for kind, name in zip(kinds, grid.header, strict=True))
-    rows = (format_html_row([_escape_html(cell) for cell in row], grid.header, kinds) for row in grid.rows)
-    body = "\n".join(rows)
+    return format_html_table([[_escape_html(cell) for cell in row] for row in grid.rows], grid.header, kinds)
+
+
+def format_html_table(rows: Sequence[Sequence[str]], header: Sequence[str], kinds: Sequence[str]) -> str:
+    """A table of HTML cells, each labelled with its column's name for narrow screens. kinds: attributes of columns."""
+    head = "".join(f"<th{kind}>{_escape_html(name)}</th>" for kind, name in zip(kinds, header, strict=True))
+    opened = [f'<td{kind} data-label="{_escape_html(name)}">' for kind, name in zip(kinds, header, strict=True)]
+    lines = ("".join(f"{start}{cell}</td>" for start, cell in zip(opened, row, strict=True)) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
-
-
-def format_html_row(cells: Sequence[str], header: Sequence[str], kinds: Sequence[str]) -> str:
-    """A row of HTML cells, each labelled with its column's name for narrow screens."""
-    labels = (f' data-label="{_escape_html(name)}"' for name in header)
-    parts = zip(kinds, labels, cells, strict=True)
-    return "<tr>" + "".join(f"<td{kind}{label}>{cell}</td>" for kind, label, cell in parts) + "</tr>"

@@ -394,6 +394,10 @@ class Table:
             groups.setdefault(tuple(row.seeds), []).append(row.variant)
         return groups
 
+    def count_cells(self) -> tuple[int, int]:
+        """The numbers of complete and of expected cells."""
+        return sum(row.n for row in self.rows), sum(len(row.seeds) for row in self.rows)
+
     def collect_measures(self, key: str) -> dict[str, Measure]:
         """The measures of a column by variant."""
         return {row.variant: row.metrics[key] for row in self.rows}

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.error import URLError
 
+from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import is_read_only, open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
@@ -26,10 +27,11 @@ HOST = "127.0.0.1"
 READY_SECONDS = 120
 
 
-def serve(runs: Path, port: int, name: str | None = None) -> int:
+def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -> int:
     """Serve until interrupted; returns the server's exit status.
 
-    name: prints only links to this experiment or ablation. Raises ValueError without a store, without an experiment of
+    name: prints only links to this experiment or ablation. opens: opens a browser on the first of them, without a name
+    on MLflow's first page. Raises ValueError without a store, without an experiment of
     that name, or if the port is in use.
     """
     with open_readable(default_uri(runs)) as uri, TemporaryDirectory(prefix="lit-lazy-") as scratch:
@@ -42,15 +44,16 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
         links = find_experiment_links(uri, url)
         if name is not None:
             links = select_links(links, name)
+        first = None if not opens else url if name is None else next(iter(links[0].pages.values()))
         if uri.startswith("http"):
-            print_links(links)
+            show_links(links, first)
             return 0
         if uri != default_uri(runs):
             print(f"--runs {str(runs)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost")
-        return _run_server(uri, port, links, Path(scratch) if is_read_only(runs) else runs)
+        return _run_server(uri, port, links, Path(scratch) if is_read_only(runs) else runs, first)
 
 
-def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folder: Path) -> int:
+def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folder: Path, first: str | None) -> int:
     """MLflow's server, until it is interrupted; returns its exit status."""
     url, log = f"http://{HOST}:{port}", log_folder / "mlflow-server.log"
     with socket.socket() as probe:
@@ -73,7 +76,7 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
     try:
         print(f"starting MLflow on {url} ...", flush=True)
         wait_until_ready(server, url, log)
-        print_links(links)
+        show_links(links, first)
         print("Ctrl-C stops the server.", flush=True)
         return server.wait()
     except KeyboardInterrupt:
@@ -111,10 +114,12 @@ def select_links(links: Sequence[ExperimentLinks], name: str) -> list[Experiment
     return found
 
 
-def print_links(links: Sequence[ExperimentLinks]) -> None:
-    """Print the links of each experiment."""
+def show_links(links: Sequence[ExperimentLinks], first: str | None) -> None:
+    """Print the links of each experiment, and open the page `first`, if any."""
     for experiment in links:
         print(f"\n{experiment.name}")
         for label, url in experiment.pages.items():
             print(f"  {label:21} {url}")
     print(flush=True)
+    if first is not None:
+        open_page(first)

@@ -1,15 +1,21 @@
 """Commands on a folder of finished runs."""
 
 import json
+import os
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from chromium import CHROMIUM, Browser
 from mistakes import expect_refusal
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.tracking.serve import show_links
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 DUO = "duo-backcopy_tiny"
 RUN = ["ablate", "run", "--keep-checkpoint", "--brief", "--workers", "1"]
 pytestmark = pytest.mark.xdist_group("runs folder")  # one process makes the folder
@@ -79,3 +85,104 @@ def test_tables_that_cannot_be_compared(
     Path("wrong.json").write_text('{"rows": []}')
     shutil.copytree(runs / DUO, runs / "duo-again")
     assert message in expect_refusal(["ablate", "compare", *words], capsys)
+
+
+class Links(HTMLParser):
+    """The tags, link targets and text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.targets: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.targets += [value or "" for name, value in attributes if name in ("href", "src")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data}"
+
+
+ODD = "<b>&#x%'\" é"
+
+
+def fill(runs: Path) -> None:
+    """Add a question's results, and folders of odd names without a table, with a damaged one and with a search's."""
+    shutil.copytree(RESULTS / "q_null-recall", runs / "q_null-recall")
+    (runs / ODD / "cells" / "a").mkdir(parents=True)
+    (runs / ODD / "cells" / "a" / "result.json").touch()
+    for name in (f"{ODD}-damaged", "search-odd"):
+        (runs / name).mkdir()
+        (runs / name / "table.json").write_text("{}")
+        (runs / name / "table.html").touch()
+
+
+def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(runs)
+    for out in ([], ["--out", "elsewhere/deep/all.html"]):
+        assert main(["report", *out]) == 0
+        file = Path(capsys.readouterr().out.split()[-1])
+        assert file == Path(out[1] if out else "runs/index.html")
+        page = Links(file.read_text("ascii"))
+        files = [(file.parent / unquote(target)).resolve() for target in page.targets if not target.startswith("#")]
+        assert all(path.is_file() for path in files)
+        wanted = {runs / DUO / "report.html", runs / DUO / "table.html", runs / "q_null-recall" / "report.html"}
+        assert {path.resolve() for path in wanted} < {*files}
+        assert not {"script", "link", "img", "b"} & page.tags
+    text = " ".join(page.text.split())
+    assert f"{DUO} complete Did not learn the task (in so many cells): softmax (2 of 2)" in text
+    assert "refuted Refuted (n = 5, 4 of 5 contrasts refuted): The mass of Elastic-Softmax tells absent keys" in text
+    assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
+    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text
+    assert "search-odd Its points are in its table" in text
+    assert text.index("q_null-recall") < text.index(f"{DUO} complete") < text.index("search-odd")
+
+
+@pytest.mark.browser
+def test_a_browser_shows_the_page_over_all_results(runs: Path, tmp_path: Path) -> None:
+    if CHROMIUM is None:
+        assert not os.environ.get("LIT_LAZY_REQUIRE_BROWSER"), "chromium is missing, and must not be here"
+        pytest.skip("needs chromium on the PATH")
+    fill(runs)
+    assert main(["report"]) == 0
+    with Browser(tmp_path / "profile", 1400, 1000) as browser:
+        browser.open((runs / "index.html").resolve().as_uri())
+        for width in (390, 1400):
+            browser.resize(width, 1000)
+            assert browser.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            grids = "[...document.querySelectorAll('.grid')]"
+            assert browser.evaluate(f"{grids}.every(grid => grid.scrollWidth <= grid.clientWidth)")
+            header = browser.evaluate("getComputedStyle(document.querySelector('thead')).display")
+            assert header == ("none" if width == 390 else "table-header-group")
+
+
+def test_a_page_is_opened_or_its_place_said(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) < 3)
+    monkeypatch.setattr("lit_lazy.tracking.serve._run_server", lambda *given: show_links(*given[2::2]) or 0)
+    assert main(["report", "--open"]) == 0
+    assert main(["dashboard", "--open", "--port", "5001"]) == 0
+    assert "no browser" not in capsys.readouterr().out
+    assert main(["dashboard", "duo", "--open"]) == 0
+    assert opened[:2] == [(runs / "index.html").resolve().as_uri(), "http://127.0.0.1:5001"]
+    assert opened[2].startswith("http://127.0.0.1:5000/#/experiments/")
+    assert f"  {'by variant':21} {opened[2]}" in (said := capsys.readouterr().out.splitlines())
+    assert said[-1] == f"there is no browser here; open {opened[2]} in one"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--runs", "nowhere"], "--runs 'nowhere': holds no ablations; `lit-lazy ablate run` creates them"),
+        (["--figures", "lazy"], "--figures ['lazy']: is for the report of one ablation; give its NAME too"),
+        (["--base", "stdlib"], "--base 'stdlib': is for the report of one ablation; give its NAME too"),
+        (["--out", "runs"], "--out 'runs': is a folder; name a file in it"),
+    ],
+)
+@pytest.mark.usefixtures("runs")
+def test_a_page_that_cannot_be_made(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in expect_refusal(["report", *words], capsys)

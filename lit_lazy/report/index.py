@@ -1,0 +1,105 @@
+"""The page over all ablations and searches of a runs folder, with links to their reports."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from lit_lazy.report.template import PAGE, STYLE, Section
+from lit_lazy.support.console import format_count
+from lit_lazy.table.document import format_html_table, frame_html
+from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.table.records import parse_table
+
+INDEX = "index.html"
+PAGES = {"report": "report.html", "table": "table.html", "values": "table.csv"}
+"""Files that the page links to, by the link's text."""
+HEADER = ("Name", "State", "Finding", "Cells", "Last change", "Pages")
+KINDS = ("", "", ' class="prose"', ' class="number"', "", "")
+TITLES = {"question": "Questions", "ablation": "Ablations", "search": "Searches", "other": "Without a table"}
+PROSE = """
+.ablation-table .prose { white-space: normal; min-width: 32ch; }
+@media screen and (max-width: 600px) {
+  .ablation-table td.prose { display: block; min-width: 0; text-align: left; }
+  .ablation-table td.prose::before { content: none; }
+  .ablation-table td:empty { display: none; }
+}
+"""
+"""A finding is a sentence or two: it wraps, and on narrow screens stands below its row's name."""
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """A grid's folder on the page. `changed` is the time of its table, or of the folder, in seconds since the epoch."""
+
+    folder: Path
+    kind: str
+    """A key of `TITLES`."""
+    state: str
+    finding: str
+    cells: str
+    changed: float
+
+
+def list_entries(runs: Path) -> list[IndexEntry]:
+    """The grids in a runs folder, the last changed one first."""
+    folders = [folder for folder in runs.iterdir() if (folder / "table.json").is_file() or (folder / "cells").is_dir()]
+    return sorted(map(_read_entry, folders), key=lambda entry: (-entry.changed, entry.folder.name))
+
+
+def _read_entry(folder: Path) -> IndexEntry:
+    file = folder / "table.json"
+    changed = (file if file.exists() else folder).stat().st_mtime
+    if not file.exists():
+        found = len(list(folder.glob("cells/*/result.json")))
+        fix = f"`lit-lazy ablate status {folder.name}` shows its cells"
+        return IndexEntry(folder, "other", "unfinished", fix, f"{found} finished", changed)
+    if folder.name.startswith("search-"):
+        return IndexEntry(folder, "search", "", "Its points are in its table, best first.", "", changed)
+    try:
+        table = parse_table(file.read_bytes(), "table.json")
+    except ValueError as error:
+        return IndexEntry(folder, "other", "damaged", str(error), "", changed)
+    done, cells = table.count_cells()
+    finding = " ".join(describe_findings(table))
+    if table.declaration is None:
+        state = "complete" if done == cells else "unfinished"
+        return IndexEntry(folder, "ablation", state, finding, f"{done} of {cells}", changed)
+    # A verdict's sentence contains the claim.
+    state, text = (table.verdict.status, finding) if table.verdict else ("no verdict yet", table.declaration.claim)
+    return IndexEntry(folder, "question", state, text, f"{done} of {cells}", changed)
+
+
+def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
+    """The page, ASCII, without scripts and external files. place: the folder that it is written to."""
+    sections = []
+    for kind, title in TITLES.items():
+        rows = [_render_row(entry, place) for entry in entries if entry.kind == kind]
+        if rows:
+            table = f'<div class="ablation-table">{format_html_table(rows, HEADER, KINDS)}</div>'
+            sections.append(Section(kind, title, table))
+    page = PAGE.format(
+        style=STYLE,
+        title=escape(f"Results in {runs}"),
+        summary=format_count(len(entries), "result"),
+        opening=frame_html(f"<style>{PROSE}</style>"),
+        outline="".join(section.link for section in sections),
+        sections="".join(section.html for section in sections),
+    )
+    return page.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def _render_row(entry: IndexEntry, place: Path) -> tuple[str, ...]:
+    there = {text: entry.folder / file for text, file in PAGES.items() if (entry.folder / file).exists()}
+    pages = f"<span>{' '.join(_render_link(path, text, place) for text, path in there.items())}</span>" * bool(there)
+    name = _render_link(next(iter(there.values())), entry.folder.name, place) if there else escape(entry.folder.name)
+    changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
+    return name, escape(entry.state), escape(entry.finding), escape(entry.cells), changed, pages
+
+
+def _render_link(path: Path, text: str, place: Path) -> str:
+    target = quote(os.fsencode(os.path.relpath(path, place)))
+    return f'<a href="{escape(target)}">{escape(text)}</a>'

@@ -35,6 +35,7 @@ from lit_lazy.command import (
     lm_eval,
     new,
     report,
+    runs,
     tokenise,
     train,
 )
@@ -67,7 +68,7 @@ def make_parser() -> Parser:
         ablate_list,
     ):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, doctor):
+    for part in (report, dashboard, runs, doctor):
         part.add_to(commands)
     completion.add_to(commands, parser)
     return parser

@@ -75,6 +75,13 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def keep_given_options(parser: argparse.ArgumentParser) -> None:
+    """Drop a subcommand's defaults, which would replace the options that stand before the subcommand."""
+    for action in parser._actions:
+        if action.dest in ("runs", "storage"):
+            action.default = argparse.SUPPRESS
+
+
 def add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "experiment", metavar="EXPERIMENT", type=experiment_name, help="a name in experiments/ or a .py file"

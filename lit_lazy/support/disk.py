@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -50,7 +51,7 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
     mark = f".{path.name}.{socket.gethostname()}."
     for left in path.parent.glob(f"{escape(mark)}*"):
         with suppress(OSError):  # it has been renamed or removed, or nothing can be locked there
-            _remove_unused(left)
+            remove_unused(left)
     scratch, held = _create_locked(path, mark, create)
     try:
         yield scratch, held
@@ -81,7 +82,7 @@ def _create_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def _remove_unused(path: Path) -> None:
+def remove_unused(path: Path) -> None:
     """Remove a temporary file or folder unless a process uses it."""
     held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
     try:
@@ -89,6 +90,42 @@ def _remove_unused(path: Path) -> None:
             _remove(path)
     finally:
         os.close(held)
+
+
+def find_leftovers(folder: Path) -> list[Path]:
+    """Temporary files and folders anywhere in a folder that dead processes of this machine left."""
+    of_host = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.[0-9a-f]{{8}}")
+    return [path for path in sorted(folder.rglob(".*")) if of_host.fullmatch(path.name) and not _is_used(path)]
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a process holds a temporary file or folder, or nobody can tell."""
+    try:
+        held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)
+    except OSError:
+        return True
+    try:
+        return not _try_lock(held, path)
+    except OSError:
+        return True
+    finally:
+        os.close(held)
+
+
+def measure_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; 0 if there is none. Links are not followed."""
+    if not os.path.lexists(path):
+        return 0
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_symlink() or not file.is_dir())
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link, or a folder with everything in it. Raises OSError for what cannot be deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _try_lock(held: int, path: Path) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import getpass
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,6 +334,12 @@ class Tracker:
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():
             self.client.set_experiment_tag(self.experiment_id, *encode_view(name, state))
+
+    @translate_errors
+    def remove_experiment(self) -> None:
+        """Move the experiment and its runs to MLflow's deleted ones, and free its name for a new experiment."""
+        self.client.rename_experiment(self.experiment_id, f"{self.experiment}.removed-{uuid.uuid4().hex[:8]}")
+        self.client.delete_experiment(self.experiment_id)
 
     @translate_errors
     def retire(self, run_id: str) -> None:

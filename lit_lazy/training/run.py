@@ -152,7 +152,7 @@ def _run(
         evaluations={name: sorted(found) for name, found in evaluated.items()},
     )
     result.write(folder)
-    _remove_checkpoints(folder)
+    remove_checkpoints(folder)
     return result
 
 
@@ -228,11 +228,11 @@ def read_finished(folder: Path) -> RunResult | None:
     """The result of a finished run, or None. Removes checkpoints that a killed process left next to the result."""
     result = RunResult.read(folder)
     if result is not None:
-        _remove_checkpoints(folder)
+        remove_checkpoints(folder)
     return result
 
 
-def _remove_checkpoints(folder: Path) -> None:
+def remove_checkpoints(folder: Path) -> None:
     """Remove the checkpoints to resume from, and keep quarantined files."""
     checkpoints = folder / CHECKPOINTS
     for quarantined in checkpoints.glob("*.damaged"):

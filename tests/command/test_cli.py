@@ -44,6 +44,7 @@ MISSPELT = [
     "diagnose nosuch.ckpt", "evaluate nosuch.ckpt", "generate nosuch.ckpt", "export nosuch.ckpt out",
     "lm-eval nosuch.ckpt", "train backcopy --threads x", "ablate run table2 --seeds x",
     "ablate run table2 --limit x", "nosuch", "ablate nosuch", "ablate compare nosuch nosuch", "new nosuch mine",
+    "runs gc --runs nosuch",
 ]  # fmt: skip
 
 

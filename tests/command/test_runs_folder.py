@@ -3,17 +3,24 @@
 import json
 import os
 import shutil
+import socket
+import sqlite3
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 from chromium import CHROMIUM, Browser
-from mistakes import expect_refusal
+from filelock import FileLock
+from mistakes import expect_refusal, snapshot_tree
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.grid.queue.liveness import Membership
+from lit_lazy.grid.queue.storage import default_storage, list_grid_names
 from lit_lazy.tracking.serve import show_links
+from lit_lazy.tracking.tracker import Tracker
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 DUO = "duo-backcopy_tiny"
@@ -34,6 +41,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Pat
         assert main([*RUN, str(ablation), "--runs", str(runs)]) == 0
         assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
     return runs
+
+
+@pytest.fixture
+def duo(finished: Path) -> Path:
+    """The ablation's file."""
+    return finished.with_name("duo.py")
 
 
 @pytest.fixture
@@ -186,3 +199,167 @@ def test_a_page_is_opened_or_its_place_said(
 @pytest.mark.usefixtures("runs")
 def test_a_page_that_cannot_be_made(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in expect_refusal(["report", *words], capsys)
+
+
+def list_names(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """The words behind each name that `lit-lazy runs` lists."""
+    capsys.readouterr()
+    assert main(["runs"]) == 0
+    head, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert head.split() == ["name", "kind", "cells", "state", "size", "last", "change"]
+    return {words[0]: words[1:] for words in map(str.split, lines)}
+
+
+def read_table(capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["ablate", "table", DUO]) == 0
+    return capsys.readouterr().out
+
+
+def test_results_are_listed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "notes").mkdir()
+    (runs / f"{DUO}.until-20260101-000000" / "cells").mkdir(parents=True)
+    found = list_names(capsys)
+    assert {name: words[:5] for name, words in found.items() if name.startswith(("duo-backcopy_tiny", "train"))} == {
+        DUO: ["ablation", "4", "of", "4", "complete"],
+        f"{DUO}.until-20260101-000000": ["ablation", "0", "of", "0", "moved"],
+        "train-backcopy_tiny": ["training", "1", "of", "1", "complete"],
+    }
+    assert found["notes"][:3] == ["other", "other", "files"]
+    assert "mlartifacts" not in found
+
+
+def test_garbage_is_collected_and_nothing_that_is_needed(
+    runs: Path, duo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
+    for folder in (cell, training, runs / "lost-tiny" / "cells" / "a", runs / "shell-tiny" / "cells" / "a"):
+        (folder / "checkpoints").mkdir(parents=True)
+    for folder in (cell, training, runs / "lost-tiny" / "cells" / "a"):
+        (folder / "checkpoints" / "last.ckpt").write_bytes(bytes(1000))
+    table = read_table(capsys)
+    leftover = runs / DUO / f".table.md.{socket.gethostname()}.0123abcd"
+    leftover.write_text("half a ta")
+    (runs / DUO / ".table.md.elsewhere.0123abcd").write_text("another machine's")
+    before = snapshot_tree(runs)
+    assert main(["runs", "gc", "--models"]) == 0
+    said = capsys.readouterr().out
+    assert "Nothing was removed; --yes removes it." in said
+    assert snapshot_tree(runs).keys() == before.keys()
+    assert main(["runs", "gc", "--yes"]) == 0
+    gone = before.keys() - snapshot_tree(runs).keys()
+    shell = {path for path in before if path.is_relative_to(runs / "shell-tiny")}
+    checkpoints = {
+        path for folder in (cell, training) for path in (folder / "checkpoints", folder / "checkpoints/last.ckpt")
+    }
+    assert gone == checkpoints | shell | {leftover}
+    listed = (cell / "checkpoints", training / "checkpoints", runs / "shell-tiny", leftover)
+    assert all(str(path.relative_to(runs.parent)) in said for path in listed)
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert [path.name for path in runs.rglob("final.ckpt")] == ["final.ckpt"]  # of the single training
+    assert len(list((runs / DUO).rglob("result.json"))) == 4
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert capsys.readouterr().out.endswith("runs: holds nothing that could be removed\n")
+    assert read_table(capsys) == table
+    assert main([*RUN, str(duo), "--runs", str(runs)]) == 0
+    assert "4 cells, all finished: nothing to do" in capsys.readouterr().out
+    assert main(["train", "backcopy_tiny", "--threads", "1"]) == 0
+    assert "all 6 steps were trained before; nothing was done" in capsys.readouterr().out
+
+
+def test_a_model_that_an_unfinished_cell_starts_from_stays(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = sorted((runs / DUO / "cells").glob("*/final.ckpt"))
+    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
+        query = (
+            "SELECT trial_id, value_json FROM trial_user_attributes WHERE key = 'cell' ORDER BY trial_id DESC LIMIT 1"
+        )
+        ((trial, value),) = database.execute(query).fetchall()
+        cell = json.loads(value)
+        cell["config"]["init_from"] = str(first.resolve())
+        database.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = ? AND key = 'cell'",
+            [json.dumps(cell), trial],
+        )
+        database.execute("UPDATE trials SET state = 'WAITING' WHERE trial_id = ?", [trial])
+    assert list_names(capsys)[DUO][1:5] == ["3", "of", "4", "unfinished"]
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert first.exists()
+    assert not any(path.exists() for path in others)
+
+
+def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, folder in {DUO: runs / DUO, "train-backcopy_tiny": runs / "train-backcopy_tiny"}.items():
+        assert main(["runs", "rm", name]) == 0
+        assert f"runs/{name}: " in (said := capsys.readouterr().out)
+        assert ("its queue: 4 cells" in said) == (name == DUO)
+        assert said.endswith("Nothing was removed; --yes removes it.\n")
+        assert folder.exists()
+        assert main(["runs", "rm", name, "--yes"]) == 0
+        assert not folder.exists()
+        assert not (runs / "mlartifacts" / name).exists()
+        assert name not in list_names(capsys)
+    assert list_grid_names(default_storage(runs)) == []
+    assert main(["train", "backcopy_tiny", "--threads", "1"]) == 0  # in an experiment of its own
+    assert "6 steps, from the beginning" in capsys.readouterr().out
+    assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
+
+
+def test_runs_of_others_stay_in_a_store_that_is_shared(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "mlflow.db").rename("shared.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{Path('shared.db').resolve()}")
+    others = {}
+    for name, tags in {DUO: {"kind": "ablation", "grid": "theirs"}, "train-backcopy_tiny": {"kind": "run"}}.items():
+        tracker = Tracker(uri, runs, name)
+        others[name] = tracker.create_run("theirs", tags | {"owner": "they", "cell": "a"})
+        assert len(tracker.find({})) > 1
+        assert main(["runs", "rm", name, "--yes"]) == 0
+        assert "its MLflow experiment, only the runs of this folder" in capsys.readouterr().out
+        assert [run.run_id for run in tracker.find({})] == [others[name]]
+    assert not {DUO, "train-backcopy_tiny"} & list_names(capsys).keys()
+
+
+def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
+    (cell / "checkpoints").mkdir()
+    with Membership(runs / DUO / "workers"), FileLock(training / "lock"):
+        assert list_names(capsys)[DUO][4] == "running"
+        pid = f"'{DUO}': is in use (process {os.getpid()}); stop that first, or wait for its end"
+        for words in (["rm", DUO], ["rm", DUO, "--yes"], ["gc"], ["gc", "--yes"]):
+            assert pid in expect_refusal(["runs", *words], capsys)
+        busy = "'train-backcopy_tiny': is in use (a training)"
+        assert busy in expect_refusal(["runs", "rm", "train-backcopy_tiny", "--yes"], capsys)
+    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
+        worker = json.dumps({"pid": "7", "host": "elsewhere", "lock": "a.lock", "token": "b"})
+        database.execute("UPDATE trials SET state = 'RUNNING' WHERE trial_id = 1")
+        database.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = 1 AND key = 'worker'", [worker]
+        )
+    for words in (["rm", DUO, "--yes"], ["gc", "--yes"]):
+        assert f"'{DUO}': is in use (process 7 on elsewhere)" in expect_refusal(["runs", *words], capsys)
+    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
+        database.execute("UPDATE trials SET state = 'COMPLETE' WHERE trial_id = 1")
+    assert main(["runs", "gc", "--yes"]) == 0
+    assert not (cell / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["rm", "duo-backcopy_tini"],
+            "'runs' has no such results (did you mean duo-backcopy_tiny?); it has duo-backcopy",
+        ),
+        (["rm", ".."], "'..': 'runs' has no such results; it has"),
+        (["rm", "mlartifacts"], "'mlartifacts': 'runs' has no such results"),
+        (["rm", "notes", "--yes"], "'notes': is no ablation, search or training; remove the folder yourself"),
+        (["--runs", "nowhere"], "--runs 'nowhere': does not exist"),
+        (["--runs", "nowhere", "gc", "--yes"], "--runs 'nowhere': does not exist"),
+        (["gc", "--yes", "--runs", "nowhere"], "--runs 'nowhere': does not exist"),
+    ],
+)
+def test_names_that_cannot_be_removed(
+    words: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "notes").mkdir()
+    assert message in expect_refusal(["runs", *words], capsys)

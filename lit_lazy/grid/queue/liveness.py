@@ -61,7 +61,7 @@ class Membership:
 
 def find_living(folder: Path) -> list[Member]:
     """The living processes of this machine, from a grid's folder of lock files."""
-    return [member for path, member in _read_members(folder) if _is_held(path)]
+    return [member for path, member in _read_members(folder) if is_held(path)]
 
 
 def find_orphaned_slots(folder: Path) -> set[int]:
@@ -75,7 +75,7 @@ def remove_dead_locks(folder: Path, in_use: Collection[Mapping[str, str]]) -> No
     """Remove lock files of this machine's dead processes, except of the workers `in_use`, to release their cells."""
     names = {_find_lock(worker, folder).name for worker in in_use}
     for path, _ in _read_members(folder):
-        if path.name not in names and not _is_held(path):
+        if path.name not in names and not is_held(path):
             path.unlink(missing_ok=True)
 
 
@@ -88,7 +88,8 @@ def _read_members(folder: Path) -> Iterator[tuple[Path, Member]]:
             yield path, Member(named["pid"], named["token"], named["command"], slot)
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
+    """Whether a process of this machine holds a lock file, which exists."""
     try:
         with FileLock(path, timeout=0):
             return False
@@ -106,7 +107,7 @@ def is_dead(worker: Mapping[str, str], folder: Path) -> bool | None:
     path = _find_lock(worker, folder)
     if worker["host"] != socket.gethostname() or not os.access(path, os.W_OK):  # a read-only one cannot be locked
         return None
-    return not _is_held(path)
+    return not is_held(path)
 
 
 class StalenessDetector:

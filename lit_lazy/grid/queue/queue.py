@@ -30,6 +30,7 @@ from lit_lazy.grid.queue.storage import (
     is_foreign,
     make_foreign_error,
     normalise_url,
+    query_storage,
 )
 from lit_lazy.support.disk import is_disk_full, is_file_too_long
 from lit_lazy.support.errors import UnfinishedError
@@ -67,6 +68,14 @@ OF_TRIALS = (
     .columns(trial_id=Integer, state=String, datetime_start=DateTime, key=String, value_json=String)
 )
 """All attributes of trials in given states; sqlite needs the column types to parse times."""
+OF_GRIDS = text(
+    "SELECT s.study_name, t.state, k.value_json, a.value_json FROM studies s "
+    "JOIN study_user_attributes m ON m.study_id = s.study_id AND m.key = 'made_by' AND m.value_json = :made_by "
+    "LEFT JOIN trials t ON t.study_id = s.study_id "
+    "LEFT JOIN trial_user_attributes k ON k.trial_id = t.trial_id AND k.key = 'key' "
+    "LEFT JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = 'cell' ORDER BY s.study_id, t.trial_id"
+)
+"""State, key and cell of each trial of all grids; without a key, a queue is empty or a trial is being made."""
 MAY_PASS = (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError)
 PATIENCE_SECONDS = 600.0
 """How long a process retries a database that does not answer."""
@@ -149,9 +158,13 @@ class Queue:
         """Whether this version made the study; an earlier one is only read."""
         return study_id
 
+    def delete(self) -> None:
+        """Delete the queue; this object can no longer be used."""
+        self._storage.delete_study(self._study_id)
+
     def clear(self) -> None:
         """Delete all cells."""
-        self._storage.delete_study(self._study_id)
+        self.delete()
         self._study_id = self._open_study()
         self._key_of.clear()
 
@@ -398,6 +411,23 @@ class Queue:
             state = TrialState.WAITING if waits else TrialState.FAIL
             self._retry(lambda: self._storage.set_trial_state_values(entry.trial_id, state))
         return waits
+
+
+def read_states(storage: str) -> dict[str, list[tuple[State, Cell]]]:
+    """State and cell of every entry of every grid in a storage, by the grid's name; creates nothing.
+
+    Raises StorageError if it cannot be reached.
+    """
+
+    def query(connection: sqlalchemy.Connection) -> dict[str, list[tuple[State, Cell]]]:
+        newest: dict[str, dict[str, tuple[State, Cell]]] = {}
+        for grid, state, key, cell in connection.execute(OF_GRIDS, {"made_by": json.dumps(MADE_BY)}):
+            cells = newest.setdefault(grid, {})
+            if key is not None and cell is not None:
+                cells[key] = STATES[state], Cell(**json.loads(cell))  # a key's newest trial comes last
+        return {grid: list(cells.values()) for grid, cells in newest.items()}
+
+    return query_storage(storage, query) or {}
 
 
 def _make_entry(trial_id: int, state: State, since: datetime | None, attributes: Mapping[str, str]) -> Entry:

@@ -83,7 +83,7 @@ def check_storage(storage: str, grid: str) -> None:
             if is_foreign(version := json.loads(made_by or "null"), has_trials):
                 raise make_foreign_error(storage, grid, version)
 
-    _query_storage(storage, check)
+    query_storage(storage, check)
 
 
 def is_foreign(made_by: str | None, has_trials: bool, accepted: Sequence[str] = (MADE_BY,)) -> bool:
@@ -117,9 +117,10 @@ def list_grid_names(storage: str) -> list[str]:
         )
         return [name for (name,) in connection.execute(text(query), {"signed": f'"{SIGNATURE}%'})]
 
-    return _query_storage(storage, read_names) or []
+    return query_storage(storage, read_names) or []
 
 
-def _query_storage(storage: str, query: Callable[[sqlalchemy.Connection], T]) -> T | None:
+def query_storage(storage: str, query: Callable[[sqlalchemy.Connection], T]) -> T | None:
+    """The result of a query; None for an empty storage. Raises StorageError if it cannot be reached."""
     normalise_url(storage)
     return query_database("--storage", storage, "studies", query)

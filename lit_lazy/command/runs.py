@@ -1,0 +1,124 @@
+"""`lit-lazy runs`: what a runs folder holds, and the removal of parts of it"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from lit_lazy.command.options import Commands, add_command, add_runs, add_storage, keep_given_options, non_empty
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.runs_folder import RunsFolder
+
+NOTHING = "Nothing was removed; --yes removes it."
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(
+        commands, "runs", list_runs, "list what a runs folder holds (without COMMAND), or remove results from it"
+    )
+    add_runs(parser)
+    add_storage(parser)
+    below = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parts = [
+        add_command(below, "list", list_runs, "list ablations, searches and trainings, with cells, state and size"),
+        add_command(below, "rm", remove_results, "remove an ablation, a search or the trainings of an experiment"),
+        add_command(below, "gc", collect_garbage, "remove what no table, report or run that resumes needs"),
+    ]
+    parts[1].add_argument("results", metavar="NAME", type=non_empty, help="a name that `lit-lazy runs` lists")
+    parts[2].add_argument(
+        "--models",
+        action="store_true",
+        help="also remove the models, final.ckpt, of finished cells, which --keep-checkpoint kept; those of single "
+        "trainings and those that an unfinished cell starts from stay",
+    )
+    for part in parts[1:]:
+        part.add_argument("--yes", action="store_true", help="remove it (default: only print what would be removed)")
+    for part in parts:
+        add_runs(part)
+        add_storage(part)
+        keep_given_options(part)
+
+
+def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
+    from rich.filesize import decimal
+
+    from lit_lazy.support.console import align
+    from lit_lazy.support.errors import sanitise
+
+    lines, total = [("name", "kind", "cells", "state", "size", "last change")], 0
+    with _open(options) as found:
+        for entry in found.entries.values():
+            state = "running" if found.find_users(entry) else entry.state
+            cells = "" if entry.kind == "other" else "{} of {}".format(*entry.progress)
+            changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
+            lines.append((sanitise(entry.name), entry.kind, cells, state, decimal(entry.size), changed))
+            total += entry.size
+    print("\n".join(align(lines)))
+    print(f"\n{len(lines) - 1} in {options.runs}, {decimal(total)}")
+    return 0
+
+
+def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
+    from rich.filesize import decimal
+
+    with _open(options, writes=True) as found:
+        entry = found.get(options.results)
+        found.require_unused(entry)
+        parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
+        if entry.cells is not None:
+            parts.append(f"its queue: {len(entry.cells)} cells")
+        if entry.tracked:
+            whose = "" if found.has_store else ", only the runs of this folder"
+            parts.append(f"its MLflow experiment{whose}, which becomes a deleted one; `mlflow gc` erases it")
+        print("\n".join(parts))
+        if not options.yes:
+            print(NOTHING)
+            return 0
+        found.remove(entry)
+    print(f"{options.results} was removed.")
+    return 0
+
+
+def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
+    from rich.filesize import decimal
+
+    from lit_lazy.support.console import align
+
+    with _open(options, writes=True) as found:
+        garbage = found.find_garbage(options.models)
+        if not garbage:
+            print(f"{options.runs}: holds nothing that could be removed")
+            return 0
+        print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
+        total = decimal(sum(one.size for one in garbage))
+        if not options.yes:
+            print(f"{total} in all. {NOTHING}")
+            return 0
+        for one in garbage:
+            found.collect(one)
+    print(f"{total} were removed.")
+    return 0
+
+
+@contextmanager
+def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFolder]":
+    """The runs folder, its queue and its MLflow store; copies of its databases if it is read-only.
+
+    Raises a one-line ValueError if one of them cannot be used.
+    """
+    if not options.runs.is_dir():
+        raise ValueError(f"--runs {str(options.runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
+    from lit_lazy.grid.queue.storage import default_storage
+    from lit_lazy.grid.runs_folder import RunsFolder
+    from lit_lazy.support.disk import check_writable_folder
+    from lit_lazy.tracking.archive import open_readable
+    from lit_lazy.tracking.store import check_store, default_uri
+
+    if writes:
+        check_writable_folder("--runs", options.runs)
+    given = options.storage or default_storage(options.runs)
+    with open_readable(given) as storage, open_readable(default_uri(options.runs)) as uri:
+        check_store(uri)
+        yield RunsFolder(options.runs, storage, uri)

@@ -1,0 +1,240 @@
+"""What a runs folder holds, what of it can go, and its removal from disk, queue and MLflow."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from filelock import Timeout
+
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.jobs.parent_run import ASIDE
+from lit_lazy.grid.plan import GRID_ID
+from lit_lazy.grid.queue.liveness import find_living, is_dead, is_held
+from lit_lazy.grid.queue.queue import FINISHED, Queue, State, read_states
+from lit_lazy.support.disk import delete, find_leftovers, measure_bytes, remove_unused
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.tracking.artifacts import ARTIFACTS
+from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.links import list_experiment_names
+from lit_lazy.tracking.owner import is_own, read_owner
+from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.run import make_lock, remove_checkpoints
+from lit_lazy.training.trainer import CHECKPOINTS
+
+TRAINING, SEARCH = "train-", "search-"
+"""Prefixes of the names of trainings and of searches."""
+WORTH = (RESULT, "table.json", "*.ckpt", "*.npz")
+"""Files that a table, a report or a run that resumes needs."""
+LEFTOVER = "left by a write that was killed"
+
+
+@dataclass(frozen=True)
+class RunsEntry:
+    """An ablation, a search or the trainings of an experiment, which a folder, the queue or MLflow knows."""
+
+    name: str
+    folder: Path
+    cells: Sequence[tuple[State, Cell]] | None
+    """State and cell of each entry of its queue; None if the queue does not know it."""
+    tracked: bool
+    """Whether MLflow has an experiment of its name."""
+
+    @property
+    def kind(self) -> str:
+        """ablation, search, training, or other for a folder that none of them made."""
+        if self.name.startswith(TRAINING) and self.cells is None:
+            return "training"
+        known = self.cells is not None or self.tracked or (self.folder / "cells").is_dir()
+        return ("search" if self.name.startswith(SEARCH) else "ablation") if known else "other"
+
+    @property
+    def run_folders(self) -> list[Path]:
+        """The run folders of its cells or trainings."""
+        inside = self.folder if self.kind == "training" else self.folder / "cells"
+        return sorted(path for path in inside.glob("*") if path.is_dir())
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The numbers of finished and of all cells."""
+        if self.cells is not None:
+            return sum(state in FINISHED for state, _ in self.cells), len(self.cells)
+        folders = self.run_folders
+        return sum((folder / RESULT).exists() for folder in folders), len(folders)
+
+    @property
+    def state(self) -> str:
+        """One or two words for a list."""
+        done, total = self.progress
+        failed = sum(state == "failed" for state, _ in self.cells or ())
+        if self.kind == "other":
+            return "other files"
+        if ASIDE in self.name:
+            return "moved aside by --fresh"
+        if not self.tracked and self.cells is None:
+            return "unknown to queue and MLflow"
+        return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of its files, MLflow's artifacts included."""
+        return measure_bytes(self.folder) + measure_bytes(self.artifacts)
+
+    @property
+    def artifacts(self) -> Path:
+        """The folder of its artifacts in a local MLflow store."""
+        return self.folder.parent / ARTIFACTS / self.name
+
+    @property
+    def changed(self) -> float | None:
+        """Time of the last change of a file in its folder or in a run folder, in seconds since the epoch."""
+        places = [self.folder, *self.folder.glob("*"), *(path for run in self.run_folders for path in run.iterdir())]
+        return max((path.lstat().st_mtime for path in places), default=None) if self.folder.exists() else None
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that nobody needs."""
+
+    path: Path
+    why: str
+    size: int
+
+
+@dataclass(frozen=True)
+class RunsFolder:
+    """A runs folder with the queue and the MLflow store of its grids; `uri` and `storage` are their addresses."""
+
+    path: Path
+    storage: str
+    uri: str
+
+    @cached_property
+    def entries(self) -> dict[str, RunsEntry]:
+        """Everything in the folder by name. A shared queue or MLflow may have more, of which it has no folder."""
+        folders = {path.name for path in self.path.iterdir() if path.is_dir() and path.name != ARTIFACTS}
+        queues, tracked = read_states(self.storage), set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
+        names = folders | (queues.keys() if self._is_inside(self.storage) else set())
+        names |= tracked if self.has_store else set()
+        return {name: RunsEntry(name, self.path / name, queues.get(name), name in tracked) for name in sorted(names)}
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the MLflow store is a file in the folder, so that nobody else's runs are in it."""
+        return self._is_inside(self.uri)
+
+    def _is_inside(self, url: str) -> bool:
+        file = sqlite_file(url)
+        return file is not None and file.resolve().parent == self.path.resolve()
+
+    def get(self, name: str) -> RunsEntry:
+        """The entry of a name. Raises a one-line ValueError if there is none that can be removed."""
+        known = [entry.name for entry in self.entries.values() if entry.kind != "other"]
+        if name in known:
+            return self.entries[name]
+        if name in self.entries:
+            raise ValueError(f"{name!r}: is no ablation, search or training; remove the folder yourself")
+        listed = ", ".join(known) or "none"
+        raise ValueError(
+            f"{name!r}: {str(self.path)!r} has no such results{did_you_mean(name, known)}; it has {listed}"
+        )
+
+    def find_users(self, entry: RunsEntry, queue: Queue | None = None) -> list[str]:
+        """The living processes that use an entry, here or on other machines; `a training` without a known process.
+
+        queue: that of a grid, if it is open.
+        """
+        workers = entry.folder / "workers"
+        found = {f"process {member.pid}" for member in find_living(workers)}
+        if queue is None and any(state == "running" for state, _ in entry.cells or ()):
+            queue = Queue(self.storage, entry.name)
+        for held in queue.entries("running") if queue is not None else ():
+            if is_dead(held.worker, workers) is None:  # on another machine, where nobody here can tell
+                found.add(f"process {held.worker['pid']} on {held.worker['host']}")
+        locks = [run / "lock" for run in entry.run_folders] if entry.kind == "training" else []
+        return sorted(found) or ["a training"] * any(lock.exists() and is_held(lock) for lock in locks)
+
+    def require_unused(self, entry: RunsEntry, queue: Queue | None = None) -> None:
+        """Raise a one-line ValueError if a living process uses an entry."""
+        if users := self.find_users(entry, queue):
+            raise ValueError(f"{entry.name!r}: is in use ({', '.join(users)}); stop that first, or wait for its end")
+
+    def remove(self, entry: RunsEntry) -> None:
+        """Remove an entry from the disk, the queue and MLflow, in this order: what a kill leaves is found again.
+
+        In an MLflow store that others may use, only the runs of this folder are deleted.
+        """
+        queue = None if entry.cells is None else Queue(self.storage, entry.name)
+        known, file = queue.facts.get("grid") if queue is not None else None, entry.folder / GRID_ID
+        grid_id = known or (file.read_text() if file.exists() else None)
+        with nullcontext() if queue is None else queue.lock():  # no worker claims a cell meanwhile
+            self.require_unused(entry, queue)
+            delete(entry.folder)
+            if queue is not None:
+                queue.delete()
+        if entry.tracked and self.has_store:
+            Tracker(self.uri, self.path, entry.name).remove_experiment()
+            delete(entry.artifacts)
+        elif entry.tracked:
+            self._retire_own_runs(entry, grid_id)
+
+    def _retire_own_runs(self, entry: RunsEntry, grid_id: str | None) -> None:
+        """Delete the runs of this folder's grid, or of its trainings, in a store that others may use."""
+        tracker, owner = Tracker(self.uri, self.path, entry.name), read_owner(self.path)
+        if entry.kind == "training":
+            runs = [run for run in tracker.find({"kind": "run"}) if is_own(run, owner, tracker)]
+        else:
+            runs = tracker.find({"grid": grid_id}) if grid_id else []
+        for run in runs:
+            tracker.retire(run.run_id)
+
+    def find_garbage(self, models: bool = False) -> list[Garbage]:
+        """What no table, report or run that resumes needs.
+
+        models: also the trained models that --keep-checkpoint kept of cells, except those that unfinished cells start
+        from. Raises a one-line ValueError if a living process uses the entry of one of them.
+        """
+        found = [*self._find_in_runs(models), *self._find_empty_shells()]
+        found += [Garbage(path, LEFTOVER, measure_bytes(path)) for path in find_leftovers(self.path)]
+        for name in {one.path.relative_to(self.path).parts[0] for one in found} & self.entries.keys():
+            self.require_unused(self.entries[name])
+        return found
+
+    def _find_in_runs(self, models: bool) -> Iterator[Garbage]:
+        """Checkpoints beside results, which a killed process left, and models."""
+        unfinished = [
+            cell for entry in self.entries.values() for state, cell in entry.cells or () if state not in FINISHED
+        ]
+        starts = {Path(str(cell.config.get("init_from"))).resolve() for cell in unfinished}
+        for entry in self.entries.values():
+            for run in entry.run_folders if entry.kind != "other" else ():
+                left, model = run / CHECKPOINTS, run / FINAL_CHECKPOINT
+                if not (left.exists() or (models and model.exists())) or RunResult.peek(run) is None:
+                    continue
+                if left.exists():
+                    yield Garbage(left, "checkpoints of a finished run", measure_bytes(left))
+                if models and model.exists() and entry.kind != "training" and model.resolve() not in starts:
+                    yield Garbage(model, "model of a finished cell", measure_bytes(model))
+
+    def _find_empty_shells(self) -> Iterator[Garbage]:
+        for entry in self.entries.values():
+            unknown = entry.kind != "other" and entry.cells is None and not entry.tracked
+            if unknown and not any(next(entry.folder.rglob(pattern), None) for pattern in WORTH):
+                yield Garbage(entry.folder, "no results, and unknown to queue and MLflow", measure_bytes(entry.folder))
+
+    def collect(self, one: Garbage) -> None:
+        """Remove what `find_garbage` found. Raises a one-line ValueError if a process uses the run folder."""
+        if one.why == LEFTOVER:
+            remove_unused(one.path)  # unless a process took it meanwhile
+            return
+        if one.path.name not in (CHECKPOINTS, FINAL_CHECKPOINT):
+            delete(one.path)
+            return
+        run = one.path.parent
+        try:
+            with make_lock(run).acquire(timeout=0):
+                remove_checkpoints(run) if one.path.name == CHECKPOINTS else delete(one.path)
+        except Timeout:
+            raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end") from None

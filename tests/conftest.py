@@ -53,6 +53,21 @@ def _cheap_grids() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """Publish tables without figures and empty reports: drawing takes longer than a tiny grid."""
+    from lit_lazy.report import publish
+
+    def write_empty_report(_tracker: object, _parent: str, folder: Path, *_: object) -> list[Path]:
+        (folder / publish.REPORT).touch()
+        return [folder / publish.REPORT]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "draw_table_figures", lambda _table: {})
+        patch.setattr(publish, "write_report", write_empty_report)
+        yield
+
+
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the other ranks of a run as forks of this process, which has done their imports."""

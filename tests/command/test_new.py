@@ -20,6 +20,7 @@ OPTIONS = {"ablation": ["--dry-run"]}
 CELLS = {"ablation": 0, "question": 10, "normaliser": 1, "data": 1}
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_new_file_runs_by_the_command_that_is_printed(
     kind: str, place: Path, runs: Path, capsys: pytest.CaptureFixture[str]

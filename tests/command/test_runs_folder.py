@@ -25,11 +25,14 @@ from lit_lazy.tracking.tracker import Tracker
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 DUO = "duo-backcopy_tiny"
 RUN = ["ablate", "run", "--keep-checkpoint", "--brief", "--workers", "1"]
-pytestmark = pytest.mark.xdist_group("runs folder")  # one process makes the folder
+pytestmark = [
+    pytest.mark.xdist_group("runs folder"),  # one process makes the folder
+    pytest.mark.usefixtures("no_pictures"),
+]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, empty_store: Path, no_pictures: None) -> Path:  # noqa: ARG001
     """A runs folder with an ablation that kept its models, and a training."""
     folder = tmp_path_factory.mktemp("finished")
     runs, ablation = folder / "runs", folder / "duo.py"

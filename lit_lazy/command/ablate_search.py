@@ -56,6 +56,8 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         print_search(work, workers, options.threads, plain_console())
         return 0
     from lit_lazy.report.search import publish_search
+    from lit_lazy.support.console import text_width
+    from lit_lazy.table.document import to_text
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
@@ -66,7 +68,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         workers, options.threads, options.fresh, storage=options.storage, only_these=True, loggers=loggers
     )
     report, finished = run_search(work, launch, plain_console(), publish_search)
-    print_results(report.markdown(), work.folder, options.runs)
+    print_results(to_text(report.to_blocks(), text_width()), work.folder, options.runs)
     return 0 if finished else 1
 
 

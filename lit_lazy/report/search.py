@@ -65,7 +65,7 @@ class SearchReport:
         return make_search_figures(self.id, search.objective, search.axes, search.names, self.points, self.importances)
 
     def markdown(self) -> str:
-        """The table as Markdown, for a terminal and for GitHub."""
+        """The table as Markdown."""
         return to_markdown(self.to_blocks())
 
     def to_json(self) -> dict[str, object]:

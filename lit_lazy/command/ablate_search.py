@@ -44,7 +44,7 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.support.console import plain_console
+    from lit_lazy.support.console import plain_console, text_width
 
     check_workers(options)
     work = make_search(options, overrides)
@@ -56,7 +56,6 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         print_search(work, workers, options.threads, plain_console())
         return 0
     from lit_lazy.report.search import publish_search
-    from lit_lazy.support.console import text_width
     from lit_lazy.table.document import to_text
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
 

@@ -88,11 +88,11 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str | None:
-    """The room of a module; None for `lit_lazy` itself, which holds the version, and for the benchmarks."""
+    """The room of a module; None for `lit_lazy` itself (its version, its start) and for the benchmarks."""
     package, _, rest = module.partition(".")
     if package == "flash_lazy":
         return package
-    return rest.partition(".")[0] or None if package == "lit_lazy" else None
+    return rest.partition(".")[0] or None if package == "lit_lazy" and rest != "__main__" else None
 
 
 @cache
@@ -141,7 +141,7 @@ def test_every_folder_is_a_room() -> None:
     folders = {path.name for path in (ROOT / "lit_lazy").iterdir() if (path / "__init__.py").exists()}
     assert folders == set(ROOMS) - {"api", "flash_lazy", "testing"}
     loose = {path.name for path in (ROOT / "lit_lazy").glob("*.py")}
-    assert loose == {"__init__.py", "api.py", "testing.py"}
+    assert loose == {"__init__.py", "__main__.py", "api.py", "testing.py"}
 
 
 def test_no_arrow_upwards() -> None:

@@ -5,6 +5,8 @@ import importlib.util
 import keyword
 import os
 import shlex
+import sys
+import sysconfig
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, path
@@ -22,7 +24,7 @@ COMMANDS = {
 def add_to(commands: Commands) -> None:
     summary = "write a commented file with an ablation, a question, a normaliser or a data source, which runs as it is"
     parser = add_command(commands, "new", new, summary)
-    parser.add_argument("kind", metavar="KIND", choices=COMMANDS, help=", ".join(COMMANDS))
+    parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
     parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
     parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
 
@@ -67,6 +69,15 @@ def _check_new_file(option: str, file: Path) -> None:
     if os.path.lexists(file):
         raise ValueError(f"{named}: exists already; give another name, or another file by --out")
     require_usable_name(file)
-    found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
-    if found is not None and found.origin is not None:  # files that import that module would be refused
-        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({found.origin}); give another")
+    if (place := _find_installed(file.stem)) is not None:  # files that import that module would be refused
+        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({place}); give another")
+
+
+def _find_installed(name: str) -> str | None:
+    """Where Python finds a module of this name among its own and installed ones; None if there is none."""
+    if name in sys.stdlib_module_names:
+        return "the standard library"
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    origin = None if found is None else found.origin
+    installed = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    return origin if origin and any(Path(origin).is_relative_to(folder) for folder in installed) else None

@@ -87,7 +87,7 @@ class Column:
         text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
 
-    def bound_interval(self, mean: float, half_width: float) -> tuple[float, float]:
+    def clip_interval(self, mean: float, half_width: float) -> tuple[float, float]:
         """The ends of an interval around a mean, within the bounds of the metric."""
         low = max([mean - half_width, *(bound for bound in self.bounds if bound <= mean)])
         return low, min([mean + half_width, *(bound for bound in self.bounds if bound >= mean)])

@@ -305,7 +305,7 @@ def _format_interval(column: Column, mean: float, half_width: float) -> str:
     """` ±0.2`, ` [99.1, 100.0]` where that would cross a bound of the metric, ` =` if all seeds have the mean."""
     if not half_width:
         return " ="
-    low, high = column.bound_interval(mean, half_width)
+    low, high = column.clip_interval(mean, half_width)
     if (low, high) == (mean - half_width, mean + half_width):
         return f" ±{column.format(half_width)}"
     return f" [{column.format(low)}, {column.format(high)}]"

@@ -1,7 +1,7 @@
 """Tracker: logs runs of one MLflow experiment and reads them back."""
 
 import functools
-import getpass
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -354,11 +354,11 @@ class Tracker:
 
 
 def _describe_origin() -> dict[str, str]:
-    """MLflow's tags for the columns User and Source. The user is "" where the system knows no name."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a user id without a name
-        user = ""
+    """MLflow's tags for the columns User and Source. The user is "" if the environment does not name one.
+
+    The system's list of users is not asked: it may be on another machine.
+    """
+    user = os.environ.get("LOGNAME") or os.environ.get("USER", "")
     return {"mlflow.user": user, "mlflow.source.name": "lit-lazy", "mlflow.source.type": "LOCAL"}
 
 

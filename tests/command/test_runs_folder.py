@@ -148,7 +148,7 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
         assert {path.resolve() for path in wanted} < {*files}
         assert not {"script", "link", "img", "b"} & page.tags
     text = " ".join(page.text.split())
-    assert f"{DUO} complete Did not learn the task (in so many cells): softmax (2 of 2)" in text
+    assert f"{DUO} complete No row learned the task." in text
     assert "refuted Refuted (n = 5, 4 of 5 contrasts refuted): The mass of Elastic-Softmax tells absent keys" in text
     assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
     assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text

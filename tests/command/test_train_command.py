@@ -52,9 +52,10 @@ def test_it_ends_in_a_summary_and_where_all_is(
     lines = capsys.readouterr().out.splitlines()
     folder = folder_of(runs)
     assert lines[0] == "train-backcopy_tiny: 8 steps, resumed at step 3"
-    assert lines[2].startswith("validation loss (nats) ↓  ")
-    assert lines[3].startswith("excess loss (nats) ↓  ")
-    assert ", untrained " in lines[3]
+    assert re.fullmatch(r"data: 4,096 tokens; validation losses: optimum \d\.\d{3}, chance \d\.\d{3} nats", lines[1])
+    assert lines[3].startswith("validation loss (nats) ↓  ")
+    assert lines[4].startswith("excess loss (nats) ↓  ")
+    assert ", untrained " in lines[4]
     assert lines[-3:] == [
         f"run:        {folder}",
         f"checkpoint: {folder / 'final.ckpt'}",

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically
-from lit_lazy.tracking.tracker import MetricRecord
+from lit_lazy.tracking.metric_records import parse_line, read_lines
 from lit_lazy.training.result import METRICS
 
 log = logging.getLogger("lit_lazy.tracking.spool")
@@ -62,27 +62,13 @@ class MetricFile(Logger):
                 other.log_metrics(new, step)
 
 
-def read_lines(path: Path) -> list[MetricRecord]:
-    """The records of a metric file, without damaged lines and an unfinished last line."""
-    if not path.exists():
-        return []
-    return [logged for line in path.read_bytes().split(b"\n")[:-1] if (logged := _parse_line(line))]
-
-
-def _parse_line(line: bytes) -> MetricRecord | None:
-    try:
-        return MetricRecord(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
-
-
 def _repair(path: Path) -> None:
     """Remove the lines that a kill, a full disk or a power cut damaged; the damaged file is quarantined."""
     if not path.exists():
         return
     content = path.read_bytes()
     *lines, torn = content.split(b"\n")
-    valid = [line for line in lines if _parse_line(line)]
+    valid = [line for line in lines if parse_line(line)]
     if damaged := len(lines) - len(valid):
         copy = path.with_name(f"{path.name}.damaged")
         write_atomically(copy, lambda file: file.write(content))

@@ -23,6 +23,7 @@ from lit_lazy.support.disk import write_atomically
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.artifacts import create_artifact_folder, open_artifacts
 from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.metric_records import MetricRecord
 from lit_lazy.tracking.store import open_store, translate_errors
 from lit_lazy.tracking.views import (
     CHARTED_TAG,
@@ -72,16 +73,6 @@ class TrackedRun:
     params: dict[str, str]
     artifacts: str
     """Their address as MLflow stores it."""
-
-
-@dataclass(frozen=True)
-class MetricRecord:
-    """Metrics of one step and the time of their measurement, which makes logging them idempotent."""
-
-    step: int
-    milliseconds: int
-    """Since the epoch."""
-    metrics: Mapping[str, float]
 
 
 class Tracker:

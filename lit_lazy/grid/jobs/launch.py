@@ -22,7 +22,7 @@ from lit_lazy.grid.jobs.backend import (
 from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
-from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.jobs.progress import Progress, describe_training
 from lit_lazy.grid.packed import TakenResult, find_shared
 from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
@@ -388,7 +388,7 @@ class Supervisor:
                 self._wait_for_space()
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
                 self.release_dead()
-                progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
+                progress.show_running([self._describe_running(entry) for entry in self.queue.entries("running")])
             states = self._read_states()
             over = is_over(self.launch.until) or (self.launch.one_each and self._started)
             while not over and "failed" in states.values() and self._retry_failed():
@@ -420,6 +420,13 @@ class Supervisor:
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"
                 then = "it waits again" if waits else f"{MOST_DEATHS} times without progress, so it has failed"
                 self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+
+    def _describe_running(self, entry: Entry) -> str:
+        """A running cell with its step, loss and the time left, if its folder is on this machine."""
+        cell = self.cells.get(entry.key)
+        steps = None if cell is None else cell.config["train"]["steps"]
+        training = describe_training(self.folder / "cells" / entry.run, steps)
+        return f"{format_entry(entry)}: {training}" if training else format_entry(entry)
 
     def _read_progress(self, entry: Entry) -> str:
         """A value that changes whenever a cell makes progress; "" if its folder is on another machine."""

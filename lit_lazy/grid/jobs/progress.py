@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,6 +13,8 @@ from rich.text import Text
 
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State
 from lit_lazy.support.console import format_duration
+from lit_lazy.tracking.metric_records import read_last_lines
+from lit_lazy.training.result import METRICS
 
 PLAIN_EVERY_SECONDS = 15.0
 MOST_SHOWN = 12
@@ -94,6 +97,26 @@ class Progress:
         )
         names = [Text(f"  {name}", style="dim") for name in self._running]
         return Group(bar, *names)
+
+
+def describe_training(folder: Path, steps: int | None = None) -> str:
+    """`step 40 of 64, loss 2.41, about 3:20 left` by a run folder's metrics; "" before its first step or elsewhere.
+
+    steps: of the whole training; without them the time left is not told.
+    """
+    records = read_last_lines(folder / METRICS)
+    if not records or not records[-1].step:
+        return ""
+    first, last = records[0], records[-1]
+    losses = [record.metrics["train/loss"] for record in records if "train/loss" in record.metrics]
+    loss = f", loss {losses[-1]:.3f}" if losses else ""
+    if steps is None:
+        return f"step {last.step:,}{loss}"
+    rest = ""
+    if first.step < last.step < steps:
+        seconds = (last.milliseconds - first.milliseconds) / 1000 / (last.step - first.step)
+        rest = f", about {format_duration(seconds * (steps - last.step))} left"
+    return f"step {last.step:,} of {steps:,}{loss}{rest}"
 
 
 def _count_finished(counts: Mapping[str, int]) -> int:

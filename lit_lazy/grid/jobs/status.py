@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lit_lazy.grid.jobs.progress import describe_training
 from lit_lazy.grid.queue.liveness import is_dead
 from lit_lazy.grid.queue.queue import Entry, Queue
 from lit_lazy.support.console import format_duration
@@ -30,8 +31,8 @@ def print_status(queue: Queue, folder: Path, console: Console) -> None:
     for state in ("pruned", "running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)
-    describe_worker = partial(_describe_worker, locks=folder / "workers")
-    _print_table("running", ("process", "host", "for"), queue.entries("running"), describe_worker, console)
+    describe_worker = partial(_describe_worker, folder=folder)
+    _print_table("running", ("process", "host", "for", "training"), queue.entries("running"), describe_worker, console)
     if failed := queue.entries("failed"):
         _print_table("failed", ("why",), failed, _format_reason, console)
         if queue.is_current:
@@ -61,8 +62,9 @@ def _format_reason(entry: Entry) -> tuple[str]:
     return (sanitise(entry.reason),)
 
 
-def _describe_worker(entry: Entry, locks: Path) -> tuple[str, str, str]:
+def _describe_worker(entry: Entry, folder: Path) -> tuple[str, str, str, str]:
     worker = entry.worker
     seconds = (datetime.now() - entry.since).total_seconds() if entry.since else 0.0
-    dead = " (dead)" if is_dead(worker, locks) else ""
-    return f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0))
+    dead = " (dead)" if is_dead(worker, folder / "workers") else ""
+    training = describe_training(folder / "cells" / entry.run)
+    return f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0)), training

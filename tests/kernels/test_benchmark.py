@@ -181,6 +181,7 @@ def run_benchmark(out, faults, time_anyway=False, minutes=None):
 FIRST, GROUPED, DECODED = map(str, WORKLOADS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_cases")
 def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys):
     """A peer that raises, one that exits and one that breaks CUDA; a wrong case, then timed anyway."""
@@ -278,6 +279,7 @@ def test_a_workload_that_crashes_outside_a_peer_is_lost_and_retried_last(tmp_pat
     assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
 
 
+@pytest.mark.long
 def wait_for(condition, seconds=60):
     until = time.monotonic() + seconds
     while not (found := condition()):

@@ -145,6 +145,7 @@ def test_verdicts_follow_from_the_values_whatever_a_file_says(
     assert "there twice" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_report_beside_the_table_gets_the_new_one_and_keeps_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,7 @@ class Plan:
             if self.definitions.get(row.variant) != former.definitions.get(row.variant):
                 raise ValueError(
                     f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid began; "
-                    "--fresh moves the former results away, another file name keeps both"
+                    "--fresh moves the former results away, another name= in the ablation keeps both"
                 )
         rows = {row.variant: row for row in former.rows}
         for row in self.rows:

@@ -108,7 +108,7 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert again.returncode == 2
     assert again.stderr == (
         "lit-lazy: row 'mine': its experiment, ablation, code or data changed since this grid began; "
-        "--fresh moves the former results away, another file name keeps both\n"
+        "--fresh moves the former results away, another name= in the ablation keeps both\n"
     )
 
 

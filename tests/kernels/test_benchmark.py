@@ -144,6 +144,7 @@ def test_every_configuration_of_a_list_can_be_used():
     assert used == [*listed, listed[0]]
 
 
+@pytest.mark.long
 def test_a_worker_survives_its_tasks(tmp_path):
     """A value, an error, a death while idle, and a death during a task."""
     with GpuWorker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
@@ -215,6 +216,7 @@ def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
 
 
+@pytest.mark.long
 def test_a_hang_affects_only_its_peer(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "PEER_SECONDS", 3.0)
     monkeypatch.setattr(benchmark, "CASES", {})

@@ -63,12 +63,14 @@ def collect_outcomes(table: Table) -> dict[str, float]:
     if not table.main_columns:
         return {}
     key = table.main_columns[0].key
-    means = {row.variant: row.metrics[key].mean for row in table.rows}
-    return {
-        re.sub(r"[^\w\-. :/]", "_", f"{key}/{name}"): float(f"{mean:.4g}")
-        for name, mean in means.items()
-        if mean is not None
-    }
+    found: dict[str, float] = {}
+    for row in table.rows:
+        if (mean := row.metrics[key].mean) is not None:
+            name = re.sub(r"[^\w\-. :/]", "_", f"{key}/{row.variant}")
+            while name in found:  # rows may differ in other characters only
+                name += "_"
+            found[name] = float(f"{mean:.4g}")
+    return found
 
 
 def save_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure], list[Path]]:

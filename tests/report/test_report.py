@@ -30,7 +30,7 @@ from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_parent, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.page import REPORT, render_report, write_report
-from lit_lazy.report.publish import write_table
+from lit_lazy.report.publish import collect_outcomes, write_table
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import RowInfo
@@ -638,3 +638,11 @@ def test_mlflow_names_the_user_of_the_environment(
     tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
     assert tags.get("mlflow.user") == user
     assert tags["mlflow.source.name"] == "lit-lazy"
+
+
+def test_rows_whose_names_mlflow_cannot_tell_apart_keep_a_metric_each(tracker: Tracker) -> None:
+    table = build_table_from_mlflow(tracker, find_parent(tracker))
+    first, second = table.rows
+    renamed = replace(table, rows=(replace(first, variant="a+b"), replace(second, variant="a*b")))
+    key = table.main_columns[0].key
+    assert set(collect_outcomes(renamed)) == {f"{key}/a_b", f"{key}/a_b_"}

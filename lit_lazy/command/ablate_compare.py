@@ -45,7 +45,9 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.table.comparison import compare_tables, format_comparison
 
     first, second = (_read_table(place) for place in places)
-    settings = [_read_settings(place) for place in places]
+    from lit_lazy.grid.packed import read_settings
+
+    settings = [None if isinstance(place, str) else read_settings(place.resolve().parent) for place in places]
     names = str(places[0]).removesuffix(f"/{TABLE}"), str(places[1]).removesuffix(f"/{TABLE}")
     found = compare_tables(names, (first, second), options.columns, (settings[0], settings[1]))
     print(format_comparison(found))
@@ -83,21 +85,3 @@ def _read_table(place: Path | str) -> "Table":
     from lit_lazy.support.provenance import read_committed
 
     return parse_table(read_committed(place), repr(place))
-
-
-def _read_settings(place: Path | str) -> "dict[str, dict[str, str]] | None":
-    """The settings of a table's rows, if its folder is a grid's or has packed cells."""
-    if isinstance(place, str):
-        return None
-    from lit_lazy.grid.packed import read_settings
-    from lit_lazy.grid.plan import GRID_ID
-    from lit_lazy.tracking.archive import open_readable
-    from lit_lazy.tracking.links import list_experiment_names
-    from lit_lazy.tracking.store import check_store, default_uri
-
-    folder = place.resolve().parent
-    if not (folder / GRID_ID).exists():
-        return read_settings(folder, None)
-    with open_readable(default_uri(folder.parent)) as uri:
-        check_store(uri)
-        return read_settings(folder, uri if folder.name in list_experiment_names(uri, kind="ablation") else None)

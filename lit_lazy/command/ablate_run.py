@@ -135,6 +135,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             request = parse_request(options, overrides, table.verdict)
             request = request._replace(chosen=_drop_complete(request.chosen, table))
         configs = apply_rows(request.chosen, request.base, request.overridden)
+        if not options.fresh:
+            _check_unchanged(request, options.runs)
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
         print_estimate(request.grid, request.chosen, configs, launch, plain_console())
@@ -242,6 +244,22 @@ class GridRequest(NamedTuple):
 def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
     return question is not None and bool(question.looks) and not (options.rows or options.seeds)
+
+
+def _check_unchanged(request: GridRequest, runs: Path) -> None:
+    """Raise ValueError if the grid has a row with other settings, which the run itself would refuse too."""
+    from lit_lazy.config.serialisation import to_dict
+    from lit_lazy.grid.ablation import apply_rows
+    from lit_lazy.grid.packed import read_settings
+    from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
+
+    former = read_settings(runs / request.grid) or {}
+    rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
+    configs = apply_rows(rows, request.base, request.overridden)
+    for name, settings in former.items():
+        changes = describe_changes(settings, to_dict(configs[name])) if name in configs else GONE
+        if changes:
+            raise ChangedRowError(name, changes)
 
 
 def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":

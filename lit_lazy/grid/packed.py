@@ -19,12 +19,15 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs.parent_run import ASIDE
-from lit_lazy.grid.plan import find_parent, read_plan, select_one_per_cell
+from lit_lazy.grid.plan import GRID_ID, find_parent, read_plan, select_one_per_cell
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.tracking.archive import open_readable
+from lit_lazy.tracking.links import list_experiment_names
+from lit_lazy.tracking.store import check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
@@ -97,21 +100,17 @@ class Pack:
             ) from None
 
 
-def read_settings(folder: Path, uri: str | None) -> dict[str, dict[str, str]] | None:
+def read_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     """The settings of a grid's rows as text, by row and dotted path, without the seed; None if they are unknown.
 
-    They are read from MLflow, or from the packed file in the grid's folder. uri: of the store that has an experiment of
-    the folder's name, if any.
+    They are read from MLflow if it has the grid of this folder, or else from the packed file there.
     """
-    if uri is not None:
-        tracker = Tracker(uri, folder.parent, folder.name)
-        runs = select_one_per_cell(tracker.find_children(find_parent(tracker)))
-        found = {run.tags["variant"]: run.params for run in runs}
-    elif (file := folder / CELLS).exists():
+    found = _read_params(folder) if (folder / GRID_ID).exists() else {}
+    if not found and (file := folder / CELLS).exists():
         pack = Pack.read(file, "packed cells")
         settings = ({path: str(value) for path, value in flatten(result.config).items()} for result in pack.results)
         found = dict(zip(pack.rows, settings, strict=True))
-    else:
+    if not found:
         return None
     # MLflow also has a grid's axes, by short names.
     fields = RunConfig.__dataclass_fields__.keys() - {"seed"}
@@ -119,6 +118,17 @@ def read_settings(folder: Path, uri: str | None) -> dict[str, dict[str, str]] | 
         row: {path: value for path, value in settings.items() if path.partition(".")[0] in fields}
         for row, settings in found.items()
     }
+
+
+def _read_params(folder: Path) -> dict[str, dict[str, str]]:
+    """The params in MLflow of a cell of each row; none if it lacks the grid. Creates nothing."""
+    with open_readable(default_uri(folder.parent)) as uri:
+        check_store(uri)
+        if folder.name not in list_experiment_names(uri, kind="ablation"):
+            return {}
+        tracker = Tracker(uri, folder.parent, folder.name)
+        runs = select_one_per_cell(tracker.find_children(find_parent(tracker)))
+        return {run.tags["variant"]: run.params for run in runs}
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 from typing import Any
 
+from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.support.formats import require_known_format
@@ -25,10 +26,23 @@ SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
+GONE = "was removed from the ablation"
+MOST_CHANGES = 3
+"""Changed settings that a message shows."""
 FORMAT = 2
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
+
+
+class ChangedRowError(ValueError):
+    """A row of a grid that has begun would train something else."""
+
+    def __init__(self, variant: str, changes: str) -> None:
+        super().__init__(
+            f"row {variant!r}: {changes} since this grid began; --fresh moves the former results away, another name= "
+            "in the ablation keeps both"
+        )
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,10 @@ class Plan:
             files=self.files,
         )
 
-    def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":
+    def merge(self, former: "Plan", order: Sequence[str], find_changes: Callable[[str], str]) -> "Plan":
         """This plan with the rows and seeds of a former plan added; rows follow `order`.
+
+        find_changes: says what changed in a row.
 
         Raises ValueError if the training of a row has changed: a table must not mix the two.
         """
@@ -127,11 +143,10 @@ class Plan:
                     f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
                     "cells over, --fresh moves them away"
                 )
+            if row.variant not in order:
+                raise ChangedRowError(row.variant, GONE)
             if self.definitions.get(row.variant) != former.definitions.get(row.variant):
-                raise ValueError(
-                    f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid began; "
-                    "--fresh moves the former results away, another name= in the ablation keeps both"
-                )
+                raise ChangedRowError(row.variant, find_changes(row.variant))
         rows = {row.variant: row for row in former.rows}
         for row in self.rows:
             known = rows.get(row.variant, row)
@@ -151,6 +166,18 @@ class Plan:
         if former is not None and former.digest == self.declaration.digest:
             return former
         return replace(self.declaration, changed=True)
+
+
+def describe_changes(former: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """Which settings of a row changed: `train.steps changed from 6 to 8`; '' if none did.
+
+    former: of an earlier cell, as text by dotted path. config: in canonical form. What only one of them has belongs to
+    a class that changed, or is a field of another version; another path of the same weights changes nothing.
+    """
+    now = {path: str(value) for path, value in flatten(config).items() if path not in ("seed", "init_from")}
+    changed = [path for path, value in now.items() if former.get(path, value) != value]
+    more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+    return ", ".join(f"{path} changed from {former[path]} to {now[path]}" for path in changed[:MOST_CHANGES]) + more
 
 
 def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:

@@ -26,8 +26,8 @@ MOST_NAMES = 3
 class RowComparison:
     """One metric of a row in two tables.
 
-    `effect` is the second mean minus the first. It is paired if both have the same seeds on the same experiment, where
-    a seed fixes the initial weights and the order of the data; otherwise Welch's.
+    `effect` is the second row minus the first. It is paired over the seeds that both have on the same experiment, where
+    a seed fixes the initial weights and the order of the data; with fewer than two such seeds it is Welch's, of all.
     """
 
     variant: str
@@ -105,7 +105,7 @@ def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, T
     measures = [row.metrics[key] for row in rows]
     values = [{int(seed): value for seed, value in measure.values.items()} for measure in measures]
     bases = {OVERRIDDEN.sub("", table.base) for table in tables}
-    paired = values[0].keys() == values[1].keys() and len(bases) == 1
+    paired = len(values[0].keys() & values[1].keys()) > 1 and len(bases) == 1
     bounds, weights = tables[0].columns_by_key[key].bounds, {"first": -1.0, "second": 1.0}
     if paired:
         effect = compute_contrast({"first": values[0], "second": values[1]}, weights, bounds)
@@ -199,7 +199,10 @@ def _describe_test(row: RowComparison) -> str:
     """How the difference was computed: `paired, n = 5`."""
     if row.effect.mean is None:
         return ""
-    how = f"paired, n = {row.effect.n}" if row.paired else f"Welch, n = {row.seeds[0]} and {row.seeds[1]}"
+    first, second = row.seeds
+    how = f"paired, n = {row.effect.n}" if row.paired else f"Welch, n = {first} and {second}"
+    if row.paired and row.effect.n < max(row.seeds):
+        how = f"{how} in both of {first} and {second}"
     return f"{how}; no interval, as one has no spread" if row.effect.test == "saturated" else how
 
 

@@ -43,19 +43,19 @@ def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
     former = Plan.from_json(json.dumps(old))
     assert former.primary == ()
     assert former.columns[0] == replace(COLUMNS[0], margin=None)
-    assert PLAN.merge(former, ["softmax", "lazy"]).primary == PLAN.primary
+    assert PLAN.merge(former, ["softmax", "lazy"], str).primary == PLAN.primary
 
 
 def test_rows_and_seeds_are_joined_in_the_order_of_the_ablation() -> None:
     former = replace(PLAN, rows=(RowInfo("softmax", "ours", (3,), "backcopy_tiny"),))
-    rows = PLAN.merge(former, ["softmax", "lazy"]).rows
+    rows = PLAN.merge(former, ["softmax", "lazy"], str).rows
     assert [(row.variant, row.seeds) for row in rows] == [("softmax", (0, 3)), ("lazy", (0, 1))]
 
 
 def test_a_row_that_is_another_training_is_refused() -> None:
     former = replace(PLAN, definitions={"lazy": "a", "softmax": "c"})
-    with pytest.raises(ValueError, match=r"^row 'softmax': its experiment, ablation, code or data changed since"):
-        PLAN.merge(former, ["softmax", "lazy"])
+    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; --fresh"):
+        PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 def test_a_row_with_another_name_is_refused_with_both() -> None:
@@ -66,7 +66,7 @@ def test_a_row_with_another_name_is_refused_with_both() -> None:
         definitions={"lr=0.00030000000000000003": "b"},
     )
     with pytest.raises(ValueError, match=r"^row 'lr=0.00030000000000000003': is named 'softmax' now; another name"):
-        PLAN.merge(former, ["softmax", "lazy"])
+        PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 def test_the_marks_of_the_data_become_the_yardstick() -> None:
@@ -91,7 +91,7 @@ def test_a_grid_of_an_earlier_version_is_refused_in_one_line_and_still_read() ->
     del old["schema"]  # missing in the first schema
     former = Plan.from_json(json.dumps(old))
     with pytest.raises(ValueError, match=r"^pair on backcopy_tiny: was begun by another version of lit-lazy.*--fresh"):
-        PLAN.merge(former, ["softmax", "lazy"])
+        PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 NOTE = "Comparable cells ran on different backends, which round differently: "

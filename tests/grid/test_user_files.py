@@ -85,6 +85,16 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
     return [*words, "--workers", "1", *more]
 
 
+def refuse(mine: Path, runs: Path, *more: str) -> str:
+    """What a command says that changed in a row since its grid began."""
+    done = forked.run(command(mine, runs, *more), cwd=mine.parent)
+    fix = " since this grid began; --fresh moves the former results away, another name= in the ablation keeps both\n"
+    assert done.returncode == 2
+    assert done.stderr.startswith("lit-lazy: row "), done.stderr
+    assert done.stderr.endswith(fix)
+    return done.stderr.removeprefix("lit-lazy: row ").removesuffix(fix)
+
+
 def edit(mine: Path) -> None:
     (mine.parent / "beside.py").write_text(BESIDE.replace("*= 2", "*= 3"))
 
@@ -104,12 +114,19 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert len(list((runs / "mine-backcopy_tiny" / "cells").glob("*/result.json"))) == 1
 
     edit(mine)
-    again = forked.run(command(mine, runs), cwd=mine.parent)
-    assert again.returncode == 2
-    assert again.stderr == (
-        "lit-lazy: row 'mine': its experiment, ablation, code or data changed since this grid began; "
-        "--fresh moves the former results away, another name= in the ablation keeps both\n"
-    )
+    assert refuse(mine, runs) == "'mine': its code or data changed"
+
+
+def test_changed_settings_are_named_also_by_a_dry_run(mine: Path, runs: Path) -> None:
+    assert forked.run(command(mine, runs, "--rows", "mine"), cwd=mine.parent).returncode == 0
+    mine.write_text(ABLATION.replace("tau_init=TAU", "tau_init=0.25"))
+    changed = "'mine': model.attention.normaliser.tau_init changed from 0.5 to 0.25"
+    assert refuse(mine, runs) == refuse(mine, runs, "--dry-run") == changed
+    assert refuse(mine, runs, "--rows", "softmax", "--dry-run") == changed
+    assert refuse(mine, runs, "--rows", "softmax") == "'mine': its settings, code or data changed"
+    mine.write_text(ABLATION.replace('Row("mine"', 'Row("other"').replace("tau_init=TAU", "tau_init=0.25"))
+    assert refuse(mine, runs) == refuse(mine, runs, "--dry-run") == "'mine': was removed from the ablation"
+    assert forked.run(command(mine, runs, "--dry-run", "--fresh"), cwd=mine.parent).returncode == 0
 
 
 @pytest.mark.long

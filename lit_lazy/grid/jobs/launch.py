@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress, describe_training
 from lit_lazy.grid.packed import TakenResult, find_shared
-from lit_lazy.grid.plan import PLAN, Plan, save_views
+from lit_lazy.grid.plan import PLAN, Plan, describe_changes, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage
@@ -262,10 +263,19 @@ def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console)
     tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), NOTE: join_note([plan.command], PLAN)}
     parent_id, former = open_parent_run(grid, queue, tracker, tags, {}, PLAN, Plan.from_json, console)
     if former is not None:
-        plan = plan.merge(former, grid.row_order)
+        plan = plan.merge(former, grid.row_order, partial(_find_changes, grid, tracker, parent_id))
     tracker.log_text(parent_id, plan.to_json(), PLAN)
     save_views(tracker, plan, plan.columns, ended=False)
     return parent_id
+
+
+def _find_changes(grid: Grid, tracker: Tracker, parent_id: str, variant: str) -> str:
+    """What changed in a row since its first cell."""
+    begun = [run.params for run in tracker.find_children(parent_id) if run.tags["variant"] == variant]
+    now = [cell.config for cell in grid.cells if cell.variant == variant]
+    if not (begun and now):
+        return "its settings, code or data changed"
+    return describe_changes(begun[0], now[0]) or "its code or data changed"
 
 
 def _compare_with_mlflow(

@@ -33,7 +33,7 @@ from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
-from lit_lazy.support.named_files import find, find_python_file
+from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
@@ -320,8 +320,9 @@ class Results:
 
 
 def results(name: str, runs: str | Path = "runs") -> Results:
-    """What MLflow holds of an ablation on an experiment, such as `table2-backcopy`, finished or not.
+    """What MLflow holds of an ablation on an experiment, finished or not.
 
+    name: as `table2-backcopy`; `table2` is enough if it is the only one on an experiment.
     runs: the folder with its results, where no server is named by MLFLOW_TRACKING_URI. Raises ValueError, in one line,
     where there is none of this name.
 
@@ -345,8 +346,10 @@ def results(name: str, runs: str | Path = "runs") -> Results:
         known = list_experiment_names(uri, kind="ablation")
         has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
         near = did_you_mean(str(name), known)
-        require(name in known, "results", name, f"{folder} holds no such ablation{near}; {has}")
-        tracker = Tracker(uri, folder, name)
+        same = find_grids(str(name), known)
+        problem = "has several of this name" if same else f"holds no such ablation{near}"
+        require(len(same) == 1, "results", name, f"{folder} {problem}; {has}")
+        tracker = Tracker(uri, folder, same[0])
         parent = find_parent(tracker)
         cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
         return Results(build_table_from_mlflow(tracker, parent), cells)

@@ -121,7 +121,13 @@ class LazyAttention(nn.Module):
 
         cache: is extended by x's tokens; the same object is given with the next tokens.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
+
+        Raises ValueError if a shape is wrong.
         """
+        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(f"x is {list(x.shape)}; give [batch, tokens, {self.q_proj.in_features}]")
+        if cache is not None and cache.keys is not None and len(cache.keys) != len(x):
+            raise ValueError(f"cache has a batch of {len(cache.keys)} and x of {len(x)}; give each batch its own cache")
         q, k, v = (self._split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         first = 0 if cache is None else cache.length
         if self.rope_base is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import Commands, add_command, add_runs, json_file, name_list, non_empty
 from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.named_files import find_grids
 
 if TYPE_CHECKING:
     from lit_lazy.table.records import Table
@@ -42,11 +43,10 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
+    from lit_lazy.grid.packed import read_settings
     from lit_lazy.table.comparison import compare_tables, format_comparison
 
     first, second = (_read_table(place) for place in places)
-    from lit_lazy.grid.packed import read_settings
-
     settings = [None if isinstance(place, str) else read_settings(place.resolve().parent) for place in places]
     names = str(places[0]).removesuffix(f"/{TABLE}"), str(places[1]).removesuffix(f"/{TABLE}")
     found = compare_tables(names, (first, second), options.columns, (settings[0], settings[1]))
@@ -69,7 +69,7 @@ def find_table(name: str, runs: Path) -> Path | str:
     if ":" in name:
         return name if name.endswith(".json") else f"{name.rstrip('/')}/{TABLE}"
     known = {path.parent.name: path for path in sorted(runs.glob(f"*/{TABLE}"))}
-    same = [grid for grid in known if grid.startswith(f"{name}-")]
+    same = find_grids(name, known)
     if len(same) == 1:
         return known[same[0]]
     problem = "names several tables" if same else f"no such table{did_you_mean(name, known)}"

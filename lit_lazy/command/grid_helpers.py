@@ -75,7 +75,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.support.named_files import find, list_available
+    from lit_lazy.support.named_files import find, find_grids, list_available
 
     name = options.ablation
     if not known:
@@ -86,9 +86,11 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
         try:
             file = find("ablations", name)
         except ValueError:
-            same = [grid for grid in known if grid.startswith(f"{name}-")] or known
+            same = find_grids(name, known)
+            if len(same) == 1 and not options.base:
+                return same[0]
             near = did_you_mean(name, [*known, *list_available("ablations")])
-            fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same)}"
+            fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
             raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
         ablation, _ = load_ablation_or_question(file)
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"

@@ -63,7 +63,9 @@ def _render_index(options: argparse.Namespace) -> tuple[Path, str]:
     file = _choose_file(options, options.runs / INDEX)
     entries = list_entries(options.runs) if options.runs.is_dir() else []
     if not entries:
-        raise ValueError(f"--runs {str(options.runs)!r}: holds no ablations; `lit-lazy ablate run` creates them")
+        raise ValueError(
+            f"--runs {str(options.runs)!r}: holds no results; `lit-lazy ablate run` and `lit-lazy train` make them"
+        )
     return file, render_index(entries, options.runs, file.parent)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lit_lazy.data.base import DataConfig
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, short_repr
 
 
 class Prompts:
@@ -48,13 +48,18 @@ class Prompts:
 
     def _parse_numbers(self, option: str, text: str) -> list[int]:
         words = text.split()
-        numbers = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 20]
-        if len(numbers) < len(words) or not all(number < self.vocab_size for number in numbers) or not numbers:
+        wrong = [word for word in words if not self._is_number(word)]
+        if wrong or not words:
+            is_none = f"{short_repr(wrong[0])} is no token of {self.name}" if wrong else "is empty"
             raise ValueError(
-                f"{option}: {self.name} has no text; give token numbers from 0 to {self.vocab_size - 1} separated by "
-                "spaces, for example '0 1 2'"
+                f"{option}: {is_none}; give token numbers from 0 to {self.vocab_size - 1} separated by spaces, for "
+                "example '0 1 2'"
             )
-        return numbers
+        return [int(word) for word in words]
+
+    def _is_number(self, word: str) -> bool:
+        """Whether a word is the number of a token."""
+        return word.isascii() and word.isdecimal() and len(word) < 20 and int(word) < self.vocab_size
 
     def decode(self, ids: Iterable[int], after: Sequence[int]) -> Iterator[str]:
         """Text of the tokens that follow the tokens `after`, piece by piece."""

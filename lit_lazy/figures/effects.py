@@ -26,8 +26,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
     the range of the points are cut at the panel's edge and end in an arrow; outliers are drawn there with their value.
-    Rows that did not learn the task are grey crosses and set no limits. Of many rows only the best are shown.
-    Raises ValueError if a key is not a column of the table.
+    Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows only the best are
+    shown. Raises ValueError if a key is not a column of the table.
     """
     known = table.columns_by_key
     if not columns:
@@ -62,13 +62,12 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
     shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
     unlearned = table.unlearned
-    low, high = compute_limits(
-        [
-            (m.diff * column.scale, *_find_interval_ends(m, column))
-            for _, row, m in shown
-            if m.diff is not None and row.variant not in unlearned
-        ]
-    )
+    points = {
+        row.variant: (m.diff * column.scale, *_find_interval_ends(m, column))
+        for _, row, m in shown
+        if m.diff is not None
+    }
+    low, high = compute_limits([points[name] for name in points if name not in unlearned] or [*points.values()])
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
     for y, row, m in shown:

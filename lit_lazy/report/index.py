@@ -1,4 +1,4 @@
-"""The page over all ablations and searches of a runs folder, with links to their reports."""
+"""The page over all results of a runs folder, with links to their reports."""
 
 import os
 from collections.abc import Sequence
@@ -8,18 +8,26 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
 from lit_lazy.table.document import format_html_table, frame_html
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import parse_table
+from lit_lazy.training.result import RunResult
 
 INDEX = "index.html"
 PAGES = {"report": "report.html", "table": "table.html", "values": "table.csv"}
 """Files that the page links to, by the link's text."""
 HEADER = ("Name", "State", "Finding", "Cells", "Last change", "Pages")
 KINDS = ("", "", ' class="prose"', ' class="number"', "", "")
-TITLES = {"question": "Questions", "ablation": "Ablations", "search": "Searches", "other": "Without a table"}
+TITLES = {
+    "question": "Questions",
+    "ablation": "Ablations",
+    "search": "Searches",
+    "training": "Trainings",
+    "other": "Without a table",
+}
 PROSE = """
 .ablation-table .prose { white-space: normal; min-width: 32ch; }
 @media screen and (max-width: 600px) {
@@ -33,7 +41,7 @@ PROSE = """
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A grid's folder on the page. `changed` is the time of its table, or of the folder, in seconds since the epoch."""
+    """A folder on the page. `changed` is the time of its table, or of the folder, in seconds since the epoch."""
 
     folder: Path
     kind: str
@@ -45,9 +53,22 @@ class IndexEntry:
 
 
 def list_entries(runs: Path) -> list[IndexEntry]:
-    """The grids in a runs folder, the last changed one first."""
+    """The grids and trainings in a runs folder, the last changed one first."""
     folders = [folder for folder in runs.iterdir() if (folder / "table.json").is_file() or (folder / "cells").is_dir()]
-    return sorted(map(_read_entry, folders), key=lambda entry: (-entry.changed, entry.folder.name))
+    entries = [*map(_read_entry, folders), *map(_read_trainings, runs.glob(f"{TRAINING}*/"))]
+    return sorted(entries, key=lambda entry: (-entry.changed, entry.folder.name))
+
+
+def _read_trainings(folder: Path) -> IndexEntry:
+    """The trainings of an experiment, with the losses of the one that finished last."""
+    runs = sorted((run for run in folder.iterdir() if run.is_dir()), key=lambda run: run.stat().st_mtime)
+    finished = [result for result in map(RunResult.peek, runs) if result is not None]
+    state, finding = "complete" if runs and len(finished) == len(runs) else "unfinished", ""
+    if finished:
+        metrics = finished[-1].metrics
+        finding = f"Validation loss {metrics['loss/val']:.4f} nats, untrained {metrics['init/loss/val']:.4f}."
+    done = f"{len(finished)} of {len(runs)}"
+    return IndexEntry(folder, "training", state, finding, done, folder.stat().st_mtime)
 
 
 def _read_entry(folder: Path) -> IndexEntry:

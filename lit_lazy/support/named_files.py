@@ -1,6 +1,7 @@
-"""Finds users' Python files, experiments and ablations, by name or path, without importing anything heavy."""
+"""Finds users' Python files, experiments, ablations and grids by name or path, without importing anything heavy."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +45,11 @@ def require_usable_name(path: Path) -> Path:
             f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
         )
     return path
+
+
+def find_grids(name: str, known: Iterable[str]) -> list[str]:
+    """The known grids that `name` denotes: the one of this id, or else those of an ablation of this name."""
+    return [grid for grid in known if grid == name] or [grid for grid in known if grid.startswith(f"{name}-")]
 
 
 def list_available(room: Room) -> list[str]:

@@ -136,7 +136,7 @@ def _build_finding(table: Table) -> list[Block]:
     column = table.columns_by_key[declared.primary]
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
-        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: "
+        f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
         f"Declared in {commit}, {declared.digest}. All else in this table is exploratory."
     )

@@ -172,12 +172,20 @@ def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Colum
     stated = {statement.name: f" ({statement})" for statement in declaration.statements}
     return [
         f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
-        f"{number(part.mean)} [{number(part.low)}, {number(part.high)}]"
-        + f"{_format_support_interval(declaration, part, number)}{unit}"
+        f"{_format_interval(part, number)}"
+        f"{_format_support_interval(declaration, part, number)}{unit}"
         + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
         + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts
     ]
+
+
+def _format_interval(part: Finding, number: Callable[[float], str]) -> str:
+    """The mean and interval of a contrast; the interval's half-width if it vanishes in the column's digits."""
+    mean, low, high = map(number, (part.mean, part.low, part.high))
+    if low == high and part.low < part.high:
+        return f"{mean} ± {(part.high - part.low) / 2:.1g}"
+    return f"{mean} [{low}, {high}]"
 
 
 def _format_support_interval(declaration: Declaration, part: Finding, number: Callable[[float], str]) -> str:

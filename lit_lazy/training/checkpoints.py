@@ -144,8 +144,8 @@ def load(path: Path) -> LitLM:
         module = _build_module(content)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise ValueError(
-            f"{checkpoint}: its config is unknown ({describe_exception(error)}); --import the file that defines a "
-            "custom class, else train again"
+            f"{checkpoint}: its config is unknown ({describe_exception(error)}); import the file that defines a "
+            "custom class, by --import or in Python by imports=, else train again"
         ) from None
     if mismatch := _find_mismatch(content, module):
         raise ValueError(f"{checkpoint}: {mismatch}; train again")

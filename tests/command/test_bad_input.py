@@ -690,7 +690,9 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(
     (place / "own.py").write_text(OWN_CLASS)
     error = expect_refusal(["evaluate", "own.ckpt"], capsys)
     assert "Bias='MyOwnBias': unknown" in error
-    assert "--import the file that defines a custom class, else train again" in error
+    assert (
+        "import the file that defines a custom class, by --import or in Python by imports=, else train again" in error
+    )
     assert main(["evaluate", "own.ckpt", "--threads", "1", "--import", "own.py"]) == 0
     own = capsys.readouterr().out
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0

@@ -189,13 +189,13 @@ WRONG = [
     (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),
     (
         ["{numbers}", "--prompt", "def f("],
-        "--prompt 'def f(': Backcopy has no text; give token numbers from 0 to 16",
+        "--prompt 'def f(': 'def' is no token of Backcopy; give token numbers from 0 to 16",
     ),
     (
         ["{numbers}", "--prompt", "3 17"],
-        "--prompt '3 17': Backcopy has no text; give token numbers from 0 to 16",
+        "--prompt '3 17': '17' is no token of Backcopy; give token numbers from 0 to 16",
     ),
-    (["{numbers}", "--prompt", ""], "--prompt '': Backcopy has no text"),
+    (["{numbers}", "--prompt", ""], "--prompt '': is empty; give token numbers"),
     (
         ["{learned}", "--prompt", "1 2", "--tokens", "16"],
         "--tokens 16: LearnedAbsolute: 17 positions requested, 16 learned; ",

@@ -152,6 +152,7 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
     assert "refuted Refuted (n = 5, 4 of 5 contrasts refuted): The mass of Elastic-Softmax tells absent keys" in text
     assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
     assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text
+    assert "train-backcopy_tiny complete Validation loss" in text
     assert "search-odd Its points are in its table" in text
     assert text.index("q_null-recall") < text.index(f"{DUO} complete") < text.index("search-odd")
 
@@ -193,7 +194,10 @@ def test_a_page_is_opened_or_its_place_said(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--runs", "nowhere"], "--runs 'nowhere': holds no ablations; `lit-lazy ablate run` creates them"),
+        (
+            ["--runs", "nowhere"],
+            "--runs 'nowhere': holds no results; `lit-lazy ablate run` and `lit-lazy train` make them",
+        ),
         (["--figures", "lazy"], "--figures ['lazy']: is for the report of one ablation; give its NAME too"),
         (["--base", "stdlib"], "--base 'stdlib': is for the report of one ablation; give its NAME too"),
         (["--out", "runs"], "--out 'runs': is a folder; name a file in it"),

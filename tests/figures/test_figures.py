@@ -99,6 +99,15 @@ def test_a_row_that_did_not_learn_is_a_grey_cross_and_sets_no_limits():
     assert legend.get_texts()[-1].get_text() == "did not learn the task"
 
 
+def test_where_no_row_learned_the_limits_are_those_of_all():
+    table = make()
+    dead = replace(table, yardstick=Yardstick("loss", -1e9, {"chance": 0.0}))
+    assert {*dead.unlearned} == {row.variant for row in table.rows if row.metrics["loss"].n}
+    for axes, before in zip(*(effects_figure(of, ["loss", "recall"]).axes for of in (dead, table)), strict=True):
+        assert axes.get_xlim() == before.get_xlim()
+        assert {line.get_marker() for line in axes.lines} & {"X"}
+
+
 def test_the_baseline_is_on_top_and_what_has_no_spread_has_a_range():
     values = {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.5, 3.0), "base": (0.5, 0.7, 1.0)}
     seen = [Observation(name, seed, "complete", {"loss": x}) for name in values for seed, x in enumerate(values[name])]

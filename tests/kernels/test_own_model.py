@@ -159,6 +159,22 @@ def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
         LazyAttention(**({"width": 32, "heads": 4} | settings))
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(10, 32), r"x is \[10, 32\]; give \[batch, tokens, 32\]"),
+        (torch.zeros(2, 10, 16), r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
+        (torch.zeros(3, 1, 32), r"cache has a batch of 2 and x of 3; give each batch its own cache"),
+    ],
+)
+def test_a_wrong_shape_is_named(x: torch.Tensor, message: str) -> None:
+    layer, cache = make(), KeyValueCache()
+    layer(tokens(), cache)
+    with pytest.raises(ValueError, match=message):
+        layer(x, cache)
+    assert cache.length == 10
+
+
 def test_the_example_learns_and_decodes_as_without_a_cache() -> None:
     file = Path(flash_lazy.__path__[0]).parent / "examples" / "own_model.py"
     spec = importlib.util.spec_from_file_location("own_model_example", file)

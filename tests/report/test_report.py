@@ -463,8 +463,17 @@ class TestFromPython:
         assert row.metrics["loss/excess"].mean == pytest.approx(mean)
 
     def test_a_grid_that_is_not_there_is_named(self, store: Path) -> None:
-        with pytest.raises(ValueError, match=rf"results='duo': .* holds no such ablation; it has {ID}; `lit-lazy"):
-            results("duo", runs=store)
+        with pytest.raises(ValueError, match=rf"results='doo': .* holds no such ablation; it has {ID}; `lit-lazy"):
+            results("doo", runs=store)
+
+    def test_the_ablations_name_is_enough_for_its_only_grid(
+        self, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert results("duo", runs=store).table.ablation == "duo"
+        page = tmp_path / "report.html"
+        assert main(["report", "duo", "--runs", str(store), "--out", str(page)]) == 0
+        assert main(["report", "du", "--runs", str(store), "--out", str(page)]) == 2
+        assert "ablation 'du': unknown" in capsys.readouterr().err
 
     def test_its_example_and_the_readmes_run(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They run on this grid and on the tiny probe."""

@@ -326,6 +326,13 @@ def test_lines_give_the_numbers_as_the_column_does():
     ]
 
 
+def test_an_interval_below_the_columns_digits_is_given_by_its_half_width():
+    found = verdict("lower", around(1, 1e-5), around(2, 3e-5))
+    part = found.parts[0]
+    (line,) = describe_contrasts(DECLARED, found, LOSS)
+    assert line == f"new - old: supported, lower: -1.000 ± {(part.high - part.low) / 2:.1g} nats"
+
+
 def test_bounds_have_the_unit_of_what_they_are_compared_with():
     share = dataclasses.replace(LOSS, unit="%", scale=100)
     assert describe_bounds(DECLARED, share) == ("margin 10 points",)

@@ -42,8 +42,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self.live:
             self.live.stop()
-        else:
-            self._print_line(self._count_states(self.queue.states()))
+            return
+        counts = self._count_states(self.queue.states())
+        if _count_ended(counts) != self._last_shown:
+            self._print_line(counts)
 
     def update(self, states: Mapping[str, State]) -> None:
         """Show the states of the queue's cells by key."""
@@ -51,7 +53,7 @@ class Progress:
         if self.live:
             self.live.update(self._build_panel(counts))
             return
-        shown, now = (_count_finished(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
+        shown, now = _count_ended(counts), time.monotonic()
         if shown != self._last_shown and (
             now - self._last_line >= PLAIN_EVERY_SECONDS or shown == (self._last_shown[0], True)
         ):
@@ -117,6 +119,11 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
         seconds = (last.milliseconds - first.milliseconds) / 1000 / (last.step - first.step)
         rest = f", about {format_duration(seconds * (steps - last.step))} left"
     return f"step {last.step:,} of {steps:,}{loss}{rest}"
+
+
+def _count_ended(counts: Mapping[str, int]) -> tuple[int, bool]:
+    """How many cells have ended, and whether any runs: what a new line would tell."""
+    return _count_finished(counts) + counts["failed"], counts["running"] > 0
 
 
 def _count_finished(counts: Mapping[str, int]) -> int:

@@ -27,6 +27,7 @@ from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
 
+pytestmark = pytest.mark.xdist_group("diagnose")  # one process trains and diagnoses
 CFG = replace_at(
     load_experiment(find("experiments", "backcopy_tiny")),
     {

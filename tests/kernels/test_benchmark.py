@@ -281,7 +281,6 @@ def test_a_workload_that_crashes_outside_a_peer_is_lost_and_retried_last(tmp_pat
     assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
 
 
-@pytest.mark.long
 def wait_for(condition, seconds=60):
     until = time.monotonic() + seconds
     while not (found := condition()):
@@ -290,6 +289,7 @@ def wait_for(condition, seconds=60):
     return found
 
 
+@pytest.mark.long
 def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     """After SIGKILL at the second workload the worker exits and the command resumes; other code is an error."""
     arguments = ["--out", str(tmp_path)]

@@ -178,6 +178,38 @@ def test_smollm2_is_read_as_transformers_reads_it_and_has_its_sink(smollm2: Path
     assert words == ["a", "Ġsentence", "Ġof", "Ġ", "4", "2"]
 
 
+FIGURES = {
+    "loss (nats a token)": ("loss/sample", 1.0),
+    "weight on the first key": ("sink/weight", 1.0),
+    "heads and sequences with a sink": ("sink/rate", 100.0),
+    "mass": ("mass/all", 1.0),
+    "zeros": ("sparsity/zero", 100.0),
+    "zeros over the null (points)": ("sparsity/over_null", 100.0),
+    "tau, mean over heads": ("tau/mean", 1.0),
+}
+
+
+@pytest.mark.long
+def test_the_figures_of_adapt_md_are_reproduced(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 0.02, and 2 points, by the commands above its table."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(smollm2), "models/smollm2.ckpt"]) == 0
+    text = (ROOT / "docs" / "adapt.md").read_text()
+    found = []
+    for index, command in enumerate(re.findall(r"^lit-lazy (diagnose .*)$", text, re.MULTILINE)):
+        assert main([*command.split(), "--out", f"out{index}"]) == 0
+        found.append(json.loads(Path(f"out{index}", "diagnostics.json").read_text())["metrics"])
+    table = re.search(r"^\| 8 windows .*\n\|[-:|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table
+    rows = {name.strip(): values for name, *values in (line.split("|")[1:-1] for line in table[1].splitlines())}
+    assert rows.keys() == FIGURES.keys()
+    for name, (key, scale) in FIGURES.items():
+        for printed, metrics in zip(rows[name], found, strict=True):
+            if printed.strip():
+                given = float(printed.removesuffix(" % ").removesuffix(" "))
+                assert abs(given - scale * metrics[key]) <= (2 if scale == 100 else 0.02), (name, printed, metrics[key])
+
+
 BARE = """
 import importlib.util, json, sys, torch
 assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]

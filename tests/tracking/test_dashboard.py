@@ -301,7 +301,6 @@ class TestViews:
         assert len(set(kinds)) == len(kinds)
         assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
-    @pytest.mark.long
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
         sections = build_views([], ["loss/val"], ["loss/val"], [self.SOFTMAX, self.LAZY])[CHARTS_VIEW][
             "compareRunSections"

@@ -45,8 +45,9 @@ MOST_PRINTED = 60
 
 
 def render_summary(table: Table, whole: Path, width: int = 120) -> str:
-    """The finding, the warnings and the primary column with its differences, otherwise as `render_text`."""
-    return _render_short([*_build_opening(table), *_build_primary_means(table)], whole, width)
+    """The finding, the warnings, the primary column with differences and why cells failed; else as `render_text`."""
+    failures = [BulletList(tuple(items)) for items in [_list_unfinished(table, ["failed"])] if items]
+    return _render_short([*_build_opening(table), *_build_primary_means(table), *failures], whole, width)
 
 
 def render_text(table: Table, whole: Path, width: int = 120) -> str:
@@ -116,7 +117,7 @@ def _build_tests_section(table: Table) -> list[Block]:
         tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
     about = _WELCH_LEGEND if has_fixed_rules(table.declaration) else _DIFFERENCE_LEGEND
     blocks += [*tests, Paragraph(about), Paragraph(_MDE_LEGEND)]
-    for title, items in (("Cells without a result", _list_unfinished(table)), ("Notes", list(table.notes))):
+    for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", list(table.notes))):
         if items:
             blocks += [Heading(title, 3), BulletList(tuple(items))]
     provenance: list[Block] = [Paragraph(_describe_provenance(table))]
@@ -389,10 +390,10 @@ def _describe_column(table: Table, column: Column) -> str:
     return text + "."
 
 
-def _list_unfinished(table: Table) -> list[str]:
+def _list_unfinished(table: Table, statuses: Sequence[str]) -> list[str]:
     items = []
     for row in table.rows:
-        for status in UNFINISHED:
+        for status in statuses:
             for seed in row.cells.get(status, []):
                 reason = row.reasons.get(str(seed))
                 items.append(f"{row.variant}, seed {seed}: {status}" + (f" ({reason})" if reason else ""))
@@ -413,24 +414,24 @@ def _list_commits(table: Table) -> list[str]:
 
 def save(table: Table, stem: Path) -> list[Path]:
     """Write STEM.md, .csv, .tex, .json and .html; returns the paths."""
-    texts = {
-        "md": render_markdown(table),
-        "csv": table.to_csv(),
-        "tex": render_latex(table),
-        "json": _render_json(table),
-        "html": render_html(table),
-    }
-    return write_texts(stem, texts)
+    return write_texts(stem, _render_files(table))
 
 
 def is_saved(table: Table, stem: Path) -> bool:
-    """Whether STEM.json has exactly this table."""
-    file = stem.with_suffix(".json")
-    return file.exists() and file.read_text(errors="replace") == _render_json(table)
+    """Whether all files that `save` writes are there and whole."""
+    files = {stem.with_suffix(f".{ending}"): text for ending, text in _render_files(table).items()}
+    return all(file.is_file() and file.read_bytes() == text.encode() for file, text in files.items())
 
 
-def _render_json(table: Table) -> str:
-    return json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n"
+def _render_files(table: Table) -> dict[str, str]:
+    """The texts of a table's files, by ending."""
+    return {
+        "md": render_markdown(table),
+        "csv": table.to_csv(),
+        "tex": render_latex(table),
+        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+        "html": render_html(table),
+    }
 
 
 def write_texts(stem: Path, texts: Mapping[str, str]) -> list[Path]:

@@ -21,12 +21,14 @@ from lit_lazy.table.finding_text import describe_findings, describe_unlearned
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.render import (
+    is_saved,
     render_html,
     render_html_parts,
     render_latex,
     render_markdown,
     render_summary,
     render_text,
+    save,
 )
 from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
 
@@ -197,6 +199,7 @@ def test_missing_failed_and_running_cells_are_shown_as_such():
     text = render_markdown(result)
     assert "**Warning:** Not complete: 4 of 15 cells have a result (1 failed, 4 missing, 3 waiting, 3 running)" in text
     assert "- half, seed 1: failed (CUDA out of memory)" in text
+    assert render_summary(result, Path("table.md")).endswith("\n- half, seed 1: failed (CUDA out of memory)\n")
     assert "- half, seed 2: missing" in text
     assert re.search(r"\| half +\| ours +\| 1/3 \| +1\.000 +\|", text)
     assert re.search(r"\| busy +\| ours +\| 0/3 \| +running +\|", text)
@@ -842,3 +845,16 @@ def test_a_summary_has_the_finding_and_the_primary_column():
     assert [line.split()[0] for line in lines] == ["lazy", "good", "dead"]
     assert re.split(r"  +", lines[0])[-1] == "baseline"
     assert re.search(r"\+0\.0099 ±0\.000\d, p<0\.001\*$", lines[1])
+
+
+@pytest.mark.parametrize("ending", ["md", "csv", "tex", "json", "html"])
+def test_a_damaged_or_lost_file_is_not_saved(ending: str, tmp_path: Path) -> None:
+    save(weighed(), stem := tmp_path / "table")
+    assert is_saved(weighed(), stem)
+    file = stem.with_suffix(f".{ending}")
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert not is_saved(weighed(), stem)
+    file.unlink()
+    assert not is_saved(weighed(), stem)
+    file.mkdir()
+    assert not is_saved(weighed(), stem)

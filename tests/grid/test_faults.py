@@ -131,9 +131,12 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
         (Path(__file__).parent / "lingers").touch()
         time.sleep(600)
 
-    def dawdle(*_):
+    step = LitLM.training_step
+
+    def dawdle(*arguments):
         (Path(__file__).parent / "trains").touch()
-        time.sleep(600)
+        time.sleep(1)
+        return step(*arguments)
 
     Queue.requeue = linger
     LitLM.training_step = dawdle

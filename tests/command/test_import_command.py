@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,19 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
     monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
     assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
+
+
+@pytest.mark.usefixtures("source")
+def test_the_experiment_of_adapt_md_continues_an_imported_model(place: Path, runs: Path) -> None:
+    assert main(["import", "source", "models/own/model.ckpt"]) == 0
+    text = (Path(__file__).parents[2] / "docs" / "adapt.md").read_text()
+    (shown,) = re.findall(r"^```python\n# own.py\n(.*?)^```", text, re.M | re.S)
+    (place / "own.py").write_text(shown.replace("256", "16").replace("24}", "4}").replace("steps=64", "steps=10"))
+    (place / "notes.txt").write_text("\n\n".join(f"the cat sat {number} times on the mat" for number in range(40000)))
+    words = ["train", "own.py", "--model.attention.normaliser=Elastic", "--threads", "1", "--runs", str(runs)]
+    assert main(words) == 0
+    (final,) = runs.rglob("final.ckpt")
+    assert checkpoints.load(final).cfg.model.attention.qkv_bias
 
 
 @pytest.mark.usefixtures("source")

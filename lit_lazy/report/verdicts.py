@@ -118,7 +118,7 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
     },
     "A trained model": {
         "q_adapt_loss": Phrase("SmolLM2-135M, given it, keeps its loss", "after 66,000 tokens it is 0.22 nats higher"),
-        "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of its heads keep one, of 59 %"),
+        "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of its heads keep one, 59 % had one"),
         "q_adapt_sparsity": Phrase("SmolLM2 becomes sparser than random scores"),
     },
     "Cost": {"q_cost": Phrase("On a CPU it trains at softmax's cost")},

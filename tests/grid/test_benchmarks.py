@@ -36,7 +36,7 @@ def test_a_table_holds_what_lm_eval_says(
 ) -> None:
     (tmp_path / "judged.py").write_text(SOURCE.format(folder=str(task_folder)))
     options = ["--runs", str(runs), "--workers", "1", "--keep-checkpoint"]
-    assert main(["ablate", "run", str(tmp_path / "judged.py"), *options]) == 0
+    assert main(["ablate", "run", str(tmp_path / "judged.py"), "--verbose", *options]) == 0
     assert "Wiki ppl ↓" in capsys.readouterr().out
     table = json.loads((runs / "judged-stdlib_tiny" / "table.json").read_text())
     keys = [column["key"] for column in table["columns"] if column["key"].startswith("lm-eval/")]

@@ -197,7 +197,7 @@ def test_a_grid_whose_experiment_was_edited_is_refused(
     forget(base)
     base.write_text(text.replace("steps=6", "steps=7"))
     assert main([*command, "--seeds", "1"]) == 2
-    assert "row 'softmax': its experiment, ablation, code or data changed" in capsys.readouterr().err
+    assert "row 'softmax': train.steps changed from 6 to 7 since this grid began" in capsys.readouterr().err
     assert len(list((runs / "pair-mine" / "cells").iterdir())) == 1
 
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,21 @@ def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: P
     pool = Idle()
     assert supervisor._step(pool, Progress(queue, [cell.key for cell in grid.cells], console))
     assert pool.started == 1
+
+
+def test_a_running_point_whose_settings_its_worker_draws_is_shown(runs: Path, tmp_path: Path) -> None:
+    grid = make_grid(make_parser().parse_args(["ablate", "run", write(tmp_path), "--runs", str(runs)]), [])
+    grid = replace(grid, cells=[replace(cell, config={}) for cell in grid.cells])
+    grid.folder.mkdir()
+    queue, shown = Queue(default_storage(runs), ID), io.StringIO()
+    queue.add_missing(grid.cells)
+    queue.claim({"host": "here", "pid": "0", "lock": "none"})
+    (entry,) = queue.entries("running")
+    supervisor = launch.Supervisor(grid, launch.LaunchOptions(workers=1, threads=1), queue, Console(file=shown))
+    (folder := grid.folder / "cells" / entry.run).mkdir(parents=True)
+    records = [{"step": step, "milliseconds": step, "metrics": {"train/loss": 2.0}} for step in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert supervisor._describe_running(entry).endswith(": step 3, loss 2.000")
 
 
 def test_a_limit_that_a_worker_meets_ends_the_grid_with_its_fix(runs: Path, tmp_path: Path) -> None:

@@ -434,7 +434,7 @@ class Supervisor:
     def _describe_running(self, entry: Entry) -> str:
         """A running cell with its step, loss and the time left, if its folder is on this machine."""
         cell = self.cells.get(entry.key)
-        steps = None if cell is None else cell.config["train"]["steps"]
+        steps = cell.config["train"]["steps"] if cell is not None and cell.config else None  # a point has none
         training = describe_training(self.folder / "cells" / entry.run, steps)
         return f"{format_entry(entry)}: {training}" if training else format_entry(entry)
 

@@ -8,6 +8,7 @@ import torch
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2
 from lit_lazy.attention.initialisation import SelfInitialised
+from lit_lazy.attention.mixer import PassInputs
 from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 pytestmark = pytest.mark.long
@@ -35,7 +36,7 @@ def assert_same(mine, theirs, weights):
     with torch.no_grad():
         for name, weight in weights.items():
             known[name].copy_(weight.reshape(known[name].shape))
-        out, wanted = mine(x, lambda heads: heads)[0], theirs(x)
+        out, wanted = mine(x, PassInputs(lambda heads: heads))[0], theirs(x)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 

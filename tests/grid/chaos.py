@@ -36,6 +36,8 @@ BETWEEN = 0.5, 3.0
 """Range of seconds between kills."""
 LOG_EVERY, VAL_EVERY, CHECKPOINT_EVERY = 50, 100, 20
 TELL_SECONDS = 30.0
+MOST_FAILURES = 10
+"""Commands beyond the number of kills after which the grid counts as broken."""
 END_SECONDS = 30.0
 """Timeout for the processes of a finished grid."""
 MODULES = {
@@ -89,17 +91,21 @@ def die_at(point):
 
 
 def set_traps():
-    import lit_lazy.training.checkpoints
-    import lit_lazy.training.run
     from lit_lazy.grid.queue.queue import Queue
+    from lit_lazy.support.disk import write_atomically
+    from lit_lazy.training import checkpoints, result
     from lit_lazy.training.module import LitLM
     from lit_lazy.tracking.tracked_run import ActiveRun
+
+    def die_midway(file):
+        file.write(b"half of it")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def half_written(write, point):
         def write_and_die(path, content):
             if sprung(point):
-                path.with_name(f".{path.name}.{os.getpid()}").write_bytes(b"half of it")
-                os.kill(os.getpid(), signal.SIGKILL)
+                write_atomically(path, die_midway)
             write(path, content)
 
         return write_and_die
@@ -114,9 +120,8 @@ def set_traps():
 
         setattr(cls, name, die_first)
 
-    checkpoints, run = lit_lazy.training.checkpoints, lit_lazy.training.run
     checkpoints.write_atomically = half_written(checkpoints.write_atomically, "checkpoint write")
-    run.write_text = half_written(run.write_text, "result write")
+    result.write_text = half_written(result.write_text, "result write")
     before(LitLM, "training_step", "training", lambda module: module.global_step == 37)
     before(ActiveRun, "finish", "between result and MLflow")
     before(Queue, "complete", "between MLflow and queue")
@@ -255,6 +260,7 @@ class Chaos:
             if parent.poll() is not None:
                 if parent.returncode == 0 and set(self.states().values()) == {"complete"}:
                     break
+                assert outcome.commands < outcome.kills.total() + MOST_FAILURES, f"{self.log}: it ends unharmed"
                 parent = self.command(workers)
                 outcome.commands += 1
             more = outcome.kills.total() < kills

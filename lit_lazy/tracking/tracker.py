@@ -151,9 +151,14 @@ class Tracker:
 
     @translate_errors
     def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages."""
-        now = int(1000 * time.time())
-        self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
+        """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages.
+
+        Values that the run has already are not repeated: MLflow would draw them as a curve.
+        """
+        now, known = int(1000 * time.time()), self.client.get_run(run_id).data.metrics
+        new = [Metric(name, value, now, 0) for name, value in metrics.items() if known.get(name) != value]
+        if new:
+            self.client.log_batch(run_id, metrics=new)
 
     @translate_errors
     def tag(self, run_id: str, name: str, text: str) -> None:

@@ -631,6 +631,8 @@ def test_mlflow_describes_a_grid_and_shows_its_primary_outcome(tracker: Tracker,
     shown = {name.removeprefix(f"{key}/"): value for name, value in run.data.metrics.items()}
     means = {re.sub(r"[^\w\-. :/]", "_", row.variant): row.metrics[key].mean for row in table.rows}
     assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items()}
+    for name in run.data.metrics:
+        assert len(tracker.client.get_metric_history(parent, name)) == 1, "a table that is written again adds no point"
     assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
 
 

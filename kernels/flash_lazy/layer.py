@@ -74,6 +74,10 @@ class LazyAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(reach, int) or reach < 0:
+            raise ValueError(f"reach is {reach!r}; give a whole number, 0 for no bias")
+        if not isinstance(tau, (int, float)):
+            raise ValueError(f"tau is {tau!r}; give a number")
         counts = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, value in (counts | {"context_length": context_length}).items():
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -122,10 +126,14 @@ class LazyAttention(nn.Module):
         cache: is extended by x's tokens; the same object is given with the next tokens.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
 
-        Raises ValueError if a shape is wrong.
+        Raises ValueError if a shape or dtype is wrong.
         """
         if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
             raise ValueError(f"x is {list(x.shape)}; give [batch, tokens, {self.q_proj.in_features}]")
+        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x is {x.dtype} and the layer {self.q_proj.weight.dtype}; cast one of them, or use autocast"
+            )
         if cache is not None and cache.keys is not None and len(cache.keys) != len(x):
             raise ValueError(f"cache has a batch of {len(cache.keys)} and x of {len(x)}; give each batch its own cache")
         q, k, v = (self._split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))

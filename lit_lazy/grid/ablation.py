@@ -19,7 +19,7 @@ from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
-from lit_lazy.support.named_files import LONGEST_NAME
+from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
@@ -257,7 +257,8 @@ def load_ablation(path: Path) -> Ablation:
     """The `ablation` that a file defines."""
     ablation = load_attribute(path, "ablation")
     if ablation is None and load_attribute(path, "search") is not None:
-        raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {path.stem}` runs it")
+        name = get_name("ablations", path)
+        raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {name}` runs it")
     if not isinstance(ablation, Ablation):
         raise ValueError(f"{path}: defines no `ablation`; give it one, an Ablation(...)")
     return ablation

@@ -86,7 +86,7 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_null": Phrase("Its mass shows absent keys better than its rivals' does", "softpick's does so better"),
     },
     "Sparsity": {
-        "q_sparsity": Phrase("It empties 5 % of a kernel's tiles", "with the bias in one seed of ten"),
+        "q_sparsity": Phrase("It empties 5 % of a kernel's tiles", "with the bias it does in one seed of ten"),
         "q_sparsity_null": Phrase("It is sparser than random scores", "not without a bias"),
         "q_matched": Phrase("It is no worse than a softmax over as many keys"),
     },
@@ -103,7 +103,7 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
     "Bias and positions": {
         "q_bias_gain": Phrase("A learned bias lowers the loss"),
         "q_bias_range": Phrase("A bias over 8 distances suffices"),
-        "q_position": Phrase("Beside RoPE that bias finds keys among distractors"),
+        "q_position": Phrase("That bias, with RoPE, finds keys among distractors"),
         "q_rope_base": Phrase("Its loss depends less on RoPE's base than softmax's"),
     },
     "Length and streaming": {
@@ -114,10 +114,10 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_streaming": Phrase("It loses less when a cache forgets", "the difference is 0.003 bits/byte"),
     },
     "The threshold": {
-        "q_tau": Phrase("It learns sooner if tau rises from 0", "with a ramp in one seed of ten"),
+        "q_tau": Phrase("It learns sooner if tau rises from 0", "with a ramp it did in one seed of ten"),
     },
     "A trained model": {
-        "q_adapt_loss": Phrase("SmolLM2-135M, given it, keeps its loss", "after 66,000 tokens it is 0.22 nats higher"),
+        "q_adapt_loss": Phrase("SmolLM2 keeps its loss", "after 66,000 tokens it is 0.22 nats higher"),
         "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of its heads keep one, 59 % had one"),
         "q_adapt_sparsity": Phrase("SmolLM2 becomes sparser than random scores"),
     },
@@ -207,7 +207,7 @@ def _format_findings(found: Sequence[QuestionResult]) -> str:
         elif phrase.claim:
             claims["open"].append(f"{phrase.claim}.")
     counts = ", ".join(f"{len(listed)} {status}" for status, listed in claims.items())
-    lines = [f"Of {sum(map(len, claims.values()))} claims about Elastic-Softmax (it): {counts}.", ""]
+    lines = [f'Of {sum(map(len, claims.values()))} claims about Elastic-Softmax, "it" below: {counts}.', ""]
     lines += [f"- {status.capitalize()}: {' '.join(listed)}" for status, listed in claims.items() if listed]
     return "".join(fill(line, _LINE, subsequent_indent="  ", break_on_hyphens=False) + "\n" for line in lines)
 

@@ -31,6 +31,12 @@ def find(room: Room, name: str) -> Path:
     )
 
 
+def get_name(room: Room, path: Path) -> str:
+    """What `find` takes for a file: its name if it lies in `room` here or in the project, otherwise its path."""
+    rooms = [(root / room).resolve() for root in (Path.cwd(), PROJECT)]
+    return path.stem if path.resolve().parent in rooms else str(path)
+
+
 def find_python_file(what: str, name: str) -> Path:
     """The path of an existing .py file. Raises a ValueError that starts with `what`."""
     if not os.path.isfile(name):

@@ -201,6 +201,8 @@ class MissedValidation(AtStart):
     def __init__(self, source: DataSource, losses: dict[int, float]) -> None:
         """losses: receives the loss by step."""
         self.source, self.losses = source, losses
+        self.repeated: dict[str, float] = {}
+        """Metrics of the repeated validation; empty without one."""
 
     @torch.no_grad()  # not inference_mode: Lightning updates the module's metrics again
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -213,7 +215,7 @@ class MissedValidation(AtStart):
             for batch in iter_validation(module.model, self.source, batch_size):
                 with trainer.precision_plugin.forward_context():
                     metrics = module.update_validation(batch)
-        values = {name: metric.compute().item() for name, metric in metrics.items()}
+        self.repeated = values = {name: metric.compute().item() for name, metric in metrics.items()}
         for metric in metrics.values():
             metric.reset()
         self.losses[step] = values["val/loss"]

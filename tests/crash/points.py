@@ -298,7 +298,7 @@ class Snapshot:
     """File names without volatile numbers and without folders that `--fresh` moved away."""
     moved_away: list[str]
     """Cells with a result in the folders that were moved away."""
-    published: dict[str, str]
+    published: dict[str, Any]
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
@@ -326,7 +326,7 @@ class Snapshot:
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
             sorted(VOLATILE.sub("*", path) for path in _list_files(runs) if MOVED_AWAY not in path),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
-            {name: TIMED.sub("", (folder / name).read_text()) for name in PUBLISHED if (folder / name).exists()},
+            {name: _read_published(folder / name) for name in PUBLISHED if (folder / name).exists()},
         )
 
     def find_differences(self, runs: Path, grid: str) -> list[str]:
@@ -340,6 +340,12 @@ class Snapshot:
             for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
             if wanted != is_
         ]
+
+
+def _read_published(file: Path) -> Any:
+    """A published file without the durations in it."""
+    text = TIMED.sub("", file.read_text())
+    return json.loads(text) if file.suffix == ".json" else text
 
 
 def _list_files(runs: Path) -> list[str]:

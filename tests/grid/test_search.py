@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -25,12 +26,13 @@ from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
 from lit_lazy.grid.search.queue import SearchQueue
-from lit_lazy.grid.search.worker import SearchWorker
+from lit_lazy.grid.search.worker import PrunedError, Pruning, SearchWorker
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.trainer import MissedValidation
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
 SEARCH = '''
@@ -137,7 +139,7 @@ def test_a_dry_run_creates_nothing(rates: str, tmp_path: Path, capsys: pytest.Ca
     assert main(["ablate", "search", rates, "--dry-run", "--runs", runs, "--trials", "7", "--workers", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "7 points of search-rates-backcopy_tiny" in out
-    assert "Pruning from step 2 of 6, at steps 3." in out
+    assert "Pruning from step 2 on: after 3 of 6 steps." in out
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -394,6 +396,20 @@ def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: st
     children = client.search_runs([number], "tags.kind = 'cell'")
     assert len(children) == 2
     assert {run.info.status for run in children} <= {"FINISHED", "KILLED"}
+
+
+def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> None:
+    missed, reported = MissedValidation(None, {}), []
+    trainer = SimpleNamespace(callbacks=[missed], global_step=3, max_steps=6)
+    pruning = Pruning("val/loss", lambda step, value: reported.append((step, value)) or value > 2)
+    pruning.on_start(trainer, None)
+    assert not reported, "no validation was cut off"
+    missed.repeated = {"val/loss": 2.0, "val/excess": 1.0}
+    pruning.on_start(trainer, None)
+    assert reported == [(3, 2.0)]
+    missed.repeated = {"val/loss": 3.0}
+    with pytest.raises(PrunedError):
+        pruning.on_start(trainer, None)
 
 
 @pytest.mark.long

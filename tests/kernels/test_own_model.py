@@ -149,6 +149,8 @@ def test_softmax_attention_at_tau_0() -> None:
         ({"backend": "gpu"}, "backend is 'gpu'; choose one of auto, reference, chunked, cpu, triton"),
         ({"heads": 5}, "heads is 5; give a divisor of width, 32, or head_dim"),
         ({"kv_heads": 3}, "kv_heads is 3; give a divisor of heads, 4"),
+        ({"reach": -1}, "reach is -1; give a whole number, 0 for no bias"),
+        ({"tau": "1"}, "tau is '1'; give a number"),
         ({"head_dim": 7}, "rope_base is 10000.0 and head_dim 7; give an even head_dim, or None"),
         ({"threshold": "seq_len"}, "threshold is 'seq_len' and context_length None; give both, or neither"),
         ({"context_length": 8}, "threshold is 'per_query' and context_length 8; give both, or neither"),
@@ -164,6 +166,7 @@ def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
     [
         (torch.zeros(10, 32), r"x is \[10, 32\]; give \[batch, tokens, 32\]"),
         (torch.zeros(2, 10, 16), r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
+        (torch.zeros(2, 1, 32).bfloat16(), r"x is torch.bfloat16 and the layer torch.float32; cast one of them"),
         (torch.zeros(3, 1, 32), r"cache has a batch of 2 and x of 3; give each batch its own cache"),
     ],
 )

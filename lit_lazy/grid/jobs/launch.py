@@ -152,7 +152,8 @@ def execute_cells(
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return
-    console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
+    counts = [f"{n - left} already finished", *([f"{len(taken)} taken"] if taken else []), f"{added} enqueued"]
+    console.print(f"{n} {work.noun}, {', '.join(counts)}", highlight=False)
     if left and not compiled and (line := describe_portable_backend(work.id)):
         console.print(line, highlight=False, soft_wrap=True)
     with _mark_running(work, queue, tracker, parent_id):

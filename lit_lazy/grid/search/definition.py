@@ -15,6 +15,7 @@ from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import describe_exception, short_repr
+from lit_lazy.support.named_files import get_name
 from lit_lazy.support.typecheck import check_kinds, fits
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare
@@ -159,7 +160,8 @@ def load_search(path: Path) -> Search:
     """The `search` that a file defines. Raises a one-line ValueError if it defines none."""
     search = load_attribute(path, "search")
     if search is None and load_attribute(path, "ablation") is not None:
-        raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {path.stem}` runs it")
+        name = get_name("ablations", path)
+        raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {name}` runs it")
     if not isinstance(search, Search):
         raise ValueError(f"{path}: defines no `search` of type Search")
     return search

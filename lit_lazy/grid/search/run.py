@@ -109,13 +109,17 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)
     pruned = [step for step in judged if step >= definition.min_steps]
-    when = f"at steps {', '.join(map(str, pruned))}" if pruned else "never: no validation lies in between"
+    when = (
+        f"after {', '.join(map(str, pruned))} of {definition.steps} steps"
+        if pruned
+        else "none: no validation lies there"
+    )
     lines += [
         "",
         f"{len(work.cells)} points of {work.id} with seed {definition.base['seed']}, minimising "
         f"{definition.objective}.",
         f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
-        f"{definition.min_steps} of {definition.steps}, {when}.",
+        f"{definition.min_steps} on: {when}.",
         f"About {format_duration(seconds)} per point, at most "
         f"{format_duration(seconds * len(work.cells) / workers)} of training with "
         f"{format_count(workers, 'worker')} of {format_count(threads, 'thread')}; pruned points take less.",

@@ -17,6 +17,7 @@ from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
+from lit_lazy.training.trainer import AtStart, MissedValidation
 
 log = logging.getLogger("lit_lazy.worker")
 
@@ -25,15 +26,23 @@ class PrunedError(Exception):
     """The training is not worth its remaining steps."""
 
 
-class Pruning(Callback):
+class Pruning(AtStart):
     """Ends a hopeless training with PrunedError after any validation but the last."""
 
     def __init__(self, metric: str, is_hopeless: Callable[[int, float], bool]) -> None:
         """is_hopeless: called with the step and the metric."""
         self.metric, self.is_hopeless = metric, is_hopeless
 
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
+        for part in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(part, MissedValidation) and part.repeated:
+                self._judge(trainer, part.repeated[self.metric])
+
     def on_validation_end(self, trainer: L.Trainer, _module: L.LightningModule) -> None:  # pyrefly: ignore
-        step, value = trainer.global_step, float(trainer.callback_metrics[self.metric])
+        self._judge(trainer, float(trainer.callback_metrics[self.metric]))
+
+    def _judge(self, trainer: L.Trainer, value: float) -> None:
+        step = trainer.global_step
         if self.is_hopeless(step, value) and step < trainer.max_steps:
             raise PrunedError(f"{self.metric} {value:.4g} at step {step} is worse than the median of the points there")
 

@@ -105,7 +105,7 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
     page = PAGE.format(
         style=STYLE,
         title=escape(f"Results in {runs}"),
-        summary=format_count(len(entries), "result"),
+        summary=f"{format_count(len(entries), 'result')} on {datetime.now():%Y-%m-%d %H:%M}",
         opening=frame_html(f"<style>{PROSE}</style>"),
         outline="".join(section.link for section in sections),
         sections="".join(section.html for section in sections),

@@ -41,7 +41,7 @@ from lit_lazy.command import (
 )
 from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import describe_failed_write
-from lit_lazy.support.errors import UnfinishedError, sanitise
+from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
 from lit_lazy.support.secrets import hide_passwords
 
 STDOUT = 1
@@ -148,6 +148,10 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         without = " without --fresh" if "--fresh" in words else ""
         print(f"interrupted; the same command{without} resumes", file=sys.stderr)
         return 130
+    except Warning as warning:
+        return report_user_error(
+            f"PYTHONWARNINGS or -W makes a library's warning an error ({describe_exception(warning)}); leave it out"
+        )
     except Exception as error:
         if failed := describe_failed_write(error):
             message = f"{failed}, then run the same command again; nothing is lost"

@@ -160,6 +160,21 @@ def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPa
         main(["ablate", "list"])
 
 
+def test_a_warning_that_is_an_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by PYTHONWARNINGS=error, with which MLflow's import fails."""
+
+    def warn(*_: object) -> None:
+        raise DeprecationWarning("old")
+
+    monkeypatch.setattr("lit_lazy.support.named_files.list_available", warn)
+    assert main(["ablate", "list"]) == 2
+    assert capsys.readouterr().err == (
+        "lit-lazy: PYTHONWARNINGS or -W makes a library's warning an error (DeprecationWarning: old); leave it out\n"
+    )
+
+
 def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -193,7 +193,7 @@ FIGURES = {
 def test_the_figures_of_adapt_md_are_reproduced(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 0.02, and 2 points, by the commands above its table.
 
-    What a rise allows is chosen by slopes, whose rounding leads to other thresholds on other machines.
+    What a rise allows is chosen by slopes, which probably lead to other thresholds on other machines.
     """
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(smollm2), "models/smollm2.ckpt"]) == 0

@@ -13,11 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import get_default, make_class_entry, to_dict
+from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.serialisation import from_dict, get_default, make_class_entry, to_dict
 from lit_lazy.config.user_files import read_source
 from lit_lazy.support.disk import open_file
+from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.typecheck import field_types
 
 SCHEMA = 2
@@ -29,7 +33,7 @@ def cell_key(config: RunConfig, fingerprint: str) -> str:
     content = {"schema": SCHEMA, "config": to_minimal_dict(config), "code": hash_user_code(config), "data": fingerprint}
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights at another path give the same run
-        content["init_from"] = hash_file(config.init_from)
+        content["init_from"] = hash_model(config.init_from)
     if files := _hash_files(config.evaluations):
         content["files"] = files
     return _digest(content, digits=12)
@@ -52,11 +56,10 @@ def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:
     return [hash_file(str(path), "evaluations", "give files that can") for path in files]
 
 
-def hash_file(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:
+def hash_file(path: str, option: str, fix: str) -> str:
     """The digest of an option's file. Raises a one-line ValueError if it cannot be read."""
     try:
-        state = os.stat(path)
-        return _hash_file(path, state.st_size, state.st_mtime_ns)
+        return _hash_file(path, *_identify(path))
     except OSError as error:
         raise ValueError(f"{option}={path!r}: cannot be read ({error.strerror}); {fix}") from None
 
@@ -68,6 +71,39 @@ def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (keys
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def hash_model(path: str) -> str:
+    """The digest of the model in a checkpoint: its weights, its settings and the source of its custom classes.
+
+    What else the file holds does not count, so a version that adds a setting changes no key. Raises a one-line
+    ValueError if it cannot be read.
+    """
+    try:
+        return _hash_model(path, *_identify(path))
+    except OSError as error:
+        raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        problem = describe_exception(error)
+        fix = "give a final.ckpt, and import the file that defines a custom class of its model"
+        raise ValueError(f"init_from={path!r}: {problem}; {fix}") from None
+
+
+@cache
+def _hash_model(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (keys of the cache)
+    content = read_checkpoint(Path(path))
+    model = from_dict(ModelConfig, content["hyper_parameters"]["config"]["model"])
+    weights = {
+        name: [str(x.dtype), list(x.shape), hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy()).hexdigest()]
+        for name, x in content["state_dict"].items()
+    }
+    return _digest({"weights": weights, "model": to_minimal_dict(model), "code": hash_user_code(model)}, digits=64)
+
+
+def _identify(path: str) -> tuple[int, int]:
+    """Size and time of the last change of a file, by which its digest is cached."""
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns
 
 
 def settings_key(config: RunConfig) -> str:

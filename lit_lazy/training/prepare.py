@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lit_lazy.attention import Attention, MixerModule, PassInputs
-from lit_lazy.config.key import hash_file
+from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
@@ -182,7 +182,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
     fix = f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False"
     require_field(data, "data.document_mask", cfg.model.mixer.attends or not data.document_mask, fix)
     if cfg.init_from is not None:
-        hash_file(cfg.init_from)
+        hash_model(cfg.init_from)
     teacher = "needs a teacher: the model of init_from, which is not given"
     taught = cfg.init_from is not None or not cfg.train.distillation.active
     require(taught, "train.distillation", type(cfg.train.distillation).__name__, teacher)

@@ -20,8 +20,8 @@ import torch
 from mistakes import PASSWORD, expect_refusal, snapshot_tree
 
 from lit_lazy.command.main import main
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.training.checkpoints import read_checkpoint
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]

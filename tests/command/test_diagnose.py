@@ -15,6 +15,7 @@ from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.command.main import main
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.measure.diagnostics import Diagnostics, measure
@@ -22,7 +23,6 @@ from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.checkpoints import read_checkpoint
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import untrained
 from layers import layer_shape
 
 from lit_lazy.attention import (
@@ -218,7 +219,7 @@ class TestCellKey:
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
         "model.attention.gate": OutputGate(),
-        "init_from": __file__,
+        "init_from": "model.ckpt",
         "model.mixer": OwnAttention(),
         "train.optimiser": SGD(),
         "train.schedule": WSD(),
@@ -228,7 +229,9 @@ class TestCellKey:
     }
 
     @pytest.mark.parametrize("path", CHANGES)
-    def test_every_field_counts(self, path):
+    def test_every_field_counts(self, path, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        untrained.save(tmp_path / "model.ckpt", BASE)
         assert cell_key(replace_at(BASE, {path: self.CHANGES[path]}), "x") != cell_key(BASE, "x")
 
     def test_no_field_was_forgotten(self):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import lzma
 import sys
 import typing
 from abc import ABC
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
-from lit_lazy.config import ModelConfig, RunConfig, replace_at
+from lit_lazy.config import ModelConfig, RunConfig, key, replace_at
 from lit_lazy.config.key import (
     SCHEMA,
     cell_key,
@@ -32,6 +33,9 @@ from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.support.named_files import find, list_available
 
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = "aed716192e6b08fc1e30ad72709874d198441660e45513807d874646b84d68ab"
+"""`hash_model` of what `make smollm2` makes, which is no part of a clone; tests/model/test_import.py compares them."""
 SHIPPED = Path(__file__).with_name("shipped_keys.json")
 NORMALISER = "model.attention.normaliser"
 
@@ -93,6 +97,20 @@ def test_shipped_keys_and_defaults_are_as_they_were() -> None:
             for name, value in fields.items():
                 assert holds(now["defaults"][cls][name], value), f"the default of {cls}.{name} changed: raise SCHEMA"
     assert now == known
+
+
+def test_committed_results_have_the_keys_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they can be taken instead of trained, and a grid of them extended. The first cell of each row is read."""
+    monkeypatch.setattr(key, "hash_model", {"models/smollm2.ckpt": SMOLLM2}.__getitem__)
+    packs = sorted((ROOT / "docs" / "results").glob("*/*.jsonl.xz"))
+    assert packs
+    for pack in packs:
+        _, *cells = map(json.loads, lzma.decompress(pack.read_bytes()).splitlines())
+        for cell in {cell["variant"]: cell for cell in reversed(cells)}.values():
+            config, fingerprint = from_dict(RunConfig, cell["config"]), cell["fingerprint"]
+            assert cell_key(config, fingerprint) == cell["key"], (pack, cell["variant"])
+            # Two packs are older than keys of trainings.
+            assert cell["training_key"] in ("", training_key(config, fingerprint)), (pack, cell["variant"])
 
 
 def test_only_what_is_set_is_in_a_key() -> None:
@@ -201,9 +219,9 @@ def test_the_users_code_is_in_the_key(mine: Path) -> None:
         text = file.read_text()
         assert old in text
         file.write_text(text.replace(old, new))
-        key = cell_key(cfg, "x")
+        changed = cell_key(cfg, "x")
         file.write_text(text)
-        return key
+        return changed
 
     changed = [
         key_after("mine.py", "build(shape)  #", "build(shape).half()  #"),

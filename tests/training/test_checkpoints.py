@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
@@ -20,7 +21,7 @@ from lit_lazy.support import disk
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
 from lit_lazy.support.named_files import find
 from lit_lazy.training import checkpoints
-from lit_lazy.training.checkpoints import AtomicCheckpointIO, find_resume_step, load, read_checkpoint
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, find_resume_step, load
 from lit_lazy.training.module import LitLM
 
 LAZY = replace_at(

@@ -1,5 +1,6 @@
 """Runs that start from the weights of a trained model: the loaded weights and the run's key."""
 
+import copy
 import logging
 import shutil
 from dataclasses import replace
@@ -55,14 +56,26 @@ def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
 
 
 def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:
-    """Not by its path. Without init_from the key is unchanged."""
+    """By its weights and its model's settings, not by its path or by what else it holds, such as settings of a newer
+    version. Without init_from the key is unchanged."""
     fingerprint = prepare(config()).fingerprint
     elsewhere = Path(shutil.copy(trained, tmp_path / "elsewhere.ckpt"))
     keys = [cell_key(replace(config(), init_from=path), fingerprint) for path in (str(trained), str(elsewhere), None)]
     assert keys[0] == keys[1] != keys[2]
     assert keys[2] == "27a179faa087"
-    elsewhere.write_bytes(elsewhere.read_bytes() + b"\0")
-    assert cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) != keys[0]
+    content = torch.load(trained, weights_only=True)
+    settings = content["hyper_parameters"]
+    older, other = copy.deepcopy(settings), copy.deepcopy(settings)
+    del older["config"]["diagnosed_sequences"]
+    other["config"]["model"]["norm_eps"] = 1e-3
+    name, value = next(iter(content["state_dict"].items()))
+    for changed, same in (
+        (content | {"hyper_parameters": older, "optimizer_states": []}, True),
+        (content | {"hyper_parameters": other}, False),
+        (content | {"state_dict": content["state_dict"] | {name: value + 1}}, False),
+    ):
+        torch.save(changed, elsewhere)
+        assert (cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) == keys[0]) is same
 
 
 def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Estimates of a training's cost: parameters, tokens, FLOPs, memory by part, hours, disk."""
 
 import dataclasses
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -29,6 +30,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 """Dense bfloat16 FLOP/s from the data sheets."""
 ASSUMED = "H200"
 """Without a known GPU on this machine."""
+PRODUCT_SECONDS = 0.2
 FP32_BYTES = 4
 """fp32: weights, gradients and moments in every precision."""
 LOGITS_COPIES = 3
@@ -157,13 +159,24 @@ def format_memory(cost: Cost) -> str:
 
 def find_peak_flops() -> tuple[str, float]:
     """Name and peak FLOP/s of this machine's GPU if its data sheet is known, else of the assumed one."""
-    name = _find_known_device() or ASSUMED
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = next((kind for kind in PEAKS if kind in found), ASSUMED)
     return name, PEAKS[name]
 
 
-def _find_known_device() -> str | None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((kind for kind in PEAKS if kind in name), None)
+def measure_cpu_flops() -> float:
+    """FLOP/s of a product of matrices in fp32 on this machine's CPU, with the threads that torch uses.
+
+    A training is slower; SmolLM2's in `ablations/adapt.py` has 80 to 90 % of it.
+    """
+    size, passes = 1024, 0
+    a, b = torch.rand(2, size, size)
+    a @ b
+    started = time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < PRODUCT_SECONDS:
+        a @ b
+        passes += 1
+    return 2 * size**3 * passes / elapsed
 
 
 def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
@@ -179,7 +192,11 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
     kind, peak = find_peak_flops()
     sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
-    elsewhere = "" if _find_known_device() else "; the speed of this machine is not known"
+    here = ""
+    if execution.devices == 1 and not torch.cuda.is_available():
+        speed = measure_cpu_flops()
+        if (hours := cost.flops / speed / 3600) >= 1 / 60:
+            here = f"; here at least {_format_duration(hours)}, at {speed / 1e9:.0f} GFLOP/s"
     return [
         f"{name}: {cost.parameters:,} parameters",
         _format_data(source, cost),
@@ -187,7 +204,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
         f"memory: {format_memory(cost)} on each device, and about 1 GB of libraries",
         f"time:   {_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}, at "
-        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{elsewhere}",
+        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{here}",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
     ]
 

@@ -1,21 +1,28 @@
 """What the display of a running grid tells of each cell, from the cell's metric file."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from lit_lazy.grid.jobs.progress import describe_training
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.jobs.progress import Progress, describe_training
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.support.console import plain_console
 from lit_lazy.tracking.metric_records import TAIL_BYTES, read_last_lines, read_lines
 
 
-def write(folder: Path, steps: int, *, seconds_per_step: float = 2.0, torn: bool = False) -> Path:
+def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> Path:
+    """Two seconds a step, the last one `ago` seconds ago."""
     path = folder / "metrics.jsonl"
+    started = time.time() - ago - 2 * steps
     lines = [
         json.dumps(
             {
                 "step": step,
-                "milliseconds": int(1000 * seconds_per_step * step),
+                "milliseconds": round(1000 * (started + 2 * step)),
                 "metrics": {"train/loss": 4 - step / 10},
             }
         )
@@ -38,6 +45,33 @@ def write(folder: Path, steps: int, *, seconds_per_step: float = 2.0, torn: bool
 def test_step_loss_and_rest(steps: int, whole: int | None, said: str, tmp_path: Path) -> None:
     write(tmp_path, steps)
     assert describe_training(tmp_path, whole) == said
+
+
+def test_a_cell_that_reports_nothing_says_since_when(tmp_path: Path) -> None:
+    write(tmp_path, 10, ago=45)
+    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left"
+    write(tmp_path, 10, ago=90)
+    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left, reported 1:30 ago"
+    assert describe_training(tmp_path) == "step 10, loss 3.000, reported 1:30 ago"
+
+
+def test_a_log_says_each_minute_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file as output: without it nothing is said until a cell ends, which takes hours at scale."""
+    queue = Queue(default_storage(tmp_path), "grid")
+    queue.add_missing([Cell("key", "lazy", "ours", 0, {}, {})])
+    assert queue.claim({"host": "h", "pid": "1", "lock": "none"}) is not None
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = Progress(queue, ["key"], plain_console())
+    progress.show_running(["lazy [/x] seed 0: step 3 of 9"])
+    for clock[0] in (1.0, 20.0, 59.0, 62.0, 90.0, 130.0):
+        progress.update(queue.states())
+    printed = capsys.readouterr().out.splitlines()
+    summary = "0/1 cells done, 1 running, {} elapsed, estimating the rest"
+    running = "  lazy [/x] seed 0: step 3 of 9"
+    assert printed == [summary.format("0:01"), summary.format("1:02"), running, summary.format("2:10"), running]
 
 
 def test_a_cell_on_another_machine_has_no_step_here(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,11 +18,14 @@ from lit_lazy.attention import AttentionSpec, Entmax15, LearnedBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.config.user_files import experiment
+from lit_lazy.config.user_files import experiment, load_experiment
 from lit_lazy.data.mqar import Mqar
+from lit_lazy.grid.jobs import estimate
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
 from lit_lazy.optim import Logits
+from lit_lazy.support.console import format_duration
+from lit_lazy.support.named_files import find
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
@@ -99,7 +103,7 @@ def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixt
     assert "on 1 device 1 micro-batch of " in lines["step"]
     assert "weights 11.5 kB, " in lines["memory"]
     assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
-    assert lines["time"].endswith(" of 989 TFLOP/s each; the speed of this machine is not known")
+    assert lines["time"] == "   less than a minute on 1 H200, at 40% of 989 TFLOP/s each"
 
 
 def test_340m_is_priced_without_a_network(
@@ -123,6 +127,22 @@ def test_340m_is_priced_without_a_network(
     assert "373,867,520 parameters" in out
     assert "4 cells of table2-fineweb_340m" in out
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_large_grid_is_priced_for_the_cpu_that_trains_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not for a GPU that is not there, which made six core-hours three minutes."""
+    monkeypatch.setattr(estimate, "MOST_FLOPS_OF_A_TIMED_STEP", 0.0)
+    monkeypatch.setattr(estimate, "measure_cpu_flops", lambda: 1e6)
+    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--dry-run", "--workers", "2"]
+    assert main([*command, "--seeds", "0,1"]) == 0
+    out = capsys.readouterr().out
+    cfg = load_experiment(find("experiments", "backcopy_tiny"))
+    seconds = estimate_cost(cfg, prepare(cfg).outline, Execution()).flops / 1e6
+    assert f"about {format_duration(seconds)} of training with 2 workers" in " ".join(out.split())
+    assert "the speed of a product of matrices here" in " ".join(out.split())
 
 
 STEPS = """
@@ -197,4 +217,6 @@ def test_a_dry_run_prices_what_another_machine_would_train(
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 10**9)
     large = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32", "--model.backend=triton"]
     assert main(["train", "backcopy_tiny", *large, "--dry-run"]) == 0
-    assert "backcopy_tiny: 5,400,895,488 parameters" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "backcopy_tiny: 5,400,895,488 parameters" in out
+    assert torch.cuda.is_available() or re.search(r"; here at least \d+\.\d (min|h), at \d+ GFLOP/s\n", out)

@@ -13,7 +13,7 @@ from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.console import format_count, format_duration, track_progress
-from lit_lazy.training.cost_estimate import UTILISATION, estimate_cost, find_peak_flops
+from lit_lazy.training.cost_estimate import UTILISATION, estimate_cost, find_peak_flops, measure_cpu_flops
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer
 
@@ -39,12 +39,15 @@ def print_estimate(
     for row, _ in track_progress(chosen, "checking rows"):
         outlines[row.name] = check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
     devices, (kind, peak) = launch.execution.devices, find_peak_flops()
+    on_cpu = devices == 1 and not torch.cuda.is_available()
     total, largest, by = 0.0, 0, f"{TIMED_STEPS} timed steps of each row on one device"
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]
         cost = estimate_cost(config, data, launch.execution)
         if cost.flops / config.train.steps < MOST_FLOPS_OF_A_TIMED_STEP:
             seconds = estimate_training_seconds(config, data)
+        elif on_cpu:
+            seconds, by = cost.flops / measure_cpu_flops(), "the speed of a product of matrices here"
         else:
             seconds, by = (
                 3600 * cost.estimate_hours(devices, peak),

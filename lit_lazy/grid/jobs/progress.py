@@ -17,11 +17,13 @@ from lit_lazy.tracking.metric_records import read_last_lines
 from lit_lazy.training.result import METRICS
 
 PLAIN_EVERY_SECONDS = 15.0
+QUIET_SECONDS = 60.0
+"""After which a line says what runs though no cell has ended, and how long ago a cell reported."""
 MOST_SHOWN = 12
 
 
 class Progress:
-    """A live display on a terminal; otherwise a line when cells have ended, at most every few seconds."""
+    """A live display on a terminal; otherwise a line when cells have ended, and each minute what runs."""
 
     def __init__(
         self, queue: Queue, keys: Sequence[str], console: Console, notes: Callable[[], list[str]] = list
@@ -32,7 +34,7 @@ class Progress:
         self.started = time.monotonic()
         self.done_before = _count_finished(self._count_states(queue.states()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-        self._last_line, self._last_shown = 0.0, (-1, False)
+        self._last_line, self._last_shown = self.started - PLAIN_EVERY_SECONDS, (-1, False)
 
     def __enter__(self) -> "Progress":
         if self.live:
@@ -54,14 +56,18 @@ class Progress:
             self.live.update(self._build_panel(counts))
             return
         shown, now = _count_ended(counts), time.monotonic()
-        if shown != self._last_shown and (
-            now - self._last_line >= PLAIN_EVERY_SECONDS or shown == (self._last_shown[0], True)
+        quiet = now - self._last_line
+        if quiet >= QUIET_SECONDS or (
+            shown != self._last_shown and (quiet >= PLAIN_EVERY_SECONDS or shown == (self._last_shown[0], True))
         ):
             self._last_line, self._last_shown = now, shown
             self._print_line(counts)
+            if quiet >= QUIET_SECONDS:
+                for name in self._running:
+                    self.console.print(f"  {name}", highlight=False, markup=False, soft_wrap=True)
 
     def show_running(self, names: Sequence[str]) -> None:
-        """Set the running cells that the terminal lists, of which it shows a few."""
+        """Set the running cells that are listed, of which a few are shown."""
         rest = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
         self._running = [*names[:MOST_SHOWN], *rest]
 
@@ -104,21 +110,23 @@ class Progress:
 def describe_training(folder: Path, steps: int | None = None) -> str:
     """`step 40 of 64, loss 2.41, about 3:20 left` by a run folder's metrics; "" before its first step or elsewhere.
 
-    steps: of the whole training; without them the time left is not told.
+    Ends in `reported 1:30 ago` after a minute without a report. steps: of the whole training; without them the time
+    left is not told.
     """
     records = read_last_lines(folder / METRICS)
     if not records or not records[-1].step:
         return ""
     first, last = records[0], records[-1]
     losses = [record.metrics["train/loss"] for record in records if "train/loss" in record.metrics]
-    loss = f", loss {losses[-1]:.3f}" if losses else ""
-    if steps is None:
-        return f"step {last.step:,}{loss}"
-    rest = ""
-    if first.step < last.step < steps:
+    parts = [f"step {last.step:,}" if steps is None else f"step {last.step:,} of {steps:,}"]
+    if losses:
+        parts.append(f"loss {losses[-1]:.3f}")
+    if steps is not None and first.step < last.step < steps:
         seconds = (last.milliseconds - first.milliseconds) / 1000 / (last.step - first.step)
-        rest = f", about {format_duration(seconds * (steps - last.step))} left"
-    return f"step {last.step:,} of {steps:,}{loss}{rest}"
+        parts.append(f"about {format_duration(seconds * (steps - last.step))} left")
+    if (silent := time.time() - last.milliseconds / 1000) >= QUIET_SECONDS:
+        parts.append(f"reported {format_duration(silent)} ago")
+    return ", ".join(parts)
 
 
 def _count_ended(counts: Mapping[str, int]) -> tuple[int, bool]:

@@ -117,6 +117,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.results and options.keep_checkpoint:
         raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
+    if options.results and options.dry_run:
+        why = "a dry run reads no data, whose content tells which cells a file holds"
+        raise ValueError(f"--results, --dry-run: {why}; leave one of the two out")
     import torch
 
     from lit_lazy.grid.jobs.job import LaunchOptions

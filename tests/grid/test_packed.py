@@ -205,13 +205,18 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
     assert list_files(elsewhere) == before
 
 
-def test_a_file_cannot_give_the_models_that_are_to_be_kept(
-    trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--keep-checkpoint", "a packed file holds no models"),
+        ("--dry-run", "a dry run reads no data, whose content tells which cells a file holds"),
+    ],
+)
+def test_what_a_file_cannot_give_is_refused(
+    option: str, why: str, trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert trained.run(elsewhere, "--results", str(trained.pack), "--keep-checkpoint") == 2
-    assert capsys.readouterr().err == (
-        "lit-lazy: --results, --keep-checkpoint: a packed file holds no models; leave one of the two out\n"
-    )
+    assert trained.run(elsewhere, "--results", str(trained.pack), option) == 2
+    assert capsys.readouterr().err == f"lit-lazy: --results, {option}: {why}; leave one of the two out\n"
 
 
 def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:

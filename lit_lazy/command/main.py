@@ -39,6 +39,7 @@ from lit_lazy.command import (
     tokenise,
     train,
 )
+from lit_lazy.command.field_names import check_field_names
 from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
@@ -138,6 +139,7 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
     except FileNotFoundError as error:
         return report_user_error(f"TMPDIR: {error.strerror}; set it to a folder that can be written")
     try:
+        check_field_names(rest)
         return options.command(options, rest)
     except ValueError as error:
         return report_user_error(str(error))

@@ -44,7 +44,7 @@ MISSPELT = [
     "diagnose nosuch.ckpt", "evaluate nosuch.ckpt", "generate nosuch.ckpt", "export nosuch.ckpt out",
     "lm-eval nosuch.ckpt", "train backcopy --threads x", "ablate run table2 --seeds x",
     "ablate run table2 --limit x", "nosuch", "ablate nosuch", "ablate compare nosuch nosuch", "new nosuch mine",
-    "runs gc --runs nosuch",
+    "runs gc --runs nosuch", "train backcopy --model.d_modl=3", "ablate run table2 --train.step 5",
 ]  # fmt: skip
 
 

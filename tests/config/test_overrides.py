@@ -21,6 +21,7 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
+from lit_lazy.command.field_names import check_field_names
 from lit_lazy.config.field_docs import list_fields
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -239,6 +240,38 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     assert apply(f"--{BIAS}.factor=3", base=base)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=SteepAlibi", f"--{BIAS}.factor=3", base=BASE)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--modle.d_model=3"],
+        ["--model.d_modl", "3"],
+        ["--seed=1", "--train.step=5"],
+        ["--see=5"],
+        ["--model.attntion.window=4"],
+        ["--trian.lr=1"],
+    ],
+    ids=" ".join,
+)
+def test_a_misspelt_field_is_named_alike_before_torch_is_imported(arguments):
+    with pytest.raises(ValueError, match="no such field") as late:
+        apply(*arguments)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(late.value))}$"):
+        check_field_names(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model.d_model=3", "--train.lr", "0.1", "--data=Stdlib", "--seed=1"],
+        ["--model.attention.normaliser=Own", "--model.attention.normaliser.own_field=2", "--data.pth=x"],
+        ["--model.width=3", "--workrs=2", "steps=5"],  # apply_overrides refuses these
+    ],
+    ids=" ".join,
+)
+def test_other_fields_are_left_to_the_settings(arguments):
+    check_field_names(arguments)
 
 
 @pytest.mark.parametrize(

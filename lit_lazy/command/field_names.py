@@ -1,0 +1,37 @@
+"""Finds misspelt fields in the source of the settings: to import it takes torch, which takes seconds."""
+
+import ast
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+SCHEMA = Path(__file__).parents[1] / "config" / "schema.py"
+GROUPS = {"": "RunConfig", "model": "ModelConfig", "train": "TrainConfig"}
+FIX = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
+
+
+def check_field_names(overrides: Sequence[str]) -> None:
+    """Raise a one-line ValueError for a field of a run, its model or its training that is nearly one of theirs.
+
+    `apply_overrides` says the same, and checks the fields of their parts.
+    """
+    fields = _read_fields() if overrides else {}
+    for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
+        path, equals, value = word.partition("=")
+        parts = path.removeprefix("--").split(".")
+        place = int(parts[0] in ("model", "train") and len(parts) > 1)
+        known = fields[GROUPS["".join(parts[:place])]]
+        if word.startswith("--") and parts[place] not in known:
+            for name in get_close_matches(parts[place], known, n=1):
+                meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
+                given = value if equals else following
+                raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
+
+
+def _read_fields() -> dict[str, list[str]]:
+    """The fields of each class of settings, by its name."""
+    return {
+        node.name: [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]
+        for node in ast.parse(SCHEMA.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }

@@ -103,7 +103,7 @@ class LocalPool:
             pickle.dump((job, slot), stdin)
             stdin.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", job.module],
+                [sys.executable, "-P", "-m", "lit_lazy.grid.jobs.start", job.module],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=stdin,

@@ -266,6 +266,7 @@ def prepare_process(job: Job) -> None:
         load_module(file)
     if not gc.get_freeze_count():  # scanning all imported objects would take half a second per cell
         gc.freeze()
+    gc.enable()
 
 
 def make_worker(

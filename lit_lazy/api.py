@@ -345,7 +345,7 @@ def results(name: str, runs: str | Path = "runs") -> Results:
         check_store(uri)
         known = list_experiment_names(uri, kind="ablation")
         has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-        near = did_you_mean(str(name), known)
+        near = did_you_mean(str(name), [*known, *(grid.partition("-")[0] for grid in known)])
         same = find_grids(str(name), known)
         problem = "has several of this name" if same else f"holds no such ablation{near}"
         require(len(same) == 1, "results", name, f"{folder} {problem}; {has}")

@@ -134,6 +134,8 @@ class LazyAttention(nn.Module):
             raise ValueError(
                 f"x is {x.dtype} and the layer {self.q_proj.weight.dtype}; cast one of them, or use autocast"
             )
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise ValueError(f"cache is {type(cache).__name__}; give a flash_lazy.KeyValueCache")
         if cache is not None and cache.keys is not None and len(cache.keys) != len(x):
             raise ValueError(f"cache has a batch of {len(cache.keys)} and x of {len(x)}; give each batch its own cache")
         q, k, v = (self._split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))

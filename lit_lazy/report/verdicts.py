@@ -335,9 +335,10 @@ def _build_blocks(result: QuestionResult) -> list[Block]:
     column = table.columns_by_key[declared.primary]
     spent = "" if table.seconds is None else f" Training and evaluation: {format_duration(table.seconds)}."
     rule = ", ".join([declared.rule, *describe_bounds(declared, column)])
+    where = f"in {declared.commit}" if declared.commit else "and not committed"
     about = (
         f"Primary outcome: {column.title}. Rule: {rule}. Seeds: {_format_seeds(declared.seeds)}. "
-        f"Declared in {declared.commit or 'no commit'} ({declared.digest}), run at {table.git_sha}.{spent} "
+        f"Declared {where} (digest {declared.digest}), run at {table.git_sha}.{spent} "
         f"Folder: {result.folder}. Made by: {table.command}"
     )
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]

@@ -178,7 +178,7 @@ class Declaration:
     def exploratory(self) -> tuple[str, ...]:
         """Reasons why the verdict is exploratory; empty if it tests a prior declaration."""
         reasons = {
-            "its declaration, or a setting of its experiment, was in no commit before its run": not self.commit,
+            "its declaration, or its experiment, was not committed before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),
             f"some of its seeds were used in {self.after}": bool({*self.seeds} & {*self.earlier_seeds}),

@@ -54,14 +54,15 @@ def describe_unlearned(table: Table) -> list[str]:
 
 
 def describe_yardstick(table: Table) -> list[str]:
-    """`Excess loss: optimum 0.000, chance 0.698 nats; learned below 0.349.`, if the table has a yardstick."""
+    """`Validation loss: trigram 2.574, unigram 4.485 bits/byte; learned below 3.529.`, if the table has a yardstick."""
     yardstick = table.yardstick
     if yardstick is None or yardstick.metric not in table.columns_by_key:
         return []
     column = table.columns_by_key[yardstick.metric]
     marks = ", ".join(f"{name} {value * column.scale:.3f}" for name, value in yardstick.marks.items())
+    meaning = " (the best predictor without attention)" if "chance" in yardstick.marks else ""
     learned = yardstick.learned * column.scale
-    return [f"{_capitalise_title(column)}: {marks} {column.unit}; learned below {learned:.3f}."]
+    return [f"{_capitalise_title(column)}: {marks} {column.unit}{meaning}; learned below {learned:.3f}."]
 
 
 def explain_untested(summary: Summary) -> str:
@@ -71,7 +72,7 @@ def explain_untested(summary: Summary) -> str:
     if not summary.compared:
         most = format_count(max(summary.seeds), "seed")
         return f"no test, at most {most} in a row and the baseline; three are needed"
-    return "no test, no spread was measured in the baseline, or in any row beside it"
+    return "no test, all seeds of the baseline, or of every other row, have the same value"
 
 
 def _describe_tested(table: Table, column: Column) -> str:

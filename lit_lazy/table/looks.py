@@ -29,7 +29,7 @@ SHARE_CLAIMED, SHARE_DENIED = 1 / 2, 3 / 4
 second."""
 DRAWS = 2_000
 UNLEARNED = "did not learn the task"
-"""Begins the reason why a contrast is undecided, if a row of it did not learn."""
+"""Ends the reason why a contrast is undecided, if a row of it did not learn."""
 Outcomes = Mapping[str, Mapping[int, float]]
 """The primary outcome by row and seed."""
 
@@ -244,8 +244,8 @@ def describe_dead(declaration: Declaration, name: str, unlearned: Collection[str
     """Why a contrast is undecided if rows of it, other than rivals, did not learn the task; otherwise ""."""
     rivals = _get_statement(declaration, name).rivals if declaration.statements else ()
     rows = [row for row, weight in declaration.contrasts[name].items() if weight and row in {*unlearned} - {*rivals}]
-    names = ", ".join(rows).replace("{", "{{").replace("}", "}}")  # a format string, like all reasons
-    return f"{UNLEARNED}: {names}" if rows else ""
+    names = " and ".join(rows).replace("{", "{{").replace("}", "}}")  # a format string, like all reasons
+    return f"{names} {UNLEARNED}" if rows else ""
 
 
 _WHY: Mapping[str, tuple[str, str]] = {

@@ -135,11 +135,11 @@ def _build_finding(table: Table) -> list[Block]:
     if verdict is None:
         return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]
-    commit = f"commit {declared.commit}" if declared.commit else "no commit"
+    where = f"in commit {declared.commit}" if declared.commit else "and not committed"
     about = (
         f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
-        f"Declared in {commit}, {declared.digest}. All else in this table is exploratory."
+        f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
     )
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
     blocks: list[Block] = [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines))]

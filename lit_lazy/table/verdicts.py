@@ -116,7 +116,7 @@ def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
     agreeing = sum(part.status == verdict.status for part in verdict.parts)
     count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
-    if verdict.status == "undecided" and not any(part.why.startswith(UNLEARNED) for part in verdict.parts):
+    if verdict.status == "undecided" and not any(part.why.endswith(UNLEARNED) for part in verdict.parts):
         seeds, how = verdict.outlook or ("No number of", None)
         reach = "" if how else f" up to {MOST_SEEDS}"
         text += f" {seeds} seeds{reach} would {_WOULD[how]} it, if means and spreads stay."

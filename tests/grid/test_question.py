@@ -95,7 +95,7 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     (first,) = [number for number, line in enumerate(lines) if line.startswith("No row learned the task.")]
     assert lines[first + 1].startswith("Undecided (n = 5): Elastic-Softmax has less mass.")
-    assert lines[first + 2].startswith("- elastic - softmax: undecided, did not learn the task: elastic, softmax: ")
+    assert lines[first + 2].startswith("- elastic - softmax: undecided, elastic and softmax did not learn the task:")
 
     tracker = Tracker(default_uri(runs), runs, "q_mine-backcopy_tiny")
     (parent,) = tracker.find({"kind": "ablation"})

@@ -175,6 +175,8 @@ def test_a_wrong_shape_is_named(x: torch.Tensor, message: str) -> None:
     layer(tokens(), cache)
     with pytest.raises(ValueError, match=message):
         layer(x, cache)
+    with pytest.raises(ValueError, match=r"cache is dict; give a flash_lazy.KeyValueCache"):
+        layer(tokens(), {})  # type: ignore[arg-type]
     assert cache.length == 10
 
 

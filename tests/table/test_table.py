@@ -249,8 +249,9 @@ def test_deterministic_columns_are_not_tested():
     measure = row(result, "b")["metrics"]["parameters"]
     assert (measure["diff"], measure["test"], measure["p"], measure["p_adj"]) == (544.0, "constant", None, None)
     assert "124,000 =" in render_markdown(result)
-    assert "parameters: no test, no spread was measured in the baseline, or in any row beside it." in render_markdown(
-        result
+    assert (
+        "parameters: no test, all seeds of the baseline, or of every other row, have the same value."
+        in render_markdown(result)
     )
 
 
@@ -268,7 +269,7 @@ def test_a_row_at_its_bound_has_a_range_and_no_test():
     assert re.search(r"\| lazy +\|.*\| +0\.0 = \|", text)
     assert re.search(r"\| both +\|.*\| +66\.7 \(0\.0 to 100\.0\) \|", text)
     assert re.search(r"\| some +\| +\+50\.0 \(\+20\.0 to \+90\.0\) \|", text)
-    assert "sink rate: no test, no spread was measured in the baseline, or in any row beside it." in text
+    assert "sink rate: no test, all seeds of the baseline, or of every other row, have the same value." in text
     other = table(rows(*values), observations, (rate,), baseline="too")
     assert row(other, "some")["metrics"]["rate"]["test"] == "t"
     assert "; 2 not tested, without a measured spread" in render_markdown(other)
@@ -375,7 +376,7 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
         "Loss (n = 3): lazy has 0.000 nats in every seed, so there is no test; above it in every seed: "
         "far 5 (0.500 to 5.700), far 4 (0.500 to 4.700), far 3 (0.500 to 3.700), far 2 (0.500 to 2.700) and 3 others."
     ]
-    nothing = ["Loss against lazy: no test, no spread was measured in the baseline, or in any row beside it."]
+    nothing = ["Loss against lazy: no test, all seeds of the baseline, or of every other row, have the same value."]
     for values in ((0.0, 0.0, 0.0), (1e-9, 2e-9, 3e-4)):
         close = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", *values)]
         assert describe_findings(table(rows("lazy", "a"), close, (plotted,))) == nothing, "alike as shown"
@@ -745,7 +746,10 @@ def test_a_row_that_did_not_learn_says_so_first_and_wins_nothing():
     assert [cell[-1] == "*" for cell in last[4:]] == [True, False]
     for text in (render_markdown(result), render_latex(result), render_html(result), *render_html_parts(result)[1:]):
         assert "did not learn (4 of 5)" in text
-        assert "xcess loss: optimum 0.000, chance 0.698 nats; learned below 0.349." in text
+        assert (
+            "xcess loss: optimum 0.000, chance 0.698 nats (the best predictor without attention); learned below 0.349."
+            in text
+        )
     lines = list(csv.DictReader(io.StringIO(result.to_csv())))
     assert {line["variant"]: line["state"] for line in lines} == {
         "lazy": "",

@@ -283,7 +283,7 @@ def test_there_is_no_verdict_while_a_declared_seed_is_missing():
     ("changes", "reasons"),
     [
         ({}, ()),
-        ({"commit": ""}, ("its declaration, or a setting of its experiment, was in no commit before its run",)),
+        ({"commit": ""}, ("its declaration, or its experiment, was not committed before its run",)),
         ({"changed": True}, ("its declaration changed after its run began",)),
         ({"pilot_seeds": (3, 12)}, ("some of its seeds were used in a pilot",)),
     ],
@@ -305,7 +305,7 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
 
 def test_a_table_says_its_verdict_first_or_what_it_still_needs():
     table = table_of({"old": around(2, 0.1), "new": around(1, 0.1)})
-    for commit, where in (("abc", "Declared in commit abc, "), ("", "Declared in no commit, ")):
+    for commit, where in (("abc", "Declared in commit abc (digest "), ("", "Declared and not committed (digest ")):
         assert where in render_markdown(add_verdict(table, dataclasses.replace(DECLARED, commit=commit)))
     done = render_markdown(add_verdict(table, DECLARED)).splitlines()
     assert done[2] == "Supported (n = 5): New is lower than old."

@@ -250,7 +250,7 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
 
 
 def _check_unchanged(request: GridRequest, runs: Path) -> None:
-    """Raise ValueError if the grid has a row with other settings, which the run itself would refuse too."""
+    """Raise ValueError if the grid has rows with other settings, which the run itself would refuse too."""
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
     from lit_lazy.grid.packed import read_settings
@@ -259,10 +259,12 @@ def _check_unchanged(request: GridRequest, runs: Path) -> None:
     former = read_settings(runs / request.grid) or {}
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
-    for name, settings in former.items():
-        changes = describe_changes(settings, to_dict(configs[name])) if name in configs else GONE
-        if changes:
-            raise ChangedRowError(name, changes)
+    found = {
+        name: describe_changes(settings, to_dict(configs[name])) if name in configs else GONE
+        for name, settings in former.items()
+    }
+    if changes := {name: change for name, change in found.items() if change}:
+        raise ChangedRowError(changes)
 
 
 def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":

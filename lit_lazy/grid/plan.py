@@ -36,12 +36,14 @@ UNDERTRAINED_BY = 0.3
 
 
 class ChangedRowError(ValueError):
-    """A row of a grid that has begun would train something else."""
+    """Rows of a grid that has begun would train something else. changes: what changed, by row."""
 
-    def __init__(self, variant: str, changes: str) -> None:
+    def __init__(self, changes: Mapping[str, str]) -> None:
+        (variant, change), *others = changes.items()
+        also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
         super().__init__(
-            f"row {variant!r}: {changes} since this grid began; --fresh moves the former results away, another name= "
-            "in the ablation keeps both"
+            f"row {variant!r}: {change} since this grid began{also}; --fresh moves the former results away, another "
+            "name= in the ablation keeps both"
         )
 
 
@@ -127,7 +129,7 @@ class Plan:
 
         find_changes: says what changed in a row.
 
-        Raises ValueError if the training of a row has changed: a table must not mix the two.
+        Raises ValueError if the trainings of rows have changed: a table must not mix the two.
         """
         if self.schema != former.schema:
             raise ValueError(
@@ -136,6 +138,7 @@ class Plan:
                 "shows them"
             )
         named = {definition: name for name, definition in self.definitions.items()}
+        changes: dict[str, str] = {}
         for row in former.rows:
             renamed = named.get(former.definitions.get(row.variant, ""))
             if row.variant not in self.definitions and renamed is not None:
@@ -144,9 +147,11 @@ class Plan:
                     "cells over, --fresh moves them away"
                 )
             if row.variant not in order:
-                raise ChangedRowError(row.variant, GONE)
-            if self.definitions.get(row.variant) != former.definitions.get(row.variant):
-                raise ChangedRowError(row.variant, find_changes(row.variant))
+                changes[row.variant] = GONE
+            elif self.definitions.get(row.variant) != former.definitions.get(row.variant):
+                changes[row.variant] = find_changes(row.variant)
+        if changes:
+            raise ChangedRowError(changes)
         rows = {row.variant: row for row in former.rows}
         for row in self.rows:
             known = rows.get(row.variant, row)

@@ -58,6 +58,15 @@ def test_a_row_that_is_another_training_is_refused() -> None:
         PLAN.merge(former, ["softmax", "lazy"], str)
 
 
+def test_all_rows_that_are_another_training_are_named() -> None:
+    former = replace(PLAN, definitions={"lazy": "x", "softmax": "c"})
+    also = r" since this grid began \(also changed: 'softmax'\); --fresh"
+    with pytest.raises(ValueError, match=f"^row 'lazy': lazy{also}"):
+        PLAN.merge(former, ["softmax", "lazy"], str)
+    with pytest.raises(ValueError, match=f"^row 'lazy': was removed from the ablation{also}"):
+        PLAN.merge(former, ["softmax"], str)
+
+
 def test_a_row_with_another_name_is_refused_with_both() -> None:
     """As of an axis that showed a number's rounding error."""
     former = replace(

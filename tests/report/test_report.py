@@ -463,7 +463,9 @@ class TestFromPython:
         assert row.metrics["loss/excess"].mean == pytest.approx(mean)
 
     def test_a_grid_that_is_not_there_is_named(self, store: Path) -> None:
-        with pytest.raises(ValueError, match=rf"results='doo': .* holds no such ablation .did you mean duo..; it has {ID}; "):
+        with pytest.raises(
+            ValueError, match=rf"results='doo': .* holds no such ablation .did you mean duo..; it has {ID}; "
+        ):
             results("doo", runs=store)
 
     def test_the_ablations_name_is_enough_for_its_only_grid(

@@ -424,7 +424,9 @@ def find_files(field: str, given: str) -> tuple[Path, ...]:
         found = [root]
     else:
         found = [Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file()]
-        require(bool(found), field, given, "is no file or folder, and as a glob it matches no file; give text that exists")
+        require(
+            bool(found), field, given, "is no file or folder, and as a glob it matches no file; give text that exists"
+        )
     for path in found:
         require(path.suffix in FORMATS, field, str(path), f"unknown file type; give {', '.join(FORMATS)}")
     require(any(path.stat().st_size for path in found), field, given, "is empty; give files with text")

@@ -31,7 +31,7 @@ def check_field_names(overrides: Sequence[str]) -> None:
 def _read_fields() -> dict[str, list[str]]:
     """The fields of each class of settings, by its name."""
     return {
-        node.name: [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]
+        node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
         for node in ast.parse(SCHEMA.read_text()).body
         if isinstance(node, ast.ClassDef)
     }

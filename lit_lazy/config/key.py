@@ -84,7 +84,7 @@ def hash_model(path: str) -> str:
     except OSError as error:
         raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        problem = describe_exception(error)
+        problem = str(error) if isinstance(error, ValueError) else describe_exception(error)
         fix = "give a final.ckpt, and import the file that defines a custom class of its model"
         raise ValueError(f"init_from={path!r}: {problem}; {fix}") from None
 

@@ -367,7 +367,8 @@ def test_a_running_point_whose_settings_its_worker_draws_is_shown(runs: Path, tm
     (entry,) = queue.entries("running")
     supervisor = launch.Supervisor(grid, launch.LaunchOptions(workers=1, threads=1), queue, Console(file=shown))
     (folder := grid.folder / "cells" / entry.run).mkdir(parents=True)
-    records = [{"step": step, "milliseconds": step, "metrics": {"train/loss": 2.0}} for step in range(4)]
+    now = round(1000 * time.time())
+    records = [{"step": step, "milliseconds": now, "metrics": {"train/loss": 2.0}} for step in range(4)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert supervisor._describe_running(entry).endswith(": step 3, loss 2.000")
 

@@ -130,7 +130,7 @@ def test_two_calls_compute_the_function(kv_heads):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_flex_attention_accepts_the_two_calls(monkeypatch, kv_heads):
     """Without compilation, which takes minutes; FlexAttention's internal torch.compile still runs, eagerly."""
     torch_compile = torch.compile

@@ -112,6 +112,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["dbias"] == 4 * 16 * 512 * 33  # two programs of a kv head for each of its 264 / 16 places
 
 
+@pytest.mark.long
 def test_a_default_configuration_compiles_within_its_limits():
     code = (
         "import json; from bench.compile_report import compile_kernel; "

@@ -6,4 +6,4 @@ import sys
 
 if __name__ == "__main__":
     gc.disable()
-    runpy.run_module(sys.argv[1], run_name="__main__")
+    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 import torch
@@ -164,6 +165,7 @@ def find_peak_flops() -> tuple[str, float]:
     return name, PEAKS[name]
 
 
+@cache
 def measure_cpu_flops() -> float:
     """FLOP/s of a product of matrices in fp32 on this machine's CPU, with the threads that torch uses.
 

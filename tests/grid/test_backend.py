@@ -60,6 +60,7 @@ def read_labels(runs: Path) -> list[str]:
     return [json.loads(path.read_text())["labels"]["backend"] for path in results]
 
 
+@pytest.mark.long
 def test_a_portable_grid_stays_portable_until_it_starts_again(
     runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(
     assert read_labels(runs) == ["chunked", "chunked"]
 
 
+@pytest.mark.long
 def test_a_grid_of_an_earlier_version_is_portable(
     runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
 ) -> None:

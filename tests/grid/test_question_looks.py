@@ -67,6 +67,7 @@ def seeds(table: Table) -> dict[str, list[int]]:
     return {row.variant: row.seeds for row in table.rows}
 
 
+@pytest.mark.long
 def test_only_rows_with_an_open_contrast_go_on(
     tmp_path: Path, runs: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,7 @@ def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pyt
     shutil.rmtree(store / ID)
 
 
+@pytest.mark.long
 def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_path: Path) -> None:
     file = tmp_path / "new" / "linked.html"
     assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0

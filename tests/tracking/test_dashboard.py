@@ -141,6 +141,7 @@ class TestPages:
             chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
             assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title
 
+    @pytest.mark.long
     def test_a_dead_row_flattens_nothing_and_is_named(self, runs, links, browser) -> None:
         ui_url = links["runs"].partition("/#")[0]
         (made,) = [e for e in find_experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
@@ -158,6 +159,7 @@ class TestPages:
             assert [excess * times for times in ON_THE_WAY.values()] in drawn, "as measured, not smoothed"
         assert browser.evaluate(f"{chart}.layout.yaxis.type") == "log"
 
+    @pytest.mark.long
     def test_the_fourth_draws_a_line_per_cell_through_the_axes(self, links, browser) -> None:
         opened(browser, links["parallel coordinates"], screenshots.DRAWN)
         titles = "[...chart.querySelectorAll('.dimension .label')].map(title => title.textContent)"

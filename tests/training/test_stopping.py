@@ -135,6 +135,7 @@ def test_outside_of_the_training_a_signal_stops_at_once(
     ("hook", "step", "kept"),
     [("on_train_batch_start", 4, 6), pytest.param("on_validation_start", 14, 14, marks=pytest.mark.long)],
 )
+@pytest.mark.long
 def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_path: Path) -> None:
     two = Execution(devices=2)
     with pytest.raises(KeyboardInterrupt):

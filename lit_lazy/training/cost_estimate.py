@@ -169,7 +169,7 @@ def find_peak_flops() -> tuple[str, float]:
 def measure_cpu_flops() -> float:
     """FLOP/s of a product of matrices in fp32 on this machine's CPU, with the threads that torch uses.
 
-    A training is slower; SmolLM2's in `ablations/adapt.py` has 80 to 90 % of it.
+    A training is slower: it does more than products of matrices.
     """
     size, passes = 1024, 0
     a, b = torch.rand(2, size, size)

@@ -410,7 +410,7 @@ def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path)
     assert (folder / "mine.png").read_text() == "of another model"
 
 
-@pytest.mark.parametrize("command", ["diagnose", "evaluate"])
+@pytest.mark.parametrize("command", [pytest.param("diagnose", marks=pytest.mark.long), "evaluate"])
 def test_data_that_have_changed_since_the_training_are_told(
     command: str, trained: Path, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

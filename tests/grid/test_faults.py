@@ -227,6 +227,7 @@ def waits_for_space(command: Sequence[str], frees: Callable[[], None], names: st
     assert "thereisspaceagain:resuming" in told
 
 
+@pytest.mark.long
 def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
     """Results, checkpoints and both databases on a small disk that fills up when training starts."""
     with small_disk(tmp_path / "small", "size=64m") as runs:

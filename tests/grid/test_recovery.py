@@ -232,7 +232,7 @@ def test_a_cell_that_mlflow_and_its_folder_have_lost_is_trained_again(made: Made
     assert (made.runs / ID / "table.csv").read_text() == table
 
 
-@pytest.mark.parametrize("is_made", [True, False])
+@pytest.mark.parametrize("is_made", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_database_that_was_lost_is_said_to_be(is_made: bool, made: Made, empty_store: Path, capsys: Any) -> None:
     (made.runs / "mlflow.db").write_bytes(empty_store.read_bytes() if is_made else b"")
     forget_databases()
@@ -296,7 +296,10 @@ def test_whichever_file_is_damaged_the_table_is_as_it_was_or_one_line_says_why_n
             assert (made.runs / ID / "table.csv").read_text() == table, file
 
 
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [pytest.param(KeyboardInterrupt(), 130, marks=pytest.mark.long), (OSError(errno.ENOSPC, "full"), 1)],
+)
 def test_a_report_that_was_cut_off_is_written_by_the_next(
     error: BaseException, status: int, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ class TestClosedForms:
     """Section "closed forms" of the method, for every backend."""
 
     @pytest.mark.parametrize("threshold", THRESHOLDS)
-    @pytest.mark.parametrize("renormalise", [False, True])
+    @pytest.mark.parametrize("renormalise", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_zero_tau_is_softmax_attention(self, backend, threshold, renormalise):
         case = draw(3, threshold=threshold, renormalise=renormalise, group=2, length=17)
         case = replace(case, tau=0 * case.tau).to(widest_dtype(backend))
@@ -110,7 +110,7 @@ class TestClosedForms:
         assert out[:, :, 0].count_nonzero() == 0
         assert all(grads[name].count_nonzero() == 0 for name in grads)
 
-    @pytest.mark.parametrize("sigma", [0.485, pytest.param(1.0, marks=pytest.mark.long), 2.0])
+    @pytest.mark.parametrize("sigma", [0.485, *(pytest.param(sigma, marks=pytest.mark.long) for sigma in (1.0, 2.0))])
     def test_gaussian_scores(self, backend, sigma, monkeypatch):
         keys = 1_000_000
         if backend == "triton":

@@ -11,7 +11,7 @@ import socket
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
@@ -65,12 +65,11 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     return runs
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _every_variant(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After the grid has run, reports draw the figures of every variant."""
-    request.getfixturevalue("store")
+@contextmanager
+def figures_of_variants(most: int) -> Iterator[None]:
+    """Reports draw these many variants; elsewhere in these tests none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_lazy.report.page.MOST_VARIANTS", 30)
+        patch.setattr("lit_lazy.report.page.MOST_VARIANTS", most)
         yield
 
 
@@ -86,7 +85,8 @@ def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("page")
     parent = find_parent(tracker)
     table, drawn = write_table(tracker, parent, folder)
-    page, *more = write_report(tracker, parent, folder, table, drawn)
+    with figures_of_variants(30):
+        page, *more = write_report(tracker, parent, folder, table, drawn)
     assert page == folder / "report.html"
     of_trainings = ("tau_over_training", "sink_over_training")
     assert more == [folder / f"{name}.{kind}" for name in of_trainings for kind in ("png", "svg")]
@@ -181,7 +181,8 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
 
 def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (store / ID).exists()
-    assert main(["report", ID, "--runs", str(store)]) == 0
+    with figures_of_variants(30):
+        assert main(["report", ID, "--runs", str(store)]) == 0
     path = store / ID / "report.html"
     assert str(path) in capsys.readouterr().out
     assert path.read_text() == page
@@ -191,7 +192,8 @@ def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pyt
 @pytest.mark.long
 def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_path: Path) -> None:
     file = tmp_path / "new" / "linked.html"
-    assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
+    with figures_of_variants(30):
+        assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
     found = [link for link in Reader(linked).links if not link.startswith("#")]
     parent = find_parent(tracker)
@@ -276,7 +278,8 @@ class Kept:
         return run_id
 
     def report(self) -> Reader:
-        return Reader(render_report(self.tracker, self.parent))
+        with figures_of_variants(30):
+            return Reader(render_report(self.tracker, self.parent))
 
 
 @pytest.fixture
@@ -347,7 +350,8 @@ def test_many_variants_are_folded(kept: Kept) -> None:
     kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", *names))))
     for name in names:
         kept.cell(name, 0, TAU)
-    page = render_report(kept.tracker, kept.parent)
+    with figures_of_variants(30):
+        page = render_report(kept.tracker, kept.parent)
     assert page.count("<small>seed 0</small></summary>") == 4
     assert "<details open>" not in page
 
@@ -417,10 +421,14 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
     assert browser.errors == []
 
 
-def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
-    page = render_report(tracker, find_parent(tracker))
+def test_of_very_many_variants_the_first_have_figures(kept: Kept) -> None:
+    kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", ODD))))
+    for name in ("softmax", ODD):
+        kept.cell(name, 0, TAU)
+    with figures_of_variants(1):
+        page = render_report(kept.tracker, kept.parent)
     assert page.count("</small></summary>") == 1
+    assert "<summary>softmax" in page
     assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
 
 
@@ -543,10 +551,7 @@ def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, 
     return forked.run_in_fork(work)
 
 
-def test_a_read_only_archive_is_read(
-    store: Path, archive: Path, tmp_path: Path, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 0)
+def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path, tracker: Tracker) -> None:
     table = render_markdown(build_table_from_mlflow(tracker, find_parent(tracker)))
     hidden = store.rename(store.with_name("hidden"))
     try:

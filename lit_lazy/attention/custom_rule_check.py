@@ -63,7 +63,7 @@ def probe_attention(
 ) -> None:
     """Raises a one-line ValueError with the fix if a normaliser's attention violates its contract.
 
-    Checks the shape of `output` and a gradient for each trained parameter.
+    Checks the shape of `output`, causality, and a gradient for each trained parameter.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device, dtype)
@@ -72,6 +72,9 @@ def probe_attention(
         if not isinstance(out, Tensor) or out.shape != q.shape:
             got = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise ValueError(f"{name}.output returns {got} for heads {list(q.shape)}; return the same shape")
+        changed = (torch.cat([x[:, :, :-1], 1 - 3 * x[:, :, -1:]], 2) for x in (q, k, v))
+        if not torch.allclose(out[:, :, :-1], attend(*changed)[:, :, :-1], rtol=1e-4, atol=1e-6):
+            raise ValueError(f"{name} lets a later token change an earlier row; compute each row from its own scores")
         if not parameters:
             return
         if out.requires_grad:

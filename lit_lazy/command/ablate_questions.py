@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     summary = "run the missing cells of every question, the cheapest question first"
-    parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True)
+    parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True, resumes=True)
     parser.add_argument(
         "--limit",
         metavar="90m",

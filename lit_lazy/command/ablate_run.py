@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True)
+    parser = add_command(
+        commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True, resumes=True
+    )
     parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
     parser.add_argument(

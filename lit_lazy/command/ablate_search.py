@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "search", ablate_search, "search the best values of continuous settings", takes_overrides=True
+        commands,
+        "search",
+        ablate_search,
+        "search the best values of continuous settings",
+        takes_overrides=True,
+        resumes=True,
     )
     parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a search in ablations/ or a .py file")
     add_base(parser)

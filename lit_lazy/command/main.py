@@ -148,7 +148,8 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         return 1
     except KeyboardInterrupt:
         without = " without --fresh" if "--fresh" in words else ""
-        print(f"interrupted; the same command{without} resumes", file=sys.stderr)
+        resumption = f"; the same command{without} resumes" if options.resumes else ""
+        print(f"interrupted{resumption}", file=sys.stderr)
         return 130
     except Warning as warning:
         return report_user_error(

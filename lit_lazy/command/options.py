@@ -50,9 +50,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False
+    commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False, resumes: bool = False
 ) -> argparse.ArgumentParser:
-    """Add a command's parser, without options. action: takes the parsed and the remaining ones, returns exit status."""
+    """Add a command's parser, without options.
+
+    action: takes the parsed and the remaining options and returns the exit status. resumes: whether an interrupted
+    command continues where it was when it is given again.
+    """
     parser = commands.add_parser(
         name,
         help=text,
@@ -61,7 +65,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=action, takes_overrides=takes_overrides, name=parser.prog)
+    parser.set_defaults(command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog)
     return parser
 
 

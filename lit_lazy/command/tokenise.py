@@ -7,7 +7,7 @@ from lit_lazy.command.options import Commands, add_command, add_experiment, posi
 
 def add_to(commands: Commands) -> None:
     summary = "tokenise an experiment's text ahead of training"
-    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True)
+    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
     add_experiment(parser)
     parser.add_argument(
         "--processes",

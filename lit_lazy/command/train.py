@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True)
+    parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
     add_experiment(parser)
     add_threads(parser)
     parser.add_argument(

@@ -187,13 +187,18 @@ def sample_validation(source: DataSource, sequences: int = SAMPLE) -> list[Batch
 
 @torch.no_grad()
 def measure(
-    model: DecoderLM, batches: Iterable[Batch], maps: Maps | None = STRONGEST, sample: int = SAMPLE
+    model: DecoderLM,
+    batches: Iterable[Batch],
+    maps: Maps | None = STRONGEST,
+    sample: int = SAMPLE,
+    advance: Callable[[int], None] = lambda _tokens: None,
 ) -> Diagnostics:
     """All arrays of a model on the first `sample` sequences of batches, in fp32, on the model's device.
 
     batches: with `tokens` and `targets`, `[B, T]`, and equal T. With `place` (documents do not see each other), only
-    the first document of each sequence is measured. maps: weight matrices to store; None for none. The division into
-    batches has no effect beyond rounding, and the model is restored to its former state.
+    the first document of each sequence is measured. maps: weight matrices to store; None for none. advance: called
+    with the number of tokens of each part that was measured. The division into batches has no effect beyond rounding,
+    and the model is restored to its former state.
     Raises a one-line ValueError if the positions or the bias do not support T tokens.
     """
     if maps is not None:
@@ -205,6 +210,7 @@ def measure(
     with evaluation_mode(model):
         for part in zip(tokens.split(step), targets.split(step), counted.split(step), strict=True):
             accumulator.add(*part)
+            advance(part[0].numel())
         arrays = accumulator.arrays()
         if maps is not None and model.attentions:
             weight, share = arrays["sink/weight"][..., 0], arrays["sink/share"][..., 0]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lit_lazy.attention import Eviction
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import load_experiment
@@ -94,9 +95,10 @@ class Request:
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
     """Measure a checkpoint, its model at init, and the checkpoint at other lengths; write, log and print the results.
 
-    With overrides the changed model is measured, and the checkpoint's beside it in place of the model at init. Raises a
-    one-line ValueError, before creating anything, if the checkpoint, a layer, a head, the data or a length is invalid;
-    UnfinishedError if MLflow does not store the results, which then are in the folder.
+    With overrides the changed model is measured, and the checkpoint's beside it in place of the model at init. An
+    imported model, or one that continues the training of another, has none beside it. Raises a one-line ValueError,
+    before creating anything, if the checkpoint, a layer, a head, the data or a length is invalid; UnfinishedError if
+    MLflow does not store the results, which then are in the folder.
     """
     trained = checkpoints.load(request.checkpoint)
     cfg = trained.cfg
@@ -118,14 +120,20 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         console(f"raising the threshold of each head until the loss is {request.rise:g} nats higher")
         batch = sample_validation(sources[""], request.sequences)[0]
         raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
-    other = {"init/": LitLM(**module.hparams)} if same else {"before/": trained}
-    measured = measure_all({"": module} | other, sources, taus, request, console)
+    reference = build_reference(request.checkpoint, trained) if same else {"before/": trained}
+    measured = measure_all({"": module} | reference, sources, taus, request, console)
     metrics = measured.scalars() | compute_metrics(measured)
     files = write_results(measured, metrics, sources, request)
     console(f"\n{format_table(metrics, measured.prefixes)}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
+
+
+def build_reference(checkpoint: Path, trained: LitLM) -> dict[str, LitLM]:
+    """The model at init as `init/`; {} if the training began from another model's weights."""
+    begins_elsewhere = trained.cfg.init_from or not read_checkpoint(checkpoint)["global_step"]
+    return {} if begins_elsewhere else {"init/": LitLM(**trained.hparams)}
 
 
 def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
@@ -183,7 +191,7 @@ def measure_all(
 ) -> Diagnostics:
     """Measure each module on the first source under its own prefix, and the first module at other lengths.
 
-    modules: the model of interest as "", then it before its training (`init/`) or before a change (`before/`). Each
+    modules: the model of interest as "", then perhaps it before its training (`init/`) or a change (`before/`). Each
     measurement takes seconds to minutes and is announced on the console.
     """
     device = select_training_device()
@@ -201,9 +209,9 @@ def measure_all(
         measured = measured_by.get(prefix, model)
         progress.begin(f"{titles.get(prefix, titles[''])}: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
-        arrays = dict(measure(measured, sample, maps, request.sequences).arrays)
+        arrays = dict(measure(measured, sample, maps, request.sequences, progress.advance).arrays)
         arrays |= lengths.compute_length_arrays(measured, length)
-        progress.end(n * length)
+        progress.end()
         if not prefix:
             arrays |= tau_history(taus)
         if request.eviction is not None and measured is model:
@@ -218,28 +226,42 @@ _STATES = {"init/": "the untrained model", "before/": "the model before the chan
 """What is measured, by prefix."""
 
 
+REPORT_SECONDS = 20.0
+"""At least between two lines on a measurement that goes on."""
+
+
 class _Progress:
-    """Announces each measurement, with the speed so far and the remaining time."""
+    """Announces each measurement, and where it is, with the speed so far and the remaining time."""
 
     def __init__(self, tokens: Sequence[int], others: int, console: Callable[[str], None]) -> None:
         """tokens: tokens of each measurement. others: number of measurements of another speed; if there are any, no
         remaining time is estimated."""
         self.left, self.total, self.others, self.console = sum(tokens), len(tokens) + others, others, console
         self.number, self.tokens, self.seconds = 0, 0, 0.0
-        self._start = time.monotonic()
+        self._start = self._reported = time.monotonic()
 
     def begin(self, measurement: str) -> None:
         self.number += 1
-        self._start = time.monotonic()
+        self._start = self._reported = time.monotonic()
+        self._report(measurement)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens of a measurement that goes on."""
+        self.tokens, self.left = self.tokens + tokens, self.left - tokens
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self.end()
+            self._start = self._reported = time.monotonic()
+            self._report(f"{self.tokens:,} of {self.tokens + self.left:,} tokens done")
+
+    def end(self) -> None:
+        self.seconds += time.monotonic() - self._start
+
+    def _report(self, text: str) -> None:
         speed = ""
-        if self.tokens:
+        if self.tokens and self.seconds:
             left = format_duration(self.left * self.seconds / self.tokens)
             speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{'' if self.others else f', {left} left'})"
-        self.console(f"measuring {self.number} of {self.total}, {measurement}{speed}")
-
-    def end(self, tokens: int) -> None:
-        self.tokens, self.left = self.tokens + tokens, self.left - tokens
-        self.seconds += time.monotonic() - self._start
+        self.console(f"measuring {self.number} of {self.total}, {text}{speed}")
 
 
 def compute_metrics(measured: Diagnostics) -> dict[str, float]:

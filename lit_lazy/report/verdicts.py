@@ -81,7 +81,7 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_sink_2": Phrase(
             "No single part of it is needed to remove the sink", "where the weights sum to 1 the sink stays"
         ),
-        "q_sink_tasks": Phrase("It leaves less than a quarter of the sink on five chains"),
+        "q_sink_tasks": Phrase("It leaves as little on five chains"),
         "q_mask": Phrase("It leaves less than a quarter of BOS's sink at four places"),
         "q_null": Phrase("Its mass shows absent keys better than its rivals' does", "softpick's does so better"),
     },
@@ -91,8 +91,8 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_matched": Phrase("It is no worse than a softmax over as many keys"),
     },
     "Loss on text": {
-        "q_text": Phrase("Its loss on text is lower than softmax's"),
-        "q_text_rates": Phrase("It is also lower after 600 steps"),
+        "q_text": Phrase("Its loss on text is 0.029 bits/byte below softmax's"),
+        "q_text_rates": Phrase("After 600 steps it is 0.061 below"),
         "q_window": Phrase(
             "It beats softmax within a short window",
             "within 16 keys softmax is 0.036 bits/byte better",
@@ -101,10 +101,10 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_lasts": Phrase("Its gain lasts in longer trainings", "twice the steps cost it 0.012 bits/byte"),
     },
     "Bias and positions": {
-        "q_bias_gain": Phrase("A learned bias lowers the loss"),
+        "q_bias_gain": Phrase("A learned bias lowers the loss by 0.013"),
         "q_bias_range": Phrase("A bias over 8 distances suffices"),
         "q_position": Phrase("That bias, with RoPE, finds keys among distractors"),
-        "q_rope_base": Phrase("Its loss depends less on RoPE's base than softmax's"),
+        "q_rope_base": Phrase("Over RoPE's bases its loss rises 0.017 less than softmax's"),
     },
     "Length and streaming": {
         "q_length": Phrase(
@@ -118,8 +118,8 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
     },
     "A trained model": {
         "q_adapt_loss": Phrase("SmolLM2 keeps its loss", "after 66,000 tokens it is 0.22 nats higher"),
-        "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of its heads keep one, 59 % had one"),
-        "q_adapt_sparsity": Phrase("SmolLM2 becomes sparser than random scores"),
+        "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of heads and sequences keep one, 59 % had one"),
+        "q_adapt_sparsity": Phrase("SmolLM2 becomes 2.9 points sparser than random scores"),
     },
     "Cost": {"q_cost": Phrase("On a CPU it trains at softmax's cost")},
 }
@@ -245,7 +245,7 @@ def _get_declaration(table: Table) -> Declaration:
 def _build_answers(found: Sequence[QuestionResult]) -> list[Block]:
     """A table per subject, with a line per question."""
     by_name = {result.table.ablation: result.table for result in found}
-    header = ("Question", "Claim", "Verdict", "Decided by", "n", "First attempt", "Core-hours")
+    header = ("Question", "Claim", "Verdict", "Decided by", "n", "Follows", "Core-hours")
     blocks: list[Block] = []
     for subject, group in groupby(_select_latest(found), key=lambda result: _find_subject(result.table.ablation)[0]):
         rows = tuple(_build_answer(result.table, by_name) for result in group)
@@ -286,13 +286,14 @@ _SUBJECT = (
 )
 _PROCEDURE = (
     "Each question is declared before its run: a claim, one primary outcome, at most five contrasts (such as a "
-    "difference between variants), a margin within which a difference counts as none, a rule, all seeds, and the "
+    "difference between variants), a margin (the smallest difference that matters), a rule, all seeds, and the "
     "looks: the numbers of seeds after which it may be decided (docs/method.md, section 10). At each look every "
     "contrast is a difference per seed, or a statement that holds in a seed or not; only what is open is trained "
     "further. The verdict is one of:"
 )
 _VERDICTS = (
-    "Supported: every contrast is shown to satisfy the rule. At most 2.5 % of claims with a false contrast are, if "
+    "Supported: every contrast is shown to satisfy the rule. A claimed difference is shown to have its sign; it may be "
+    "smaller than the margin. At most 2.5 % of claims with a false contrast are, if "
     "outcomes are normal, and up to 12 % if they are very skewed (docs/results/looks.md). The "
     "interval that shows it is shorter than the simultaneous one that is printed: in the figures it is the thick part.",
     "Refuted: at least one contrast is shown to violate it. A claimed difference is not there by the margin, a claimed "
@@ -304,8 +305,9 @@ _VERDICTS = (
 _SCOPE = (
     "All other results in a question's table are exploratory. The models have 50,000 to a million parameters, but for "
     "SmolLM2-135M, a trained one: the results are evidence about the mechanism on these tasks, not about language "
-    "models that are trained with it. A question that was asked again has other seeds. Questions with n = 5, and first "
-    "attempts, were judged by rules that needed too many seeds: their details below have what those rules said. "
+    "models that are trained with it. A question that follows another has other seeds, and sometimes another claim. "
+    "Questions with n = 5, and first attempts, were judged by rules that needed too many seeds: their details below "
+    "have what those rules said. "
     "Decided by: the contrast on which the verdict turns, with its simultaneous interval. Core-hours: trainings and "
     "evaluations; trainings that two questions share count once. "
     "Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md"

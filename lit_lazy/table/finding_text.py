@@ -176,7 +176,8 @@ def _format_n(summary: Summary) -> str:
 
 
 def _format_heading(table: Table, column: Column) -> str:
-    return f"{_capitalise_title(column)} against {table.baseline}"
+    exploratory = " (exploratory)" if table.primary not in (None, column.key) else ""
+    return f"{_capitalise_title(column)}{exploratory} against {table.baseline}"
 
 
 def _capitalise_title(column: Column) -> str:

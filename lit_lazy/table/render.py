@@ -45,9 +45,13 @@ MOST_PRINTED = 60
 
 
 def render_summary(table: Table, whole: Path, width: int = 120) -> str:
-    """The finding, the warnings, the primary column with differences and why cells failed; else as `render_text`."""
+    """The finding, the warnings, the primary column with its differences and contrasts, and why cells failed.
+
+    width, whole: as in `render_text`.
+    """
+    blocks = [*_build_opening(table), *_build_primary_means(table), *_build_primary_contrasts(table)]
     failures = [BulletList(tuple(items)) for items in [_list_unfinished(table, ["failed"])] if items]
-    return _render_short([*_build_opening(table), *_build_primary_means(table), *failures], whole, width)
+    return _render_short([*blocks, *failures], whole, width)
 
 
 def render_text(table: Table, whole: Path, width: int = 120) -> str:
@@ -286,6 +290,15 @@ def _build_primary_means(table: Table) -> list[Block]:
     ]
     header = ("Variant", *states, "n", column.heading, f"Δ to {table.baseline}")
     return [Tabular(header, tuple(rows), 1 + len(states))]
+
+
+def _build_primary_contrasts(table: Table) -> list[Block]:
+    """The contrasts of the same column, such as main effects; a question's are part of its verdict."""
+    if not (table.contrasts and table.main_columns) or table.declaration is not None:
+        return []
+    column = table.main_columns[0]
+    cells = [(contrast.name, format_effect(contrast.metrics[column.key], column)) for contrast in table.contrasts]
+    return [_build_effects_table("Contrast", [column], cells)]
 
 
 def _format_n(row: TableRow) -> str:

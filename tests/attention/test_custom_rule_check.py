@@ -54,6 +54,14 @@ BROKEN = {
         module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
         "with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)",
     ),
+    "looks ahead": (
+        module(lambda _, s, _rows: s.relu() * (s.amax(-2, keepdim=True) > 1), can_zero=True),
+        "Mine lets a later token change an earlier row; compute each row from its own scores",
+    ),
+    "looks ahead in queries": (
+        module(plain, queries=lambda _, call: call.q + call.q.mean(2, keepdim=True)),
+        "lets a later token change an earlier row",
+    ),
     "output": (module(plain, output=lambda _, out: out.mean(1)), "Mine.output returns [2, 7, 4] for heads"),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
     "detached": (

@@ -20,6 +20,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.report.checkpoint import Request, diagnose
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -408,6 +409,34 @@ def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path)
     assert not (folder / "tau_by_layer.png").exists()
     assert not (folder / "bias_curves.svg").exists()
     assert (folder / "mine.png").read_text() == "of another model"
+
+
+def test_a_long_measurement_says_where_it_is(
+    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lit_lazy.report.checkpoint.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("lit_lazy.measure.diagnostics.TOKENS_AT_ONCE", 16)
+    monkeypatch.setattr("lit_lazy.report.checkpoint.draw_run_figures", lambda *_: {})
+    said: list[str] = []
+    diagnose(Request(trained, sequences=2, out=tmp_path / "out", runs=runs), said.append)
+    lines = [re.sub(r"[\d,]+ tokens/s, \d+:\d\d", "", line) for line in said if "done" in line]
+    assert lines == [
+        "measuring 1 of 2, 16 of 64 tokens done ( left)",
+        "measuring 1 of 2, 32 of 64 tokens done ( left)",
+        "measuring 2 of 2, 48 of 64 tokens done ( left)",
+        "measuring 2 of 2, 64 of 64 tokens done ( left)",
+    ]
+
+
+def test_an_interrupt_promises_no_resumption(
+    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_lazy.report.checkpoint.measure_all", interrupt)
+    assert main(["diagnose", str(trained), "--runs", str(runs)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("command", [pytest.param("diagnose", marks=pytest.mark.long), "evaluate"])

@@ -17,7 +17,7 @@ from subwords import bpe
 
 from lit_lazy.command.main import main
 from lit_lazy.model.import_.folder import MOST_HEADER
-from lit_lazy.report.checkpoint import Request, load_sources
+from lit_lazy.report.checkpoint import Request, build_reference, load_sources
 from lit_lazy.support import disk, memory
 from lit_lazy.training import checkpoints
 
@@ -269,6 +269,7 @@ def test_every_command_takes_an_imported_model(place: Path, capsys: pytest.Captu
     changed = checkpoints.change_settings(trained.cfg, data)
     sources = load_sources(request, trained, changed.data, trained.model)
     assert [source.context_length for source in sources.values()] == [16, 32]
+    assert build_reference(Path(model), trained) == {}, "it had no beginning here"
     assert main(["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     assert main(["export", model, "out"]) == 0
     assert "| trained | elsewhere, then imported |" in (place / "out" / "README.md").read_text()

@@ -38,7 +38,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
     assert main(command) == 1
     out = capsys.readouterr().out
-    assert "5 cells, 0 already finished, 5 enqueued" in out
+    assert "5 cells, 0 already finished, 5 to train" in out
     assert "4/5 cells done, 0 running, 1 failed" in out
     table = json.loads((runs / ID / "table.json").read_text())
     rows = {row["variant"]: row for row in table["rows"]}
@@ -51,7 +51,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     assert len(done) == 4
 
     assert main(command) == 1
-    assert "5 cells, 4 already finished, 1 enqueued" in capsys.readouterr().out
+    assert "5 cells, 4 already finished, 1 to train" in capsys.readouterr().out
     after = {
         cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
     }
@@ -174,7 +174,7 @@ def test_fresh_moves_the_former_results_away(runs: Path, pair: str, capsys: pyte
     assert main([*command, "--fresh"]) == 0
     out = capsys.readouterr().out
     assert "the former results are in" in out
-    assert "1 cells, 0 already finished, 1 enqueued" in out
+    assert "1 cells, 0 already finished, 1 to train" in out
     aside = [path for path in runs.iterdir() if ".until-" in path.name]
     assert len(list(aside[0].glob("cells/*/result.json"))) == 1
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")

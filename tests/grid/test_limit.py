@@ -54,7 +54,7 @@ def test_a_grid_ends_between_cells_and_resumes(
     assert [run.info.status for run in client.search_runs([number], "tags.kind = 'ablation'")] == ["KILLED"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "4 cells, 1 already finished, 0 enqueued" in out
+    assert "4 cells, 1 already finished, 3 to train" in out
     assert [run.info.status for run in client.search_runs([number], "tags.kind = 'ablation'")] == ["FINISHED"]
 
 

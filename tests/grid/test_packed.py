@@ -109,6 +109,7 @@ def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
     assert trained.run(elsewhere, "--results", str(half)) == 0
     out = capsys.readouterr().out
     assert f"2 of 4 cells are taken from half.xz of {ID} (commit " in out
+    assert "4 cells, 0 already finished, 2 taken, 2 to train" in out
     assert "4/4 cells done" in out
     table, (note,) = read_table(elsewhere)
     assert table == read_table(trained.runs)[0]

@@ -257,7 +257,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     command = ["ablate", "search", rates, "--runs", str(runs), "--workers", "2"]
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "5 points, 0 already finished, 5 enqueued" in out
+    assert "5 points, 0 already finished, 5 to train" in out
     assert "5/5 cells done" in out
     assert "best " in out
     first = {row["point"]: row for row in points_of(runs)}
@@ -265,7 +265,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     results = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
 
     assert main([*command[:-1], "1", "--trials", "8"]) == 0
-    assert "8 points, 5 already finished, 3 enqueued" in capsys.readouterr().out
+    assert "8 points, 5 already finished, 3 to train" in capsys.readouterr().out
     rows = {row["point"]: row for row in points_of(runs)}
     assert sorted(rows) == list("01234567")
     assert {number: rows[number] for number in first} == first

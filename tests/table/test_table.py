@@ -851,6 +851,25 @@ def test_a_summary_has_the_finding_and_the_primary_column():
     assert re.search(r"\+0\.0099 ±0\.000\d, p<0\.001\*$", lines[1])
 
 
+def test_a_summary_has_the_primary_outcome_s_contrasts_and_names_the_rest_exploratory():
+    noise = np.random.default_rng(0).normal
+    values = {"lazy": 1.0, "b": 2.0}
+    observations = [
+        cell(name, s, at + 0.1 * noise(), sparsity=0.1 * at + 0.01 * noise())
+        for name, at in values.items()
+        for s in range(5)
+    ]
+    columns = (replace(LOSS, plotted=True), replace(SPARSITY, plotted=True))
+    contrasts = [Contrast("main effect", {"b": 1, "lazy": -1})]
+    result = table(rows(*values, seeds=range(5)), observations, columns, primary=("loss",), contrasts=contrasts)
+    text = render_summary(result, Path("table.md"))
+    assert re.search(r"^Contrast +Δ loss", text, re.M)
+    assert re.search(r"^main effect +\+[01]\.\d+ ±", text, re.M)
+    loss, sparsity = describe_findings(result)
+    assert loss.startswith("Loss against lazy (n = 5): ")
+    assert sparsity.startswith("Sparsity (exploratory) against lazy (n = 5): ")
+
+
 @pytest.mark.parametrize("ending", ["md", "csv", "tex", "json", "html"])
 def test_a_damaged_or_lost_file_is_not_saved(ending: str, tmp_path: Path) -> None:
     save(weighed(), stem := tmp_path / "table")

@@ -147,12 +147,13 @@ def execute_cells(
     compiled = _is_compiled(tracker, parent_id)
     if left and compiled:
         require_compiled_backend(work.id)
-    added = queue.add_missing(work.cells, recorded)
+    queue.add_missing(work.cells, recorded)
     if not left and not tracker.was_cut_off(parent_id):
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return
-    counts = [f"{n - left} already finished", *([f"{len(taken)} taken"] if taken else []), f"{added} enqueued"]
+    taken_part = [f"{len(taken)} taken"] if taken else []
+    counts = [f"{n - left} already finished", *taken_part, f"{left - len(taken)} to train"]
     console.print(f"{n} {work.noun}, {', '.join(counts)}", highlight=False)
     if left and not compiled and (line := describe_portable_backend(work.id)):
         console.print(line, highlight=False, soft_wrap=True)

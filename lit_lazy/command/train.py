@@ -50,8 +50,6 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
-    from lit_lazy.tracking.tracked_run import train_tracked
-
     execution = make_execution(options)
     if options.dry_run:
         from lit_lazy.tracking.logger_kinds import check_logger_kinds
@@ -60,6 +58,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         check_logger_kinds(options.loggers)
         print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
         return 0
+    from lit_lazy.training.prepare import prepare_outline
+
+    prepare_outline(cfg, execution)  # tells of mistakes before Lightning and MLflow are imported, which takes seconds
     from lit_lazy.training.distributed.process_group import join_torchrun
 
     if (group := join_torchrun()) and group.rank:
@@ -67,6 +68,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         join_training(group)
         return 0
+    from lit_lazy.tracking.tracked_run import train_tracked
+
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )

@@ -21,8 +21,7 @@ from lit_lazy.tracking.links import list_experiment_names
 from lit_lazy.tracking.owner import is_own, read_owner
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run import make_lock, remove_checkpoints
-from lit_lazy.training.trainer import CHECKPOINTS
+from lit_lazy.training.run_folder import CHECKPOINTS, make_lock, remove_checkpoints
 
 TRAINING, SEARCH = "train-", "search-"
 """Prefixes of the names of trainings and of searches."""

@@ -33,7 +33,8 @@ from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run import make_lock, read_finished, run
+from lit_lazy.training.run import read_finished, run
+from lit_lazy.training.run_folder import make_lock
 from lit_lazy.training.trainer import AtStart
 
 RUN_ID = "mlflow_run_id"

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import time
 import zipfile
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -37,15 +36,8 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.trainer import (
-    CHECKPOINTS,
-    LAST,
-    BackendMonitor,
-    MissedValidation,
-    build_module,
-    fit,
-    make_trainer,
-)
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints
+from lit_lazy.training.trainer import BackendMonitor, MissedValidation, build_module, fit, make_trainer
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "
@@ -54,11 +46,6 @@ METRIC = "metric "
 
 class CellBusyError(UnfinishedError):
     """Another process holds the run folder."""
-
-
-def make_lock(folder: Path) -> BaseFileLock:
-    """The lock of a run folder. One process holds it; it is released when the process ends."""
-    return FileLock(folder / "lock")
 
 
 def run(
@@ -230,11 +217,3 @@ def read_finished(folder: Path) -> RunResult | None:
     if result is not None:
         remove_checkpoints(folder)
     return result
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints to resume from, and keep quarantined files."""
-    checkpoints = folder / CHECKPOINTS
-    for quarantined in checkpoints.glob("*.damaged"):
-        quarantined.replace(folder / quarantined.name)
-    shutil.rmtree(checkpoints, ignore_errors=True)  # another process may remove them too

@@ -26,9 +26,8 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.progress import StepProgress
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
-CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
-"""Folder of a run's checkpoints, and the one to resume from."""
 log = logging.getLogger("lit_lazy.training.trainer")
 
 

@@ -21,7 +21,7 @@ from lit_lazy.support.console import get_program_name
 from lit_lazy.tracking.tracked_run import format_run_name
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.run import make_lock
+from lit_lazy.training.run_folder import make_lock
 
 STEPS = ["--train.steps=8", "--train.checkpoint_every=3"]
 CFG = replace_at(experiment("backcopy_tiny"), {"train.steps": 8, "train.checkpoint_every": 3})

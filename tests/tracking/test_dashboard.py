@@ -42,7 +42,7 @@ SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path, no_pictures: None) -> Path:  # noqa: ARG001
+def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     """Runs of three rows with two seeds, synthetic cells, and a run of an experiment without views."""
     runs = tmp_path_factory.mktemp("dashboard") / "runs"
     runs.mkdir()

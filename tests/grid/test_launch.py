@@ -72,7 +72,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
 
 
 def test_the_command_imports_little() -> None:
-    """Only workers and `train` train, and only a new table is drawn: Lightning takes as long to import as all else together."""
+    """Only workers and `train` train, only a new table is drawn: Lightning takes as long to import as all else."""
     code = (
         "import sys, lit_lazy.command.ablate_run, lit_lazy.grid.jobs.launch\n"
         "import lit_lazy.grid.runs_folder, lit_lazy.training.prepare\n"

@@ -16,6 +16,7 @@ from flash_lazy.call import (
     Threshold,
     Weights,
     check,
+    check_choice,
     check_flag,
     check_type,
     check_types,
@@ -281,8 +282,7 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     Under a transform of torch.func, that is "chunked". Raises ValueError if backend is "cpu" or "triton" and does not
     support the call.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+    check_choice("backend", backend, BACKENDS)
     if is_transformed() and backend not in ("reference", "chunked"):
         if backend == "auto":
             return "chunked"

@@ -13,6 +13,8 @@ Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 BACKENDS, THRESHOLDS = get_args(Backend), get_args(Threshold)  # cpu/attention.h has THRESHOLDS in this order
 
+LONGEST_VALUE = 80
+"""Characters of a value in a message."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 REQUIRED, LEAVES, TENSORS = 4, 6, 10
@@ -175,7 +177,7 @@ def check_types(call: Call) -> None:
 
 def check_type(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+        raise TypeError(f"{name} is a {type_name(x)}; give a tensor")
     if x.is_nested or x.layout != torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {kind} tensor; give a dense one")
@@ -187,9 +189,26 @@ def require_values(q: Tensor) -> None:
         raise TypeError("q is on meta, where tensors have no values; move q, k and v to a device")
 
 
+def type_name(x: object) -> str:
+    """Name of a value's type in messages, which may not hold a value as long as an array's."""
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def show(value: object) -> str:
+    """A value in a one-line message, cut if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; give True or False")
+        raise ValueError(f"{name} is {show(value)}; give True or False")
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:  # an array has no single truth value
+        raise ValueError(f"{name} is {show(value)}; choose one of {', '.join(known)}")
 
 
 def prepare(call: Call) -> Call:
@@ -232,18 +251,20 @@ def _check_tensors(call: Call) -> None:
     if heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads and q {heads}; q's must be a multiple of k's")
     if rows > keys:
-        raise ValueError(f"q has {rows} rows and k {keys}; queries end where keys end, so give Lq <= Lk")
+        layout = "[batch, heads, length, head dim]" if call.cu_seqlens_k is None else "[total, heads, head dim]"
+        raise ValueError(
+            f"q has {rows} rows and k {keys}; queries end where keys end, so give Lq <= Lk; tensors are {layout}"
+        )
 
 
 def _check_threshold(call: Call) -> None:
     threshold, context_length = call.threshold, call.context_length
-    if threshold not in THRESHOLDS:
-        raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(THRESHOLDS)}")
+    check_choice("threshold", threshold, THRESHOLDS)
     if threshold == "seq_len" and not _is_count(context_length):
         need = "threshold='seq_len' needs the training context, a whole number >= 1"
-        raise ValueError(f"context_length is {context_length!r}; {need}")
+        raise ValueError(f"context_length is {show(context_length)}; {need}")
     if threshold != "seq_len" and context_length is not None:
-        raise ValueError(f"context_length is {context_length}; only threshold='seq_len' uses it, so leave it out")
+        raise ValueError(f"context_length is {show(context_length)}; only threshold='seq_len' uses it, so leave it out")
 
 
 def _check_head_parameters(call: Call) -> None:
@@ -283,7 +304,7 @@ def _check_visibility(call: Call) -> None:
         raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for visible keys")
     if window is not None and not _is_count(window):
         need = "a whole number, at least 1 (the query's own key)"
-        raise ValueError(f"window is {window!r}; give {need}, or None for no window")
+        raise ValueError(f"window is {show(window)}; give {need}, or None for no window")
 
 
 def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
@@ -306,7 +327,7 @@ def _check_boundaries(name: str, x: Tensor, last: str, total: int) -> None:
     if _can_read(x):
         cuts = x.tolist()
         if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != total or cuts != sorted(cuts):
-            raise ValueError(f"{name} is {cuts}; give boundaries that rise from 0 to {last}")
+            raise ValueError(f"{name} is {show(cuts)}; give boundaries that rise from 0 to {last}")
 
 
 def _check_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -336,7 +357,7 @@ def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:
             "attention never sees, or give a key_mask for left padding"
         )
     if _can_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
-        raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
+        raise ValueError(f"kv_lengths is {show(kv_lengths.tolist())}; give values from 0 to Lk = {keys}")
 
 
 def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:

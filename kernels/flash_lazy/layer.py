@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy.api import lazy_attention
-from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold
+from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold, check_choice, show
 
 PRECISE = (torch.float32, torch.float64)
 
@@ -75,16 +75,15 @@ class LazyAttention(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(reach, int) or reach < 0:
-            raise ValueError(f"reach is {reach!r}; give a whole number, 0 for no bias")
+            raise ValueError(f"reach is {show(reach)}; give a whole number, 0 for no bias")
         if not isinstance(tau, (int, float)):
-            raise ValueError(f"tau is {tau!r}; give a number")
+            raise ValueError(f"tau is {show(tau)}; give a number")
         counts = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, value in (counts | {"context_length": context_length}).items():
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}; give a whole number, at least 1")
-        for name, value, known in (("threshold", threshold, THRESHOLDS), ("backend", backend, BACKENDS)):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(known)}")
+                raise ValueError(f"{name} is {show(value)}; give a whole number, at least 1")
+        check_choice("threshold", threshold, THRESHOLDS)
+        check_choice("backend", backend, BACKENDS)
         if head_dim is None and width % heads:
             raise ValueError(f"heads is {heads}; give a divisor of width, {width}, or head_dim")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads or heads, head_dim or width // heads

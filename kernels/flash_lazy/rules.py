@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Stats, prepare, require_values
+from flash_lazy.call import TENSORS, Call, Stats, prepare, require_values, show, type_name
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
 
@@ -154,10 +154,10 @@ def run_rule(
     """`rule_attention` of a `Call`, whose tau is ignored."""
     call = _prepare(call, maps)
     if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
-        raise TypeError(f"parameters has {wrong[0]!r}, a {type(wrong[0]).__name__}; give tensors")
-    attend = {"reference": _attend_reference, "chunked": _attend_chunked}.get(backend)
-    if attend is None:
-        raise ValueError(f"backend is {backend!r}; choose reference or chunked for a rule")
+        raise TypeError(f"parameters has a {type_name(wrong[0])}; give tensors")
+    if backend not in ("reference", "chunked"):
+        raise ValueError(f"backend is {show(backend)}; choose reference or chunked for a rule")
+    attend = _attend_reference if backend == "reference" else _attend_chunked
     with torch.autocast(call.q.device.type, enabled=False):
         return attend(rule, call, maps, tuple(parameters), with_stats)
 
@@ -197,7 +197,7 @@ def _prepare(call: Call, maps: int) -> Call:
     q = call.q
     require_values(q)
     if not isinstance(maps, int) or maps < 1:
-        raise ValueError(f"maps is {maps}; give a whole number, at least 1")
+        raise ValueError(f"maps is {show(maps)}; give a whole number, at least 1")
     if isinstance(q, Tensor) and q.dim() == 4:
         if q.shape[-1] % maps:
             raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that is divisible by maps")

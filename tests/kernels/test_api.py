@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import assert_refused, device_for, require_library, widest_dtype
 
 import flash_lazy
-from flash_lazy import api, lazy_attention, resolve_backend
+from flash_lazy import LazyAttention, api, lazy_attention, resolve_backend
 from flash_lazy.call import Call
 from flash_lazy.cpu import library
 from flash_lazy.fused import ops
@@ -47,7 +48,10 @@ WRONG = {
     "another batch": ({"k": K[:1], "v": K[:1]}, ["k has shape [1, 2, 6, 8]", "B and D must agree"]),
     "another width": ({"k": K[..., :4], "v": K[..., :4]}, ["k has shape [2, 2, 6, 4]", "B and D must agree"]),
     "heads no multiple": ({"q": Q[:, :3], "tau": TAU[:3]}, ["k has 2 heads", "q 3", "multiple"]),
-    "more rows than keys": ({"k": K[:, :, :5], "v": K[:, :, :5]}, ["q has 6 rows", "k 5", "Lq <= Lk"]),
+    "more rows than keys": (
+        {"k": K[:, :, :5], "v": K[:, :, :5]},
+        ["q has 6 rows", "k 5", "Lq <= Lk; tensors are [batch, heads, length, head dim]"],
+    ),
     "tau per kv head": ({"tau": TAU[:2]}, ["tau has shape [2]", "give [H], H = 4"]),
     "tau without positions": ({"threshold": "per_token"}, ["tau has shape [4]", "per_token", "[H, N]"]),
     "tau with positions": ({"tau": torch.ones(4, 9)}, ["tau has shape [4, 9]", "per_query", "give [H]"]),
@@ -111,10 +115,53 @@ def test_error_names_argument_value_and_fix(name):
     assert_refused(lambda: call(**changes), expected)
 
 
-@pytest.mark.parametrize(("name", "value"), [("q", [1]), ("tau", 1.0), ("kv_lengths", [6, 6]), ("bias", False)])
-def test_what_is_no_tensor_is_named(name, value):
-    with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}, a {type(value).__name__}; give a tensor")):
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("q", [1], "list"), ("tau", 1.0, "float"), ("kv_lengths", [6, 6], "list"), ("bias", False, "bool")],
+)
+def test_what_is_no_tensor_is_named(name, value, kind):
+    with pytest.raises(TypeError, match=rf"^{name} is a {kind}; give a tensor$"):
         call(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "tau", "bias", "slopes", "cu_seqlens", "kv_lengths", "key_mask"])
+def test_an_array_of_numpy_is_named_by_its_type_and_not_printed(name):
+    with pytest.raises(TypeError, match=rf"^{name} is a numpy\.ndarray; give a tensor$"):
+        call(**{name: np.ones((2, 4, 60, 8))})
+
+
+LONG = {
+    "window": {"window": np.ones((60, 8))},
+    "context_length": {"context_length": np.ones((60, 8)), "threshold": "seq_len"},
+    "idle context_length": {"context_length": np.ones((60, 8))},
+    "threshold": {"threshold": np.ones((60, 8))},
+    "backend": {"backend": ["auto"] * 60},
+    "array backend": {"backend": np.ones((60, 8))},
+    "renormalise": {"renormalise": np.ones((60, 8))},
+    "cu_seqlens": PACKED | {"cu_seqlens": torch.arange(300, dtype=torch.int32)},
+    "kv_lengths": {
+        "q": Q[:1, :, :3].expand(300, -1, -1, -1),
+        "k": K[:1].expand(300, -1, -1, -1),
+        "v": K[:1].expand(300, -1, -1, -1),
+        "kv_lengths": torch.arange(300),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_value_is_cut(name):
+    with pytest.raises(ValueError, match=rf"^{name.split()[-1]} is .*\.\.\.; ") as raised:
+        call(**LONG[name])
+    assert len(str(raised.value)) < 250
+    assert "\n" not in str(raised.value)
+
+
+def test_a_long_setting_of_a_layer_is_cut():
+    for name in ("reach", "tau", "heads", "threshold"):
+        with pytest.raises(ValueError, match=rf"^{name} is .*\.\.\.; ") as raised:
+            LazyAttention(**({"width": 8, "heads": 2} | {name: np.ones((60, 8))}))
+        assert len(str(raised.value)) < 250
+        assert "\n" not in str(raised.value)
 
 
 NOT_DENSE = {

@@ -255,5 +255,5 @@ def test_error_names_argument_value_and_fix(name):
 
 def test_boundaries_must_be_tensors():
     assert call().shape == Q.shape
-    with pytest.raises(TypeError, match=r"cu_seqlens_q is \[0, 5\], a list; give a tensor"):
+    with pytest.raises(TypeError, match="cu_seqlens_q is a list; give a tensor"):
         call(cu_seqlens_q=[0, 5])

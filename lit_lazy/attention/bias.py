@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
+from lit_lazy.support.checked_fields import CheckedFields
 
 
 class BiasTerms(NamedTuple):
@@ -35,7 +36,7 @@ class BiasModule(SelfInitialised, ABC):
     def forward(self, n_keys: int) -> BiasTerms: ...
 
 
-class Bias(ABC):
+class Bias(CheckedFields, ABC):
     """Settings of a positional bias."""
 
     @abstractmethod

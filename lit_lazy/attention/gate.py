@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.normaliser import LayerShape
+from lit_lazy.support.checked_fields import CheckedFields
 
 Per = Literal["element", "head"]
 HEAD_NORM_EPS = 1e-5
@@ -27,7 +28,7 @@ class GateModule(nn.Module):
         return out
 
 
-class Gate(ABC):
+class Gate(CheckedFields, ABC):
     """Settings of a gate."""
 
     @abstractmethod

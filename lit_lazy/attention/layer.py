@@ -21,10 +21,11 @@ from lit_lazy.attention.normaliser import (
     NormaliserModule,
     Softmax,
 )
+from lit_lazy.support.checked_fields import CheckedFields
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(CheckedFields, prefix="model.attention."):
     """The attention variant of a layer."""
 
     normaliser: Normaliser = field(default_factory=Softmax)

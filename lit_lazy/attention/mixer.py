@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flash_lazy import Stats
 from lit_lazy.attention.normaliser import LayerShape
+from lit_lazy.support.checked_fields import CheckedFields
 
 
 class Cache(Protocol):
@@ -88,7 +89,7 @@ class MixerModule(nn.Module, ABC):
         """Mix the newest L tokens x `[B, L, d_model]`; returns the same shape, and attention's stats if requested."""
 
 
-class Mixer(ABC):
+class Mixer(CheckedFields, ABC):
     """Settings of a token mixer."""
 
     attends: ClassVar[bool] = False

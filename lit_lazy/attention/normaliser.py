@@ -22,6 +22,7 @@ from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
+from lit_lazy.support.checked_fields import CheckedFields
 
 AttentionBackend = Literal[Backend, "sdpa"]
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""
@@ -256,7 +257,7 @@ def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normaliser(ABC):
+class Normaliser(CheckedFields, ABC):
     """Settings of a normaliser."""
 
     renormalise: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
+from lit_lazy.support.checked_fields import CheckedFields
 
 
 class PositionModule(nn.Module):
@@ -46,7 +47,7 @@ class PositionModule(nn.Module):
         return torch.empty(length, 0) if type(self).rotation is PositionModule.rotation else None
 
 
-class Position(ABC):
+class Position(CheckedFields, ABC):
     """Settings of a positional encoding."""
 
     @abstractmethod
@@ -65,7 +66,7 @@ class _NoPosition(PositionModule):
     relative = True
 
 
-class RopeScaling(ABC):
+class RopeScaling(CheckedFields, ABC):
     """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
 
     @abstractmethod

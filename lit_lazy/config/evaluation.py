@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_lazy.data import DataConfig
+from lit_lazy.support.checked_fields import CheckedFields
 
 
-class Evaluation(ABC):
+class Evaluation(CheckedFields, ABC):
     """A measurement of a trained model. Subclasses are frozen dataclasses, part of a run's settings and key."""
 
     LEAVES_IN: ClassVar[str] = "lit_lazy.measure"
     """Package with the project's subclasses."""
 
-    def check(self, model: Any, data: DataConfig) -> None:  # noqa: B027 (most support any model)
+    def check(self, model: Any, data: DataConfig) -> None:
         """Raise a one-line ValueError if a model cannot be measured; called before anything is created.
 
         model: a `DecoderLM` without weights, on the meta device. data: its training data.

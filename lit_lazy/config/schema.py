@@ -4,22 +4,21 @@ import dataclasses
 import math
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from lit_lazy.attention import AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
 from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Distillation, NoDistillation, Optimiser, Schedule
+from lit_lazy.support.checked_fields import CheckedFields
 from lit_lazy.support.checks import MOST_FACTOR, MOST_RATE, require, require_field, require_positive, require_whole
-from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(CheckedFields, prefix="model."):
     """A decoder language model: pre-norm, RMSNorm, SwiGLU."""
 
     d_model: int = 64
@@ -115,7 +114,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(CheckedFields, prefix="train."):
     """Optimiser, schedule, loss and logging of one training."""
 
     steps: int = 1200
@@ -185,7 +184,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(CheckedFields, prefix=""):
     """One training: model x data x trainer, and the seed of weights and batch order."""
 
     data: DataConfig
@@ -206,23 +205,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
         require_whole("diagnosed_sequences", self.diagnosed_sequences, 1)
-        _check_fields(self, "")
         for number, evaluation in enumerate(self.evaluations):
-            _check_fields(evaluation, f"evaluations.{number}.")
             require(
                 evaluation not in self.evaluations[:number], "evaluations", evaluation, "is given twice; leave one out"
             )
-
-
-def _check_fields(config: Any, prefix: str) -> None:
-    """Raise ValueError if a field, or one of a part, does not fit its annotation."""
-    hints = field_types(type(config))
-    for name in (known.name for known in dataclasses.fields(config)):
-        value, hint = getattr(config, name), hints[name]
-        if not fits(value, hint):
-            example = min(find_leaf_classes(hint)) if is_exchangeable(hint) else describe_kind(hint).removeprefix("a ")
-            too_great = ", within 64 bits" if type(value) is int else ""
-            such_as = f", such as {example}()" if is_part(hint) else too_great
-            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{such_as}")
-        if is_part(hint):
-            _check_fields(value, f"{prefix}{name}.")

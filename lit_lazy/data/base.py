@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lit_lazy.support.checked_fields import CheckedFields
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -36,7 +38,7 @@ class Outline:
     """Whether attention is restricted to documents."""
 
 
-class DataConfig(ABC):
+class DataConfig(CheckedFields, ABC, prefix="data."):
     """Options of a data source. Subclasses are frozen dataclasses; a field's docstring is its command-line help."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_lazy.support.checked_fields import CheckedFields
 from lit_lazy.support.checks import require
 
 
@@ -30,7 +31,7 @@ class Passes(NamedTuple):
     average_logits: Callable[[Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
-class Distillation(ABC):
+class Distillation(CheckedFields, ABC):
     """Settings of a term, which is added to the loss."""
 
     active: ClassVar[bool] = True

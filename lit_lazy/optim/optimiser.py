@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from lit_lazy.support.checked_fields import CheckedFields
 from lit_lazy.support.checks import MOST_FACTOR, require, require_positive, require_whole
 
 Group = dict[str, Any]
@@ -19,7 +20,7 @@ Adjustment = Literal["match_rms_adamw", "original"]
 MOST_ITERATIONS = 99
 
 
-class Optimiser(ABC):
+class Optimiser(CheckedFields, ABC):
     """Settings of an optimiser, besides the shared `train.lr`, `train.weight_decay` and `train.betas`."""
 
     adaptive: ClassVar[bool] = True

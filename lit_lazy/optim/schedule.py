@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from lit_lazy.support.checked_fields import CheckedFields
 from lit_lazy.support.checks import require
 
 Decay = Literal["linear", "sqrt"]
 
 
-class Schedule(ABC):
+class Schedule(CheckedFields, ABC):
     """Settings of a schedule."""
 
     falls: ClassVar[bool] = True

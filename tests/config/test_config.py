@@ -1,10 +1,12 @@
 """Configs survive the trip through plain dicts and JSON, every field counts in a cell's key, and errors are named."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 import typing
+from abc import ABC
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from lit_lazy.attention import (
     Fire,
     Gate,
     LearnedBias,
+    Mixer,
     NoPosition,
     Normaliser,
     OutputGate,
@@ -32,7 +35,8 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.position import LinearScaling
+from lit_lazy.attention.position import LinearScaling, RopeScaling
+from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
@@ -43,8 +47,9 @@ from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing
+from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
-from lit_lazy.optim import SGD, WSD, Constant, Logits, Muon, Optimiser, Schedule
+from lit_lazy.optim import SGD, WSD, Constant, Distillation, Logits, Muon, Optimiser, Schedule
 from lit_lazy.support.named_files import PROJECT
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
@@ -395,6 +400,61 @@ def test_wrong_settings_are_named(cls, settings, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
         cls(**settings)
     assert "\n" not in str(error.value)
+
+
+PARTS = (Normaliser, Bias, Gate, Mixer, Position, RopeScaling, DataConfig, Optimiser, Schedule, Distillation)
+
+NEEDED = {RunConfig: {"data": Backcopy()}, Varied: {"field": "n_pairs", "values": (2,)}}
+"""Fields without a default."""
+
+
+@pytest.mark.parametrize("base", [RunConfig, ModelConfig, TrainConfig, AttentionSpec, Evaluation, *PARTS])
+def test_a_value_of_the_wrong_type_names_its_field(base):
+    leaves = find_leaf_classes(base).values() if ABC in base.__mro__ else [base]
+    for cls in (leaf for leaf in leaves if leaf.__module__.startswith("lit_lazy.")):
+        needed = NEEDED.get(cls, {})
+        for name, value in itertools.product((f.name for f in dataclasses.fields(cls)), (object(), b"1", {"a": 1})):
+            with pytest.raises(ValueError, match=rf"^([a-zA-Z0-9]+\.)*{name}=.*: (must|needs) ") as error:
+                cls(**needed | {name: value})
+            assert "\n" not in str(error.value), (cls, name)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (Elastic, {"tau_init": "1"}, "Elastic.tau_init='1': must be a finite number"),
+        (Elastic, {"tau_init": None}, "Elastic.tau_init=None: must be a finite number"),
+        (LearnedBias, {"init_std": "a"}, "LearnedBias.init_std='a': must be a finite number"),
+        (LearnedBias, {"length": "8"}, "LearnedBias.length='8': must be a whole number or None"),
+        (Softmax, {"renormalise": "no"}, "Softmax.renormalise='no': must be true or false"),
+        (TrainConfig, {"lr": "a"}, "train.lr='a': must be a finite number"),
+        (TrainConfig, {"betas": None}, "train.betas=None: must be 2 numbers in brackets, for example [0.5,0.5]"),
+        (ModelConfig, {"mixer": "rnn"}, "model.mixer='rnn': must be a Mixer, such as "),
+        (AttentionSpec, {"window": "8"}, "model.attention.window='8': must be a whole number or None"),
+    ],
+)
+def test_the_kind_that_a_field_needs_is_given(cls, settings, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        cls(**settings)
+
+
+def test_a_mistake_in_the_checks_of_a_custom_class_stays_its_own():
+    @dataclass(frozen=True)
+    class Mine(Bias):
+        length: int = 1
+
+        def __post_init__(self):
+            raise TypeError(f"{self.missing if self.length > 1 else 'mine'}")
+
+        def build(self, n_heads, context_length):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        Mine()
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        Mine(length=2)
+    with pytest.raises(ValueError, match=r"^Mine\.length='2': must be a whole number$"):
+        Mine(length="2")
 
 
 def test_a_name_is_no_part_and_one_that_can_be_built_is_named():

@@ -424,7 +424,7 @@ def test_what_cannot_be_asked_is_one_line_before_anything_is_created(evaluation,
     [
         (lambda: LmEval(()), r"LmEval\.tasks=\(\): needs at least one"),
         (lambda: LmEval(limit=0), r"LmEval\.limit=0: must be a whole number of at least 1"),
-        (lambda: replace(config(), evaluations=(LmEval("piqa"),)), r"evaluations\.0\.tasks='piqa'"),
+        (lambda: replace(config(), evaluations=(LmEval("piqa"),)), r"LmEval\.tasks='piqa'"),
     ],
 )
 def test_mistakes_in_its_settings_are_named(make, message):

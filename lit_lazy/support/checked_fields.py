@@ -1,0 +1,72 @@
+"""The base of all settings: a value of the wrong type is an error that names its field."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lit_lazy.support.checks import require
+from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
+
+
+class CheckedFields:
+    """Base of frozen dataclasses: each field must fit its annotation, or a one-line ValueError names it.
+
+    A subclass's own `__post_init__` runs first, since its messages also tell the limits.
+    prefix: what precedes a field's name in messages; the class's name by default.
+    """
+
+    _prefix: str | None = None
+
+    def __init_subclass__(cls, prefix: str | None = None) -> None:
+        super().__init_subclass__()
+        if prefix is not None:
+            cls._prefix = prefix
+        if "__post_init__" in vars(cls):
+            cls.__post_init__ = _add_check(cls.__post_init__)
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+
+
+def _add_check(own: Callable[..., None]) -> Callable[..., None]:
+    """A class's own check, and that of the kinds, also where a wrong kind makes its own fail."""
+
+    @functools.wraps(own)
+    def check(self: CheckedFields) -> None:
+        try:
+            own(self)
+        except (TypeError, AttributeError, OverflowError):
+            require_kinds(self)
+            raise
+        require_kinds(self)
+
+    return check
+
+
+def require_kinds(settings: CheckedFields) -> None:
+    """Raise a one-line ValueError if a field does not fit its annotation."""
+    cls = type(settings)
+    prefix = f"{cls.__name__}." if cls._prefix is None else cls._prefix
+    hints = field_types(cls)
+    for name in (field.name for field in dataclasses.fields(settings)):  # type: ignore[arg-type]
+        value, hint = getattr(settings, name), hints[name]
+        if not fits(value, hint):
+            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{_give_example(value, hint)}")
+
+
+def _give_example(value: Any, hint: Any) -> str:
+    if is_exchangeable(hint):
+        return f", such as {min(_iter_leaves(hint), default=hint.__name__)}()"
+    if is_part(hint):
+        return f", such as {hint.__name__}()"
+    return ", within 64 bits" if type(value) is int and int in (hint, *typing.get_args(hint)) else ""
+
+
+def _iter_leaves(base: type) -> Iterator[str]:
+    """Names of the dataclasses under a base, of those that are imported."""
+    for sub in base.__subclasses__():
+        if dataclasses.is_dataclass(sub):
+            yield sub.__name__
+        yield from _iter_leaves(sub)

@@ -55,7 +55,16 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
                 values[path] = chosen(**given)
             except (TypeError, OverflowError) as error:
                 raise ValueError(f"--{path}={texts[path]!r}: {error}") from None
-    return replace_at(base, values), list(texts)
+    try:
+        return replace_at(base, values), list(texts)
+    except ValueError as error:
+        raise ValueError(f"{error}{_name_the_other(str(error), texts, fields)}") from None
+
+
+def _name_the_other(message: str, given: Mapping[str, str], fields: Mapping[str, _Field]) -> str:
+    """The fix where a value of the base, which nobody gave, does not fit the given ones."""
+    path = message.partition("=")[0]
+    return f"; give --{path} too" if path in fields and path not in given else ""
 
 
 def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:

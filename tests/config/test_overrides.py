@@ -320,6 +320,10 @@ def test_other_fields_are_left_to_the_settings(arguments):
         ),
         ([f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=1"], ["T5Bias.n_buckets=1: must be at least 2"]),
         (["--train.warmup_steps=9999"], ["train.warmup_steps=9999: must be at least 0 and below train.steps=1200"]),
+        (
+            ["--train.steps=10"],
+            ["train.warmup_steps=50: must be at least 0 and below train.steps=10; give --train.warmup_steps too"],
+        ),
         (["--model.attention.window=0"], ["model.attention.window=0: must be at least 1"]),
     ],
     ids=" ".join,

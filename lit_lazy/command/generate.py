@@ -95,6 +95,8 @@ def _parse_number(text: str, fits: Callable[[float], bool], kind: str) -> float:
 
 
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:
+    if not options.prompt and not options.prompt_file:
+        raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     from lit_lazy.data.prompts import Prompts
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
@@ -104,8 +106,6 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.training.devices import select_training_device
 
     evict = make_eviction(options)
-    if not options.prompt and not options.prompt_file:
-        raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
     prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.model.import_.kinds import KINDS, is_hub_name
 
 
 def add_to(commands: Commands) -> None:
@@ -16,13 +17,21 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        type=path,
-        help="a folder with config.json and safetensors, a .gguf file, or a name on the Hub",
+        type=find_source,
+        help=KINDS,
     )
     parser.add_argument(
         "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
     )
     parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
+
+
+def find_source(text: str) -> Path:
+    """Option type: a folder or a file that exists, or what can only be a name on the Hub."""
+    found = path(text)
+    if not found.exists() and not is_hub_name(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file or folder; give {KINDS}")
+    return found
 
 
 def digest(text: str) -> str:

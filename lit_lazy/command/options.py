@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -295,12 +296,16 @@ def path(text: str) -> Path:
 
 
 def checkpoint(text: str) -> Path:
-    """The path of a checkpoint, which exists."""
+    """The path of a checkpoint, which exists. A file of another kind is refused here, before torch is imported."""
     found = path(text)
     if not os.path.exists(found):
-        fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
-        raise argparse.ArgumentTypeError(f"checkpoint {text!r}: cannot be read (No such file or directory); {fix}")
-    return found
+        problem = "cannot be read (No such file or directory)"
+    elif found.is_file() and os.access(found, os.R_OK) and not zipfile.is_zipfile(found):
+        problem = "is no checkpoint, or damaged (no zip archive, as torch writes)"
+    else:
+        return found
+    fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
+    raise argparse.ArgumentTypeError(f"checkpoint {text!r}: {problem}; {fix}")
 
 
 def json_file(text: str) -> Path:

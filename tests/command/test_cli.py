@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,9 @@ MISSPELT = [
     "diagnose nosuch.ckpt", "evaluate nosuch.ckpt", "generate nosuch.ckpt", "export nosuch.ckpt out",
     "lm-eval nosuch.ckpt", "train backcopy --threads x", "ablate run table2 --seeds x",
     "ablate run table2 --limit x", "nosuch", "ablate nosuch", "ablate compare nosuch nosuch", "new nosuch mine",
-    "runs gc --runs nosuch", "train backcopy --model.d_modl=3", "ablate run table2 --train.step 5",
+    "runs gc --runs nosuch", "import nosuch.gguf out.ckpt", "import ./nosuch out.ckpt", "import nosuch out.ckpt",
+    "import a/b/nosuch out.ckpt", "generate own.py", "evaluate own.py", "diagnose own.py", "export own.py out",
+    "lm-eval own.py", "generate own.zip", "train backcopy --model.d_modl=3", "ablate run table2 --train.step 5",
 ]  # fmt: skip
 
 
@@ -57,10 +60,13 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
         "    heavy = {'torch', 'lightning', 'mlflow', 'optuna', 'sqlalchemy'} & set(sys.modules)\n"
         "    assert status == 2 and not heavy, (line, status, heavy)\n"
     )
+    (tmp_path / "own.py").write_text("x = 1\n")
+    with zipfile.ZipFile(tmp_path / "own.zip", "w"):
+        pass
     done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lit-lazy") >= len(MISSPELT)
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.py", "own.zip"]
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:

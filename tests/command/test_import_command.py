@@ -222,8 +222,13 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
     (place / "full" / "tokenizer.json").write_text("{}")
     for words, named in (
         (["model.bin", "new.ckpt"], "SOURCE 'model.bin': model.bin: is a pickle"),
-        (["none", "new.ckpt"], "must be a folder with config.json and safetensors, a .gguf file, or a name on the Hub"),
-        (["none.gguf", "new.ckpt"], "SOURCE 'none.gguf': is no GGUF file"),
+        (
+            ["none", "new.ckpt"],
+            "'none': no such file or folder; give a folder with config.json and safetensors, a .gguf file, or a name "
+            "on the Hub",
+        ),
+        (["none.gguf", "new.ckpt"], "SOURCE: 'none.gguf': no such file or folder; give a folder with config.json"),
+        (["./none", "new.ckpt"], "SOURCE: './none': no such file or folder; give a folder with config.json"),
         (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
         (["source", "source"], "OUT 'source': is a folder; name a file in it"),
         (["source", "full/new.ckpt"], "full/tokenizer.json is another model's; name a file in another folder"),

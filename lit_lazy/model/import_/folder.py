@@ -9,7 +9,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from lit_lazy.model.import_.published import PICKLES, PublishedModel, Weight, make_pickle_error, rename
+from lit_lazy.model.import_.kinds import PICKLES
+from lit_lazy.model.import_.published import PublishedModel, Weight, make_pickle_error, rename
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
 

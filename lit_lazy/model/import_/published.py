@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
 
 class Weight(NamedTuple):
     """A tensor in a file.

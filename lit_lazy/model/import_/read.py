@@ -1,11 +1,9 @@
 """A source by its kind: folder, file, or name on the Hub."""
 
-import re
 from pathlib import Path
 
-from lit_lazy.model.import_.published import PICKLES, PublishedModel, make_pickle_error
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+from lit_lazy.model.import_.kinds import KINDS, PICKLES, is_hub_name
+from lit_lazy.model.import_.published import PublishedModel, make_pickle_error
 
 
 def read_model(given: Path) -> PublishedModel:
@@ -14,12 +12,12 @@ def read_model(given: Path) -> PublishedModel:
 
     if given.is_dir():
         return read_folder(given)
-    if not given.exists() and HUB_NAME.fullmatch(str(given)) and given.suffix not in (".gguf", *PICKLES):
+    if not given.exists() and is_hub_name(given):
         return read_folder(download(str(given)))
     if given.suffix in PICKLES:
         raise make_pickle_error(given)
     if given.suffix != ".gguf":
-        raise ValueError("must be a folder with config.json and safetensors, a .gguf file, or a name on the Hub")
+        raise ValueError(f"must be {KINDS}")
     from lit_lazy.model.import_.gguf_file import read_gguf
 
     return read_gguf(given)

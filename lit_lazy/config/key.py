@@ -18,7 +18,7 @@ import torch
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.serialisation import from_dict, get_default, make_class_entry, to_dict
+from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
 from lit_lazy.config.user_files import read_source
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
@@ -83,10 +83,12 @@ def hash_model(path: str) -> str:
         return _hash_model(path, *_identify(path))
     except OSError as error:
         raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
+    except UnknownClassError as error:
+        fix = "import the file that defines it in that of the experiment"
+        raise ValueError(f"init_from={path!r}: {error.needs}; {fix}") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         problem = str(error) if isinstance(error, ValueError) else describe_exception(error)
-        fix = "give a final.ckpt, and import the file that defines a custom class of its model"
-        raise ValueError(f"init_from={path!r}: {problem}; {fix}") from None
+        raise ValueError(f"init_from={path!r}: {problem}; give a final.ckpt") from None
 
 
 @cache

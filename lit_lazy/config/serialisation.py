@@ -18,6 +18,17 @@ from lit_lazy.support.typecheck import field_types
 T = TypeVar("T")
 
 
+class UnknownClassError(ValueError):
+    """A part's class is not known. needs: what is missing, for messages that need not list the known ones."""
+
+    def __init__(self, base: type, name: str | None, known: Iterable[str]) -> None:
+        super().__init__(
+            f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
+            "A custom class is known once the file that defines it has been imported"
+        )
+        self.needs = f"needs the class {name}, which is not imported"
+
+
 def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, exchangeable parts (ABCs' subclasses) with their class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -64,13 +75,10 @@ def _import_all_beside(base: type) -> None:
 
 
 def get_leaf_class(base: type[T], name: str | None) -> type[T]:
-    """The concrete dataclass of this name under an abstract base. Raises a ValueError that lists the known ones."""
+    """The concrete dataclass of this name under an abstract base. Raises an error that lists the known ones."""
     known = find_leaf_classes(base)
     if name not in known:
-        raise ValueError(
-            f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
-            "A custom class is known once the file that defines it has been imported"
-        )
+        raise UnknownClassError(base, name, known)
     return known[name]
 
 

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, to_dict
+from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
@@ -82,11 +82,11 @@ def load(path: Path) -> LitLM:
     try:
         _find_tokenizer(content["hyper_parameters"]["config"]["data"], path.parent)
         module = _build_module(content)
+    except UnknownClassError as error:
+        fix = "add --import FILE, the file that defines it (in Python: imports=)"
+        raise ValueError(f"{checkpoint}: {error.needs}; {fix}") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
-        raise ValueError(
-            f"{checkpoint}: its config is unknown ({describe_exception(error)}); import the file that defines a "
-            "custom class, by --import or in Python by imports=, else train again"
-        ) from None
+        raise ValueError(f"{checkpoint}: its config is unknown ({describe_exception(error)}); train again") from None
     if mismatch := _find_mismatch(content, module):
         raise ValueError(f"{checkpoint}: {mismatch}; train again")
     module.load_state_dict(content["state_dict"])

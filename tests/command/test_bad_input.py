@@ -611,7 +611,7 @@ CHECKPOINTS = [
     (is_anothers, "was not made by this project; give a final.ckpt"),
     (is_a_tensor, "was not made by this project; give a final.ckpt"),
     (has_other_weights, "the weights are another architecture's (model.blocks.0.attention.normaliser.tau is missing"),
-    (has_an_unknown_class, "Bias='NobodysBias': unknown"),
+    (has_an_unknown_class, "needs the class NobodysBias, which is not imported; add --import FILE"),
     (has_no_config, "was not made by this project; give a final.ckpt"),
     (has_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
 ]
@@ -691,10 +691,11 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(
     torch.save(content, place / "own.ckpt")
     (place / "own.py").write_text(OWN_CLASS)
     error = expect_refusal(["evaluate", "own.ckpt"], capsys)
-    assert "Bias='MyOwnBias': unknown" in error
-    assert (
-        "import the file that defines a custom class, by --import or in Python by imports=, else train again" in error
-    )
+    needs = "needs the class MyOwnBias, which is not imported"
+    assert error.startswith(f"lit-lazy: checkpoint 'own.ckpt': {needs}; add --import FILE, the file that defines it")
+    assert "known are" not in error
+    error = expect_refusal([*TRAIN, "--init-from", "own.ckpt"], capsys)
+    assert f"own.ckpt': {needs}; import the file that defines it in that of the experiment" in error
     assert main(["evaluate", "own.ckpt", "--threads", "1", "--import", "own.py"]) == 0
     own = capsys.readouterr().out
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0

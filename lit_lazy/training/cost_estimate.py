@@ -19,6 +19,7 @@ from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.console import format_count
 from lit_lazy.support.memory import measure_total_memory
+from lit_lazy.training.devices import find_missing_gpu
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import find_block_matrices
@@ -194,7 +195,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
     kind, peak = find_peak_flops()
     sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
-    here = ""
+    here, missing = "", find_missing_gpu(cfg.model.backend)
     if execution.devices == 1 and not torch.cuda.is_available():
         speed = measure_cpu_flops()
         if (hours := cost.flops / speed / 3600) >= 1 / 60:
@@ -208,6 +209,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
         f"time:   {_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}, at "
         f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{here}",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
+        *([f"here:   model.backend={cfg.model.backend!r} {missing}"] if missing else []),
     ]
 
 

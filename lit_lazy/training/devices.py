@@ -5,6 +5,7 @@ import os
 import torch
 
 from flash_lazy.cpu.library import find_obstacle, get_instruction_set
+from flash_lazy.fused import configurations
 from lit_lazy.support.checks import require
 from lit_lazy.support.machine import count_cores
 
@@ -20,6 +21,13 @@ def select_training_device() -> torch.device:
 def find_missing_backend() -> str | None:
     """Why training here lacks the compiled backend, with the fix; None if it has it or runs on an accelerator."""
     return find_obstacle() if select_training_device().type == "cpu" else None
+
+
+def find_missing_gpu(backend: str) -> str | None:
+    """Why this machine cannot run a model's backend that needs a GPU, with the fix; None if it can."""
+    if backend != "triton" or torch.cuda.is_available() or configurations.INTERPRETED:
+        return None
+    return "needs a GPU, and this machine has none; leave it at auto, or give chunked"
 
 
 def describe_backend(label: str) -> str:

@@ -18,7 +18,7 @@ from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_field, require_whole
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
-from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.devices import find_missing_gpu, select_training_device
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.trainable import freeze_others, require_loaded
 
@@ -44,6 +44,8 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     if elsewhere:
         return
+    if missing := find_missing_gpu(cfg.backend):
+        raise ValueError(f"model.backend={cfg.backend!r}: {missing}")
     try:
         mixer.to(select_training_device()).backend_name(documents)
     except ValueError as error:

@@ -213,10 +213,17 @@ def test_135m_continues_within_8_gb(changes: dict[str, object], tmp_path: Path) 
 def test_a_dry_run_prices_what_another_machine_would_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This machine has neither the memory nor, without a GPU, the backend."""
+    """This machine has neither the memory nor, without a GPU, the backend, which is said."""
+    monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 10**9)
     large = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32", "--model.backend=triton"]
     assert main(["train", "backcopy_tiny", *large, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "backcopy_tiny: 5,400,895,488 parameters" in out
     assert torch.cuda.is_available() or re.search(r"; here at least \d+\.\d (min|h), at \d+ GFLOP/s\n", out)
+    missing = (
+        "here:   model.backend='triton' needs a GPU, and this machine has none; leave it at auto, or give chunked\n"
+    )
+    assert (missing in out) == (not torch.cuda.is_available())
+    assert main(["train", "backcopy_tiny", *large[:-1], "--dry-run"]) == 0
+    assert "here:" not in capsys.readouterr().out

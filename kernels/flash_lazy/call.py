@@ -274,9 +274,8 @@ def _check_head_parameters(call: Call) -> None:
         if x is None:
             continue
         if x.dim() != (1 if layout == "[H]" else 2) or x.shape[0] != heads or 0 in x.shape:
-            raise ValueError(
-                f"{name} has shape {_shape(x)}; with threshold={call.threshold!r} give {layout}, H = {heads}"
-            )
+            condition = f"with threshold={call.threshold!r} " if name == "tau" else ""
+            raise ValueError(f"{name} has shape {_shape(x)}; {condition}give {layout}, H = {heads}")
         if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
             raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed with float64 q)")
         if x.numel() >= 2**31:

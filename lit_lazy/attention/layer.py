@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from flash_lazy import Stats
-from lit_lazy.attention.bias import Bias, NoBias
+from lit_lazy.attention.bias import Bias, BiasTerms, NoBias
 from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
 from lit_lazy.attention.mixer import Mixer, MixerModule, PassInputs
@@ -87,8 +87,20 @@ class Attention(MixerModule):
         """FLOPs of causal attention's two products: half of the full square (Chowdhery et al., arXiv 2204.02311)."""
         return 6 * context_length * self.n_heads * self.head_dim
 
+    def compute_bias(self, n_keys: int) -> BiasTerms:
+        """Terms of the bias, valid for every distance below `n_keys`. Raises ValueError if its class returns others."""
+        returned, returns, heads = self.bias(n_keys), f"{type(self.bias).__name__}.forward returned", self.n_heads
+        if not isinstance(returned, tuple) or len(returned) != len(BiasTerms._fields):
+            give = f"give BiasTerms(table), table [heads, width], heads = {heads}"
+            raise ValueError(f"{returns} a {type(returned).__name__}; {give}")
+        terms = BiasTerms(*returned)
+        for name, x, layout in zip(BiasTerms._fields, terms, ("[heads, width]", "[heads]"), strict=True):
+            if x is not None and (x.shape[:1] != (heads,) or x.dim() != layout.count(",") + 1):
+                raise ValueError(f"{returns} {name} of shape {list(x.shape)}; give {layout}, heads = {heads}")
+        return terms
+
     def _make_call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        bias = self.bias(k.shape[2])
+        bias = self.compute_bias(k.shape[2])
         return AttentionCall(q, k, v, bias, self.window, renormalise=self.renormalise, backend=self.backend)
 
     def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:

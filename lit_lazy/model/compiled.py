@@ -138,7 +138,7 @@ def _describe_layer(block: Block, length: int, eps: float) -> Layer | None:
     return Layer(
         *(block.attention_norm.weight, q, k, v, out, block.mlp_norm.weight, gate, up, down),
         torch.zeros(mixer.n_heads) if found.tau is None else found.tau,
-        *mixer.bias(length),
+        *mixer.compute_bias(length),
         threshold=found.threshold,
         context_length=found.context_length,
         renormalise=mixer.renormalise,

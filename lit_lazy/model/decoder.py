@@ -115,7 +115,7 @@ class DecoderLM(nn.Module):
         try:
             self.position.embed(token.expand(1, length, -1), 0)
             for attention in self.attentions:
-                attention.bias(length)
+                attention.compute_bias(length)
         except RuntimeError as error:  # incompatible shapes, or out of memory
             raise ValueError(one_line(error)) from None
 

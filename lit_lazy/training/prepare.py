@@ -69,7 +69,7 @@ def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
     except MISTAKES as error:
         raise ValueError(f"model.attention: {_describe_user_error(error)}") from error
-    attention.bias(context_length)
+    attention.compute_bias(context_length)
     return attention
 
 

@@ -1,6 +1,8 @@
 """The attention layer with projections, positions, bias, window and cache, against its formula."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.attention.bias import alibi_slopes
+from lit_lazy.attention.bias import Bias, BiasModule, BiasTerms, alibi_slopes
 
 BATCH, LENGTH, D_MODEL, HEADS, CONTEXT = 2, 11, 24, 4, 16
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -189,3 +191,37 @@ def test_wrong_window_is_named(window):
         ValueError, match=rf"^model\.attention\.window={window}: must be at least 1, or None for no window"
     ):
         AttentionSpec(window=window)
+
+
+@dataclass(frozen=True)
+class Given(Bias):
+    """A bias whose module returns what it is given."""
+
+    terms: Any = None
+
+    def build(self, n_heads, context_length):  # noqa: ARG002
+        return _Given(self.terms)
+
+
+class _Given(BiasModule):
+    def __init__(self, terms):
+        super().__init__()
+        self.terms = terms
+
+    def forward(self, n_keys):  # noqa: ARG002
+        return self.terms
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (BiasTerms(torch.zeros(3, 8)), "_Given.forward returned table of shape [3, 8]; give [heads, width], heads = 4"),
+        (BiasTerms(torch.zeros(4)), "_Given.forward returned table of shape [4]; give [heads, width], heads = 4"),
+        (BiasTerms(slopes=torch.zeros(3)), "_Given.forward returned slopes of shape [3]; give [heads], heads = 4"),
+        (torch.zeros(4, 8), "_Given.forward returned a Tensor; give BiasTerms(table), table [heads, width], heads = 4"),
+    ],
+)
+def test_a_custom_bias_of_another_shape_is_named(terms, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared)
+        forward(layer(AttentionSpec(Softmax(), Given(terms))), inputs())
+    assert str(error.value) == message

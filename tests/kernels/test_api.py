@@ -58,7 +58,7 @@ WRONG = {
     "half tau": ({"tau": TAU.bfloat16()}, ["tau is torch.bfloat16", "keep it float32"]),
     "double tau": ({"tau": TAU.double()}, ["tau is torch.float64", "keep it float32"]),
     "tau elsewhere": ({"tau": TAU.to("meta")}, ["tau is on meta", "q on cpu"]),
-    "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]", "[H, W], H = 4"]),
+    "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]; give [H, W], H = 4"]),
     "empty bias": ({"bias": torch.zeros(4, 0)}, ["bias has shape [4, 0]", "[H, W], H = 4"]),
     "half bias": ({"bias": torch.zeros(4, 5).half()}, ["bias is torch.float16", "keep it float32"]),
     "slopes of two dimensions": ({"slopes": torch.zeros(4, 5)}, ["slopes has shape [4, 5]", "give [H], H = 4"]),

@@ -26,7 +26,7 @@ class UnknownClassError(ValueError):
             f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
             "A custom class is known once the file that defines it has been imported"
         )
-        self.needs = f"needs the class {name}, which is not imported"
+        self.needs = f"needs the class {name}, which is not imported" if name else f"names no class of {base.__name__}"
 
 
 def to_dict(value: Any, annotation: Any = None) -> Any:

@@ -213,7 +213,9 @@ def _build_meta_model(cfg: RunConfig, data: Outline) -> DecoderLM:
 
 
 def load_outline(config: DataConfig) -> Outline:
-    """Outline of a data config's sequences. Raises a one-line ValueError if that fails."""
+    """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong."""
+    if type(config).outline is DataConfig.outline:
+        return load_data(config).outline
     return _call_user_code(config, config.outline)
 
 

@@ -21,12 +21,14 @@ from lit_lazy.figures.effects import (
     style_forest_panel,
 )
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
-from lit_lazy.table.looks import compute_support_interval, list_regions
+from lit_lazy.table.looks import Region, compute_support_interval, list_regions
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 
 NAME_WIDTH = 40
 """Characters per line of a contrast's name."""
+TINT = 0.13
+"""Opacity of the regions."""
 INTERVAL = "simultaneous 95 % interval"
 AROUND, LEAST = 0.9, 0.75
 """Inches of the axes' title, ticks, label and legend; the least height of the panel between them."""
@@ -120,7 +122,7 @@ def _draw_looks(table: Table, declared: Declaration, verdict: Verdict, column: C
     for parts, colour in zip(regions, (BETTER, WORSE), strict=True):
         for left, right in parts:
             axes.axvspan(
-                max(left * scale, low), min(right * scale, high), color=colour, alpha=0.13, linewidth=0, zorder=0
+                max(left * scale, low), min(right * scale, high), color=colour, alpha=TINT, linewidth=0, zorder=0
             )
     for edge in edges - {0.0, 1.0} if share else edges:
         axes.axvline(edge, color=NEUTRAL, linewidth=1, linestyle="--" if edge else "-", zorder=1)
@@ -136,7 +138,7 @@ def _draw_looks(table: Table, declared: Declaration, verdict: Verdict, column: C
     axes.set_title(column.title)
     axes.set_xlabel("share of seeds in which it holds" if share else format_axis_label(column))
     style_forest_panel(axes, ticks=7)
-    draw_legend_below(figure, _make_look_handles(bool(edges)), 3)
+    draw_legend_below(figure, _make_look_handles(*regions), 3)
     return figure
 
 
@@ -161,17 +163,29 @@ def _draw_look(axes: Axes, declared: Declaration, found: Finding, y: float, scal
 
 def _fade(colour: str, strength: float) -> str:
     """A colour mixed with white."""
-    share = 0.25 + 0.75 * strength
-    red, green, blue = (1 - share + share * part for part in to_rgb(colour))
+    return _mix("white", colour, 0.25 + 0.75 * strength)
+
+
+def _mix(below: str, above: str, share: float) -> str:
+    """The colour that a colour of this opacity has above another."""
+    red, green, blue = ((1 - share) * b + share * a for b, a in zip(to_rgb(below), to_rgb(above), strict=True))
     return to_hex((red, green, blue))
 
 
-def _make_look_handles(has_regions: bool) -> list[Line2D | Patch]:
-    regions = {"supported: the thick part inside": BETTER, "refuted: the whole interval inside": WORSE}
+def _make_look_handles(supporting: Sequence[Region], refuting: Sequence[Region]) -> list[Line2D | Patch]:
+    colours: dict[str, str] = {}
+    if supporting:
+        green = _mix("white", BETTER, TINT)
+        colours = {
+            "supported: the thick part inside": green,
+            "refuted: the whole interval inside": _mix("white", WORSE, TINT),
+        }
+        if any(max(a[0], b[0]) < min(a[1], b[1]) for a in supporting for b in refuting):
+            colours["where both overlap neither is wrong"] = _mix(green, WORSE, TINT)
     return [
         *(_make_marker_handle(look, status) for status, look in STATUS.items()),
         Line2D([], [], color=NEUTRAL, linewidth=1.2, label="simultaneous interval"),
-        *([Patch(color=c, alpha=0.13, linewidth=0, label=name) for name, c in regions.items()] if has_regions else []),
+        *(Patch(facecolor=colour, linewidth=0, label=name) for name, colour in colours.items()),
     ]
 
 

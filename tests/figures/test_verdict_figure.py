@@ -194,6 +194,7 @@ def test_each_rule_has_its_regions(rule: str, edges: set[float]) -> None:
     assert drawn == edges
     texts = [text.get_text() for legend in axes.figure.legends for text in legend.get_texts()]
     assert any(text.startswith("supported:") for text in texts) == bool(edges)
+    assert ("where both overlap neither is wrong" in texts) == bool(edges)
 
 
 def test_a_statement_shows_the_share_of_its_seeds_against_a_half_and_three_quarters() -> None:
@@ -211,6 +212,8 @@ def test_a_statement_shows_the_share_of_its_seeds_against_a_half_and_three_quart
     np.testing.assert_allclose(lows, [beta.ppf(0.025 / 8, met[n], n - met[n] + 1) for n in met], rtol=1e-6)
     (label,) = axes.get_yticklabels()
     assert label.get_text().replace("\n", " ") == "sink: met in 19 of 20 seeds, by its rivals in 0"
+    texts = [text.get_text() for legend in axes.figure.legends for text in legend.get_texts()]
+    assert "where both overlap neither is wrong" in texts
 
 
 def points_of(axes: Axes) -> list[tuple[float, str]]:

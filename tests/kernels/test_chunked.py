@@ -66,9 +66,9 @@ WAYS = {
 
 
 def ways(*names):
-    """Backends for `parametrize`; test_triton.py also covers small blocks of the fused kernels."""
-    long = {"triton-small": pytest.mark.long}
-    return [pytest.param(WAYS[name], id=name, marks=long.get(name, ())) for name in names]
+    """Backends for `parametrize`; the interpreter of the fused kernels is slow, and test_triton.py covers them."""
+    long = {"triton": pytest.mark.long}
+    return [pytest.param(WAYS[name], id=name, marks=long.get(WAYS[name][0], ())) for name in names]
 
 
 def only(*names):

@@ -43,6 +43,13 @@ AXES = {
     "length": [1, 7, 63, 129],
     "width": [1, 3, 8, 24, 80, 257],
 }
+
+
+def later(values):
+    """Of a parameter, for `make test-all`."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 COVER = pairwise_cover(AXES | {"threads": [1, 2, 3]})
 # With more rows and keys hardly any draw keeps off the kink in all of them.
 LONG = [
@@ -69,7 +76,7 @@ def _library():
     require_library()
 
 
-@pytest.mark.parametrize("setting", COVER + LONG, ids=str)
+@pytest.mark.parametrize("setting", [*COVER[::2], *LONG, *later(COVER[1::2])], ids=str)
 def test_equals_reference(setting):
     torch.set_num_threads(setting["threads"])
     drawn = {name: value for name, value in setting.items() if name != "threads"}
@@ -385,7 +392,7 @@ class TestOperators:
             results.append((out, *stats, *torch.autograd.grad(ends, list(leaves.values()))))
         assert all(map(torch.equal, *results))
 
-    @pytest.mark.parametrize("name", OPTIONS)
+    @pytest.mark.parametrize("name", ["packed", *later(name for name in OPTIONS if name != "packed")])
     def test_they_pass_opcheck(self, name):
         case = draw(45, length=15, **OPTIONS[name]).to(torch.float32)
         call = Call(case.q, case.k, case.v, case.tau, case.bias, **case.options)

@@ -322,7 +322,7 @@ class TestSkipping:
         assert torch.equal(decoding, decoded(few))
 
     # A NaN value appears in the result exactly if its tile is multiplied.
-    @pytest.mark.parametrize("rows", [16, 2])
+    @pytest.mark.parametrize("rows", [16, pytest.param(2, marks=pytest.mark.long)])
     def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
         case = sparse(length=160, rows=rows)
@@ -332,7 +332,7 @@ class TestSkipping:
         assert torch.equal(decoded(case), decoded(poisoned))
         assert_same_bits(expected, found)
 
-    @pytest.mark.parametrize("rows", [16, 2])
+    @pytest.mark.parametrize("rows", [16, pytest.param(2, marks=pytest.mark.long)])
     def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
         case = sparse(length=160, rows=rows)
@@ -359,7 +359,7 @@ def poisoned_buffers():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("layout", ["plain", "ragged", "packed"])
+@pytest.mark.parametrize("layout", [*(pytest.param(x, marks=pytest.mark.long) for x in ("plain", "ragged")), "packed"])
 def test_buffers_need_no_initial_values(layout, monkeypatch, request):
     use_small_blocks(monkeypatch, 16, 32)
     case = draw(33, length=40, width=24, layout=layout, bias_width=9, slopes=True, renormalise=True, window=30)

@@ -127,6 +127,7 @@ class TestPages:
         browser.click(f"{items}.find(item => item.innerText == {TABLE_VIEW!r})")
         browser.wait(says("Group: softmax"))
 
+    @pytest.mark.long
     def test_the_third_draws_results_trade_offs_and_curves_by_variant(self, links, browser) -> None:
         bars = {"loss/excess", "sink/first_key_weight_non_trigger", "sparsity/zero", "collapse/effective_rank"}
         scatters = {f"{name} vs. loss/excess" for name in ("sink/rate", "sparsity/zero", "collapse/effective_rank")}

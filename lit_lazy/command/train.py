@@ -58,9 +58,11 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         check_logger_kinds(options.loggers)
         print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
         return 0
-    from lit_lazy.training.prepare import prepare_outline
+    from lit_lazy.training.prepare import outline_loads, prepare_outline
 
-    prepare_outline(cfg, execution)  # tells of mistakes before Lightning and MLflow are imported, which takes seconds
+    # Mistakes are told before Lightning and MLflow are imported, which takes seconds, unless that would load the data.
+    if not outline_loads(cfg.data):
+        prepare_outline(cfg, execution)
     from lit_lazy.training.distributed.process_group import join_torchrun
 
     if (group := join_torchrun()) and group.rank:

@@ -212,9 +212,14 @@ def _build_meta_model(cfg: RunConfig, data: Outline) -> DecoderLM:
         return DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
 
 
+def outline_loads(config: DataConfig) -> bool:
+    """Whether a data config loads its sequences for their outline."""
+    return type(config).outline is DataConfig.outline
+
+
 def load_outline(config: DataConfig) -> Outline:
     """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong."""
-    if type(config).outline is DataConfig.outline:
+    if outline_loads(config):
         return load_data(config).outline
     return _call_user_code(config, config.outline)
 

@@ -226,6 +226,17 @@ def test_data_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str
         assert LOADS[body].replace("Mine", name) in expect_refusal(words, capsys)
 
 
+def test_data_of_users_are_loaded_no_third_time(place: Path, runs: Path) -> None:
+    """A source without a cache of its own is loaded to be checked and to be trained on."""
+    (place / "e.py").write_text(
+        f"{BASE}\n@dataclasses.dataclass(frozen=True)\nclass Counted(DataConfig):\n    x: int = 1\n"
+        "    def load(self):\n        with open('loads', 'a') as file: file.write('.')\n"
+        "        return DATA.load()\ndef config(): return made(data=Counted())\n"
+    )
+    assert main(["train", "e.py", "--runs", str(runs), "--train.steps=1", "--train.warmup_steps=0"]) == 0
+    assert (place / "loads").read_text() == ".."
+
+
 def test_an_interrupt_in_a_users_file_is_an_interrupt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for body in ("raise KeyboardInterrupt", "def config():\n    raise KeyboardInterrupt"):
         (place / "e.py").write_text(body)

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from filelock import FileLock
 from test_text import DOCUMENTS, SHARE, L, bpe, cache, make_documents, small, write_jsonl, write_parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -219,6 +220,31 @@ def test_concurrent_corpora_of_the_same_files_do_not_interfere(parts, tmp_path, 
     assert small(path=str(parts), validation_share=0.5).load().fingerprint == KNOWN[-1][1]
 
 
+def test_a_shard_that_another_corpus_removes_after_its_check_is_still_read(parts, cache, monkeypatch):
+    append = tokens._append
+
+    def remove_then_append(*arguments):
+        for path in cache.glob("shard-*"):
+            path.unlink()
+        append(*arguments)
+
+    monkeypatch.setattr(tokens, "_append", remove_then_append)
+    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
+
+
+def test_a_worker_that_dies_removes_nothing_of_the_process_it_waits_for(parts, cache):
+    (job, other) = plan(small(path=str(parts)))[:2]
+    cache.mkdir()
+    partial = cache / f".{job.name}.partial"
+    with FileLock(cache / f"{job.name}.lock") as held:
+        partial.touch()  # the other process writes it
+        made = workers.make_shards([other, job], cache, 2, lambda *_: None)
+        next(made)
+        made.close()
+        assert partial.exists()
+        assert Path(held.lock_file).exists()
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -338,9 +364,10 @@ def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch
     job = plan(small(path=str(parts)))[0]
     cache.mkdir()
     shard = find_or_make_shard(job, cache, lambda *_: None)
-    (whole,) = shard.pieces()
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", 700)
-    found = list(shard.pieces())
+    with shard.path.open("rb") as file:
+        (whole,) = shard.pieces(file)
+        monkeypatch.setattr(shards, "CHUNK_TOKENS", 700)
+        found = list(shard.pieces(file))
     assert len(found) > 10
     for name in ("tokens", "lengths", "bytes", "hashes"):
         assert np.array_equal(np.concatenate([getattr(piece, name) for piece in found]), getattr(whole, name))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -77,35 +77,36 @@ class Shard:
         except (OSError, ValueError, TypeError, RecursionError):
             return None
 
-    def is_intact(self) -> bool:
-        """Whether the file matches its sha256; reads all of it."""
-        try:
-            with self.path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
-        except OSError:
-            return False
+    def open_intact(self) -> BinaryIO | None:
+        """The open file if it matches its sha256, otherwise None; reads all of it.
+
+        An open file stays readable when another corpus of the same files removes the shard.
+        """
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            file = stack.enter_context(self.path.open("rb"))
+            if hashlib.file_digest(file, "sha256").hexdigest() == self.sha256:
+                stack.pop_all()
+                return file
+        return None
 
     def remove(self) -> None:
         """Remove the shard from the cache."""
         self.path.with_suffix(".json").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
-    def pieces(self) -> "Iterator[Piece]":
-        """Documents in order, in pieces of about CHUNK_TOKENS tokens to bound memory."""
-        width = np.dtype(self.dtype).itemsize
-        shape = -1, COLUMNS
-        with self.path.open("rb") as file:  # opened once: another corpus of the same files may remove it
-            file.seek(self.tokens * width)
-            table = np.fromfile(file, np.uint64).reshape(shape)
-            ends = table[:, 0].astype(np.int64)
-            file.seek(0)
-            first = start = 0
-            while first < len(ends):
-                last = max(first + 1, int(np.searchsorted(ends, start + CHUNK_TOKENS, side="right")))
-                end, rows = int(ends[last - 1]), slice(first, last)
-                tokens = np.fromfile(file, self.dtype, end - start)
-                yield Piece(tokens, np.diff(ends[rows], prepend=start), table[rows, 1].astype(np.int64), table[rows, 2])
-                first, start = last, end
+    def pieces(self, file: BinaryIO) -> "Iterator[Piece]":
+        """Documents of its open file in order, in pieces of about CHUNK_TOKENS tokens to bound memory."""
+        file.seek(self.tokens * np.dtype(self.dtype).itemsize)
+        table = np.fromfile(file, np.uint64).reshape(-1, COLUMNS)
+        ends = table[:, 0].astype(np.int64)
+        file.seek(0)
+        first = start = 0
+        while first < len(ends):
+            last = max(first + 1, int(np.searchsorted(ends, start + CHUNK_TOKENS, side="right")))
+            end, rows = int(ends[last - 1]), slice(first, last)
+            tokens = np.fromfile(file, self.dtype, end - start)
+            yield Piece(tokens, np.diff(ends[rows], prepend=start), table[rows, 1].astype(np.int64), table[rows, 2])
+            first, start = last, end
 
 
 @dataclass(frozen=True)
@@ -186,24 +187,18 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     return Shard(folder / f"{job.name}.bin", **facts)
 
 
-def remove_shard(job: FileJob, folder: Path) -> None:
-    """Remove a job's shard and the leftovers of killed processes, unless another process holds its lock."""
-    path = folder / f"{job.name}.lock"
+def remove_shard(folder: Path, name: str, *, keep_finished: bool = False) -> None:
+    """Remove a shard and what killed processes left of it, unless another process holds its lock."""
+    path = folder / f"{name}.lock"
     held = FileLock(path)
     try:
         held.acquire(timeout=0)
     except Timeout:
         return
-    for kind in ("json", "bin"):
-        (folder / f"{job.name}.{kind}").unlink(missing_ok=True)
-    remove_leftovers(folder, job.name)
-    held.release()
-
-
-def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the lock and partial files that a killed process left of a shard."""
-    for left in (folder / f"{name}.lock", *folder.glob(f".{name}.*")):
+    finished = [] if keep_finished else [folder / f"{name}.{kind}" for kind in ("json", "bin")]
+    for left in (*finished, *folder.glob(f".{name}.*"), path):
         left.unlink(missing_ok=True)
+    held.release()
 
 
 def encode_documents(

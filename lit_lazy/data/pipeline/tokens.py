@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -273,7 +273,7 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
 def _remove_shards(jobs: Iterable[FileJob], shards: Path) -> None:
     """Remove the shards of a corpus."""
     for job in jobs:
-        remove_shard(job, shards)
+        remove_shard(shards, job.name)
 
 
 def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
@@ -298,9 +298,9 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
         for jobs, part in ((plan.validation, validation), (plan.train, train)):
             with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:
                 for job, shard in zip(jobs, found, strict=False):
-                    _append(
-                        _ensure_intact(shard, job, shards, meter), part, validation, share if part is train else 0.0
-                    )
+                    intact, file = _open_intact(shard, job, shards, meter)
+                    with file:
+                        _append(intact.pieces(file), part, validation, share if part is train else 0.0)
                     meter.count_shard(shard)
                     if part.is_full:
                         break
@@ -317,20 +317,20 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
     }
 
 
-def _ensure_intact(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
-    """The shard, made again if it is damaged or has been removed."""
+def _open_intact(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> tuple[Shard, BinaryIO]:
+    """The shard and its open file, made again if it is damaged or has been removed."""
     for _ in range(ATTEMPTS):
-        if shard.is_intact():
-            return shard
+        if (file := shard.open_intact()) is not None:
+            return shard, file
         meter.log(f"a shard of {job.source.given} in {shards} is damaged; tokenising it again")
         shard.remove()
         shard = find_or_make_shard(job, shards, meter.count)
     raise OSError(errno.EIO, "shards read back differ from what was written")
 
 
-def _append(shard: Shard, part: "_PartWriter", held_out: "_PartWriter", share: float) -> None:
+def _append(pieces: Iterable[Piece], part: "_PartWriter", held_out: "_PartWriter", share: float) -> None:
     """Add a shard's documents to `part`, until it is full, and the held-out share to `held_out`."""
-    for piece in shard.pieces():
+    for piece in pieces:
         is_held_out = select_held_out(piece.hashes, share)
         if part.limit is not None:
             reached = part.tokens + np.cumsum(np.where(is_held_out, 0, piece.lengths)) >= part.limit

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lit_lazy.data.pipeline.shards import Count, FileJob, Shard, find_or_make_shard, remove_leftovers
+from lit_lazy.data.pipeline.shards import Count, FileJob, Shard, find_or_make_shard, remove_shard
 from lit_lazy.support.errors import UnfinishedError, describe_exception
 from lit_lazy.support.machine import count_cores
 
@@ -112,7 +112,7 @@ class _Worker:
             except OSError:  # unsent data
                 continue
         for folder, name in self.unfinished:
-            remove_leftovers(folder, name)
+            remove_shard(folder, name, keep_finished=True)
 
 
 def _send(file: BinaryIO | Any, message: object) -> None:

@@ -55,6 +55,15 @@ def test_a_cell_that_reports_nothing_says_since_when(tmp_path: Path) -> None:
     assert describe_training(tmp_path) == "step 10, loss 3.000, reported 1:30 ago"
 
 
+def test_a_pause_between_two_processes_does_not_count(tmp_path: Path) -> None:
+    """A killed training is resumed after an hour: its metric file holds the records of both processes."""
+    path = write(tmp_path, 5, ago=3600)
+    before = path.read_text()
+    after = write(tmp_path, 10).read_text().splitlines(keepends=True)[6:]
+    path.write_text(before + "".join(after))
+    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left"
+
+
 def test_a_log_says_each_minute_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State
 from lit_lazy.support.console import format_duration
-from lit_lazy.tracking.metric_records import read_last_lines
+from lit_lazy.tracking.metric_records import MetricRecord, read_last_lines
 from lit_lazy.training.result import METRICS
 
 PLAIN_EVERY_SECONDS = 15.0
@@ -116,17 +117,32 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
     records = read_last_lines(folder / METRICS)
     if not records or not records[-1].step:
         return ""
-    first, last = records[0], records[-1]
+    last = records[-1]
     losses = [record.metrics["train/loss"] for record in records if "train/loss" in record.metrics]
     parts = [f"step {last.step:,}" if steps is None else f"step {last.step:,} of {steps:,}"]
     if losses:
         parts.append(f"loss {losses[-1]:.3f}")
-    if steps is not None and first.step < last.step < steps:
-        seconds = (last.milliseconds - first.milliseconds) / 1000 / (last.step - first.step)
-        parts.append(f"about {format_duration(seconds * (steps - last.step))} left")
+    pace = _compute_median_pace(records)
+    if pace is not None and steps is not None and last.step < steps:
+        parts.append(f"about {format_duration(pace * (steps - last.step))} left")
     if (silent := time.time() - last.milliseconds / 1000) >= QUIET_SECONDS:
         parts.append(f"reported {format_duration(silent)} ago")
     return ", ".join(parts)
+
+
+def _compute_median_pace(records: Sequence[MetricRecord]) -> float | None:
+    """Seconds per step of the median step; the mean would count the pause of a training that was killed and resumed."""
+    steps = Counter[float]()
+    for before, after in pairwise(records):
+        if before.step < after.step:
+            taken = after.step - before.step
+            steps[(after.milliseconds - before.milliseconds) / 1000 / taken] += taken
+    passed = 0
+    for pace in sorted(steps):
+        passed += steps[pace]
+        if 2 * passed >= steps.total():
+            return pace
+    return None
 
 
 def _count_ended(counts: Mapping[str, int]) -> tuple[int, bool]:

@@ -97,10 +97,12 @@ class HeadMonitor(AtStart):
         with module.use_average():
             if (tau := _compute_tau_by_head(module.model)) is not None:
                 self.taus[trainer.global_step] = tau.cpu()
+            if trainer.logger is None and trainer.world_size == 1:
+                return  # with more ranks FSDP needs all of them in the forward pass, also without a logger
+            with trainer.precision_plugin.forward_context():
+                batch = {name: value.to(module.device) for name, value in self.batch.items()}
+                measured = measure_batch(module.model, batch["tokens"], batch.get("place"))
             if trainer.logger is not None:
-                with trainer.precision_plugin.forward_context():
-                    batch = {name: value.to(module.device) for name, value in self.batch.items()}
-                    measured = measure_batch(module.model, batch["tokens"], batch.get("place"))
                 trainer.logger.log_metrics(measured, trainer.global_step)
 
 

@@ -1,11 +1,9 @@
-"""Arrays measured on a model's heads and hidden states: `measure`, `Diagnostics`."""
+"""`measure`: the arrays of `Diagnostics`, from a model's heads and hidden states."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
 from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
@@ -21,7 +20,6 @@ from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.measure.sink_kinds import SinkKinds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
-from lit_lazy.support.disk import write_atomically
 
 SAMPLE = 64
 """Sequences measured by default."""
@@ -35,107 +33,6 @@ N_HELD = -1
 """Last row of the losses: EVICTED keys are hidden but still count in n."""
 EVICTION_ROW = 9
 """1-based position from which losses without the first keys are compared; earlier rows see hardly any other key."""
-
-
-def fit_slope(values: np.ndarray) -> np.ndarray:
-    """Least-squares slope `[]` of values `[n]` over 0 .. n - 1, in fp64."""
-    depth = np.arange(len(values)) - (len(values) - 1) / 2
-    return depth @ np.asarray(values, np.float64) / (depth @ depth)
-
-
-SCALARS = {
-    "sink/rate": ("sink/rate", lambda x: x[..., 0]),
-    "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
-    "sink/value_norm": ("sink/value_norm", lambda x: x[..., 0]),
-    "sink/no_operation": ("sink/no_operation", lambda x: x),
-    "sink/broadcast": ("sink/broadcast", lambda x: x),
-    "sink/eviction": ("loss/evicted", lambda x: x[-1]),
-    "sink/eviction_n_held": ("loss/evicted_n_held", lambda x: x),
-    "mass/empty_rows": ("mass/empty_rows", lambda x: x),
-    "mass/dead_heads": ("mass/dead", lambda x: x),
-    "sparsity/small": ("sparsity/small", lambda x: x),
-    "sparsity/block_64": ("sparsity/block_64", lambda x: x),
-    "sparsity/block_128": ("sparsity/block_128", lambda x: x),
-    "sparsity/over_null": ("sparsity/over_null", lambda x: x),
-    "entropy/keys": ("entropy/keys", lambda x: x),
-    "scores/spread": ("scores/spread", lambda x: x),
-    "collapse/cosine": ("hidden/cosine", lambda x: x[-1]),
-    "collapse/effective_rank": ("hidden/effective_rank", lambda x: x[-1]),
-    "collapse/effective_rank_slope": ("hidden/effective_rank", fit_slope),  # per block
-    "collapse/rank_residual": ("hidden/rank_residual", lambda x: x[-1]),
-    "collapse/max_abs": ("hidden/max_abs", lambda x: x.max()),
-    "collapse/max_over_median": ("hidden/max_over_median", lambda x: x.max()),
-    "collapse/kurtosis": ("hidden/kurtosis", lambda x: x[-1]),
-    "collapse/repeated_gap": ("hidden/repeated_gap", lambda x: x[-1]),
-    "bias/alibi_distance": ("bias/alibi_distance", lambda x: x),
-}
-"""Metric of a run -> its array, and the part of it that is averaged over layers and heads."""
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """Arrays by name, float32 by default, of n sequences of T tokens, K = min(8, T).
-
-    Without attention, arrays of heads, biases, evicted keys and maps are absent.
-
-    `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`, `SinkKinds`), `mass/*` (`Mass`),
-    `sparsity/*` (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
-    `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
-    `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
-    `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
-    `bias/alibi_distance` `[layers, H]` (`fit_alibi`); absent without tau or bias.
-    `watch/tau` `[S, layers, H]`: tau at the training's S steps `watch/step` (int64), for per_token the mean over
-    positions; absent without tau or training.
-    `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: rise of the mean loss in nats
-    over the rows from position 9 on when the first 1 to 4 keys are hidden in every layer;
-    `loss/evicted_n_held` `[]`: the same for 4 keys with unchanged n, and thus unchanged theta.
-    `maps/weights` float16 `[S, n, n]`: weights of the first sequence (with `place`: of the sequence with the longest
-    first document), NaN at hidden keys, first n = min(T, 128) rows (of that document);
-    `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
-    `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the training's context length.
-    `length/*` and `streamed/*`: arrays of `lit_lazy.measure.lengths`, only from `lit-lazy diagnose`.
-    Prefix `init/`: the same model before training; `before/`: before a change of its settings; `L<length>/`: at another
-    length.
-    """
-
-    arrays: dict[str, np.ndarray]
-
-    @classmethod
-    def merge(cls, parts: Mapping[str, "Diagnostics"]) -> "Diagnostics":
-        """Merge measurements by prefix: each array's name gets the prefix of its measurement."""
-        return cls({prefix + name: x for prefix, part in parts.items() for name, x in part.arrays.items()})
-
-    @classmethod
-    def load(cls, file: Path | BinaryIO) -> "Diagnostics":
-        """Read an npz file, without running code in it."""
-        with np.load(file, allow_pickle=False) as archive:
-            return cls({name: archive[name] for name in archive.files})
-
-    def save(self, path: Path) -> None:
-        """Write an npz file atomically."""
-        # Array names are not identifiers, so numpy's keyword arguments are passed as a dict.
-        contents: dict[str, Any] = self.arrays
-        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **contents))
-
-    @property
-    def prefixes(self) -> list[str]:
-        """Prefixes of the measurements, in order: "", "init/", "L1024/", ..."""
-        return [name.removesuffix("sample") for name in self.arrays if name.split("/")[-1] == "sample"]
-
-    def scalars(self) -> dict[str, float]:
-        """The finite metrics of a run computed from these arrays, with their measurement's prefix."""
-        found = {}
-        for prefix in self.prefixes:
-            for name, (source, part) in SCALARS.items():
-                if (array := self.arrays.get(prefix + source)) is not None:
-                    found[prefix + name] = _nanmean(part(array))
-        return {name: value for name, value in found.items() if np.isfinite(value)}
-
-
-def _nanmean(values: np.ndarray) -> float:
-    """Mean in fp64 over the values that are not NaN; NaN without any."""
-    defined = np.asarray(values, np.float64)[~np.isnan(values)]
-    return float(defined.mean()) if defined.size else float("nan")
 
 
 class Maps(NamedTuple):

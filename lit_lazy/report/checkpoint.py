@@ -18,7 +18,8 @@ from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
-from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, measure, sample_validation
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration

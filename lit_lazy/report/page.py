@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
-from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.template import PAGE, STYLE, Section, mark_part, replace_parts
 from lit_lazy.support.disk import write_text

@@ -14,8 +14,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
-from lit_lazy.measure import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
+from lit_lazy.measure.ratio_of_sums import RatioOfSums
 from lit_lazy.model.compiled import compute_hidden, compute_mean_loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys

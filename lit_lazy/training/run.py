@@ -21,7 +21,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.data import DataSource
-from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, sample_validation
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine

@@ -18,7 +18,8 @@ from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.measure.diagnostics import Diagnostics, measure
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.report.checkpoint import Request, diagnose
 from lit_lazy.support.named_files import find

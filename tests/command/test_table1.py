@@ -16,7 +16,7 @@ from lit_lazy.attention import Mamba2
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.support.named_files import find
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run

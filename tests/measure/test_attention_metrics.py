@@ -23,7 +23,7 @@ from lit_lazy.attention import (
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.measure import AttentionMetrics
+from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model.decoder import DecoderLM
 

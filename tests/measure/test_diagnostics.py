@@ -28,7 +28,8 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
-from lit_lazy.measure.diagnostics import Diagnostics, Maps, measure, sample_validation
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import LitLM

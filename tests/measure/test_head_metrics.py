@@ -8,7 +8,7 @@ import torch
 from layers import layer_shape
 
 from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, NormaliserModule, Softmax
-from lit_lazy.measure import (
+from lit_lazy.measure.head_metrics import (
     Entropy,
     GaussianNull,
     Mass,
@@ -17,8 +17,8 @@ from lit_lazy.measure import (
     Sparsity,
     ValueNorms,
     null_sparsity,
-    summarise,
 )
+from lit_lazy.measure.row_statistics import summarise
 
 LENGTH = 64
 HARMONIC = sum(1 / i for i in range(1, LENGTH + 1))

@@ -9,8 +9,7 @@ import torch
 from layers import layer_shape
 
 from lit_lazy.attention import AffineScaled, ASEntmax, AttentionCall, BiasTerms, Elastic, Softmax
-from lit_lazy.measure import RowSummary, summarise
-from lit_lazy.measure.row_statistics import TILES
+from lit_lazy.measure.row_statistics import TILES, RowSummary, summarise
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 3, 4, 2, 151, 8
 TABLE = torch.linspace(1, -3, 40, dtype=torch.float64).expand(HEADS, 40) * torch.tensor([[0.1], [0.5], [1.0], [2.0]])
@@ -192,7 +191,8 @@ PEAK = """
 import torch
 from pathlib import Path
 from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, LayerShape
-from lit_lazy.measure import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
+from lit_lazy.measure.head_metrics import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
+from lit_lazy.measure.row_statistics import summarise
 
 HEADS, WIDTH = 16, 64
 torch.set_num_threads(1)

@@ -17,8 +17,9 @@ from lit_lazy.attention import (
     Softpick,
 )
 from lit_lazy.config import ModelConfig
-from lit_lazy.measure import AttentionMetrics
-from lit_lazy.measure.diagnostics import Diagnostics, measure
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.attention_metrics import AttentionMetrics
+from lit_lazy.measure.diagnostics import measure
 from lit_lazy.model.decoder import DecoderLM
 
 LENGTH = 12

@@ -9,7 +9,8 @@ import torch
 from lit_lazy.api import Model, load, train
 from lit_lazy.attention import Alibi, Elastic, LearnedBias, OutputGate, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.measure.diagnostics import Diagnostics, sample_validation
+from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.model.loss import mean_nll, token_nll
 
 NORMALISER = "model.attention.normaliser"

@@ -28,7 +28,7 @@ from two_rows import two_rows
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_parent, read_plan
-from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report, write_report
 from lit_lazy.report.publish import collect_outcomes, write_table
 from lit_lazy.table.columns import COLUMNS

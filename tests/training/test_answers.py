@@ -12,7 +12,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
-from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.decoder import DecoderLM

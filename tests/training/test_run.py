@@ -29,7 +29,7 @@ from lit_lazy.attention import (
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import devices, head_monitor
 from lit_lazy.training.devices import describe_backend

@@ -1,7 +1,7 @@
 """Finds misspelt fields in the source of the settings: to import it takes torch, which takes seconds."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -10,10 +10,10 @@ GROUPS = {"": "RunConfig", "model": "ModelConfig", "train": "TrainConfig"}
 FIX = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
 
 
-def check_field_names(overrides: Sequence[str]) -> None:
-    """Raise a one-line ValueError for a field of a run, its model or its training that is nearly one of theirs.
+def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> None:
+    """Raise a one-line ValueError for what is nearly a field of a run, its model or its training, or an option.
 
-    `apply_overrides` says the same, and checks the fields of their parts.
+    options: those of the command, as `--name`. `apply_overrides` says the same of fields, and checks those of parts.
     """
     fields = _read_fields() if overrides else {}
     for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
@@ -21,11 +21,14 @@ def check_field_names(overrides: Sequence[str]) -> None:
         parts = path.removeprefix("--").split(".")
         place = int(parts[0] in ("model", "train") and len(parts) > 1)
         known = fields[GROUPS["".join(parts[:place])]]
-        if word.startswith("--") and parts[place] not in known:
-            for name in get_close_matches(parts[place], known, n=1):
-                meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
-                given = value if equals else following
-                raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
+        if not word.startswith("--") or parts[place] in known:
+            continue
+        if len(parts) == 1 and (nearly := get_close_matches(path, options, n=1, cutoff=0.8)):
+            raise ValueError(f"{path}: no such option or field (did you mean {nearly[0]}?); {FIX}")
+        for name in get_close_matches(parts[place], known, n=1):
+            meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
+            given = value if equals else following
+            raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
 
 
 def _read_fields() -> dict[str, list[str]]:

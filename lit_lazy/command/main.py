@@ -139,7 +139,7 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
     except FileNotFoundError as error:
         return report_user_error(f"TMPDIR: {error.strerror}; set it to a folder that can be written")
     try:
-        check_field_names(rest)
+        check_field_names(rest, options.option_names)
         return options.command(options, rest)
     except ValueError as error:
         return report_user_error(str(error))

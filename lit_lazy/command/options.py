@@ -66,7 +66,10 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog)
+    names = parser._option_string_actions  # filled as options are added
+    parser.set_defaults(
+        command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog, option_names=names
+    )
     return parser
 
 

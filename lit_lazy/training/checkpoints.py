@@ -17,9 +17,9 @@ from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require_whole
+from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.disk import quarantine, write_atomically
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
@@ -30,6 +30,8 @@ TOKENIZER = "tokenizer.json"
 """File beside an imported model's checkpoint."""
 MOST_NAMED = 8
 """Tensor names in a message, at most."""
+SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "tie_embeddings", "mixer")
+"""Fields of the model that a trained model keeps: its weights would not be used, or not as they were trained."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -115,14 +117,20 @@ def require_changeable(paths: Iterable[str]) -> None:
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     """The module with the model of another config, on its own weights where name and shape match; these are shared.
 
-    All other parameters have their initial values. Raises a one-line ValueError if no weight matches.
+    All other parameters, such as a new tau or bias, have their initial values. Raises a one-line ValueError if one of
+    SIZES differs, or for positions with weights that were not trained.
     """
+    for name in SIZES:
+        trained, given = getattr(module.cfg.model, name), getattr(cfg.model, name)
+        fix = f"the trained weights are for {short_repr(trained)}; leave it, or train a new model"
+        require(given == trained, f"model.{name}", given, fix)
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
     matching = {name for name, x in target.items() if name in source and source[name].shape == x.shape}
-    if not matching:
-        raise ValueError("the changed model has none of the checkpoint's weights by name and shape; change less of it")
+    positions = {f"position.{name}" for name, _ in changed.model.position.named_parameters()}
+    fix = "has weights, which were not trained; leave it, or train a new model"
+    require(positions <= matching, "model.position", cfg.model.position, fix)
     for name in matching:
         target[name].data = source[name]
     return changed

@@ -48,6 +48,7 @@ MISSPELT = [
     "runs gc --runs nosuch", "import nosuch.gguf out.ckpt", "import ./nosuch out.ckpt", "import nosuch out.ckpt",
     "import a/b/nosuch out.ckpt", "generate own.py", "evaluate own.py", "diagnose own.py", "export own.py out",
     "lm-eval own.py", "generate own.zip", "train backcopy --model.d_modl=3", "ablate run table2 --train.step 5",
+    "train backcopy_tiny --keep-checkpoints", "ablate run table2 --worker=2",
 ]  # fmt: skip
 
 
@@ -66,6 +67,7 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lit-lazy") >= len(MISSPELT)
+    assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.py", "own.zip"]
 
 

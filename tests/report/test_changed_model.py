@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_lazy.api import Model, load, train
-from lit_lazy.attention import Alibi, Elastic, LearnedBias, OutputGate, Softmax
+from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import sample_validation
@@ -80,7 +80,13 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: flo
     [
         ({"train.lr": 0.1}, "train.lr: has no effect on a trained model; set only fields of model and data"),
         ({"model.attention.normalizer": Elastic()}, r"has no field 'normalizer' \(did you mean normaliser\?\)"),
-        ({"model.d_model": 1024}, "the changed model has none of the checkpoint's weights"),
+        ({"model.d_model": 1024}, r"d_model=1024: the trained weights are for \d+; leave it, or train a new model"),
+        ({"model.n_layers": 2}, "model.n_layers=2: the trained weights are for 1"),
+        ({"model.n_heads": 2}, "model.n_heads=2: the trained weights are for 1"),
+        ({"model.d_ff": 17}, "model.d_ff=17: the trained weights are for"),
+        ({"model.tie_embeddings": False}, "model.tie_embeddings=False: the trained weights are for True"),
+        ({"model.mixer": RetNet()}, "model.mixer=RetNet"),
+        ({"model.position": LearnedAbsolute()}, r"model.position=LearnedAbsolute.*: has weights, .* were not trained"),
         ({"data.vocab": 3}, "vocab"),
     ],
 )

@@ -280,7 +280,10 @@ def show(weights: Tensor | np.ndarray) -> Figure:
     >>> figure = show(load(train("backcopy_tiny").checkpoint).weights(range(12)))
     >>> figure.savefig("heads.png")
     """
-    given = np.asarray(weights, dtype=np.float32)
+    try:
+        given = np.asarray(weights, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise ValueError(f"weights={short_repr(weights)}: must be an array, as `model.weights(text)` returns") from None
     square = 2 <= given.ndim <= 4 and given.shape[-1] == given.shape[-2] and given.size > 0
     require(square, "weights", list(given.shape), "must have the shape [L, L], [H, L, L] or [layers, H, L, L]")
     require(

@@ -235,6 +235,10 @@ class TestShow:
         with pytest.raises(ValueError, match=r"weights=\[.*\]: must have the shape \[L, L\]"):
             show(np.zeros(shape))
 
+    def test_what_is_no_array_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"^weights='some text': must be an array, as `model.weights"):
+            show("some text")  # type: ignore[arg-type]
+
     def test_what_is_not_finite_is_refused(self) -> None:
         with pytest.raises(ValueError, match="must be finite"):
             show(np.full((3, 3), np.nan))

@@ -153,6 +153,8 @@ def run_rule(
 ) -> tuple[Tensor, Stats | None]:
     """`rule_attention` of a `Call`, whose tau is ignored."""
     call = _prepare(call, maps)
+    if not callable(rule):
+        raise TypeError(f"rule is {show(rule)}; give a function of scores and Rows that returns weights")
     if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
         raise TypeError(f"parameters has a {type_name(wrong[0])}; give tensors")
     if backend not in ("reference", "chunked"):

@@ -31,7 +31,9 @@ def add_to(commands: Commands) -> None:
 
 def identifier(text: str) -> str:
     """Option type: a name that Python code can define."""
-    if not text.isidentifier() or keyword.iskeyword(text):
+    if keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a name, not a keyword of Python; for example my_{text}")
+    if not text.isidentifier():
         raise argparse.ArgumentTypeError(
             f"{text!r}: must be a Python identifier: letters, digits and _, no digit first; for example my_variant"
         )

@@ -54,7 +54,8 @@ class Question:
     """The question that this one repeats, perhaps with another outcome; its verdict is shown beside this one."""
 
     def __post_init__(self) -> None:
-        name = f"question {self.ablation.name!r}"
+        is_ablation = isinstance(self.ablation, Ablation)
+        name = f"question {self.ablation.name!r}" if is_ablation else "question"
         check_kinds(name, self)
         require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
         few = self.few_seeds_because

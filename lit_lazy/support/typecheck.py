@@ -102,7 +102,7 @@ def describe_kind(hint: Any) -> str:
     if origin in (Mapping, dict):
         return f"a dict, each key {describe_kind(parts[0])}, each value {describe_kind(parts[1])}"
     if origin is Sequence:
-        return "a list"
+        return "a list or tuple"
     if origin is Callable:
         return "a function"
     if parts:

@@ -323,7 +323,7 @@ ABLATIONS = {
     "contrasts=(Contrast('x', {'softmax': 1, 'elastic': -1}),) * 2": "two contrasts are 'x'; leave one out",
     "base=None": "base=None: must be text",
     "common=3": "common=3: must be a dict",
-    "rows=(), axes={'model.d_model': 3}": "must be a dict, each key text, each value a list",
+    "rows=(), axes={'model.d_model': 3}": "must be a dict, each key text, each value a list or tuple",
     "rows=(), axes={'model.d_model': range(10**9)}": "points of its axes=1000000000: must be at most 100000",
     "exclude=None": "exclude=None: must be a function",
 }

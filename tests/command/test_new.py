@@ -71,7 +71,10 @@ def test_a_name_is_that_of_a_class_of_nobody_else() -> None:
     [
         (["new", "ablatoin", "mine"], "invalid choice: 'ablatoin'"),
         (["new", "data", "3x"], "argument NAME: '3x': must be a Python identifier"),
-        (["new", "data", "class"], "argument NAME: 'class': must be a Python identifier"),
+        (
+            ["new", "data", "class"],
+            "argument NAME: 'class': must be a name, not a keyword of Python; for example my_class",
+        ),
         (["new", "data", "torch"], "NAME 'torch.py': torch is the name of a Python module"),
         (["new", "data", "x" * 101], "use at most 100 bytes"),
         (["new", "data", "mine", "--out", "mine.txt"], "--out 'mine.txt': must end in .py"),

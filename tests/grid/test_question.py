@@ -175,6 +175,11 @@ def question(**changes) -> Question:
     return Question(**given | changes)
 
 
+def test_an_ablation_by_its_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^question: ablation='table2': must be an? Ablation"):
+        question(ablation="table2")
+
+
 def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     asked = question()
     digest = asked.declare("base", BASE, [mine]).digest

@@ -185,3 +185,8 @@ def test_a_rule_that_returns_something_else_is_named(rule, message):
     with pytest.raises(ValueError, match=r"<lambda> returns torch\.float") as error:
         rule_attention(rule, Q, K, V)
     assert message in str(error.value)
+
+
+def test_what_is_no_rule_is_named():
+    with pytest.raises(TypeError, match=r"^rule is 'softmax'; give a function of scores and Rows"):
+        rule_attention("softmax", Q, K, V)

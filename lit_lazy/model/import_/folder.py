@@ -57,6 +57,8 @@ def download(name: str) -> Path:
 def read_folder(folder: Path) -> PublishedModel:
     """Raises a one-line ValueError for a missing or damaged file, and for weights of no floating-point type."""
     config = _read_json(folder / CONFIG)
+    if not (folder / TOKENIZER).exists():
+        raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
     weights: dict[str, Weight] = {}
     for name, file in _find_files(folder).items():
         if not name.endswith(RECOMPUTED):

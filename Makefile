@@ -1,4 +1,5 @@
-# Every target makes .venv itself when it is missing. TINY=1 runs the same path on a tiny model, one seed, within a minute.
+# Every target makes .venv itself when it is missing, in some minutes. TINY=1 runs the same path on a tiny model, one seed,
+# within a minute.
 PYTHON ?= python3
 RUNS ?= runs
 BIN := .venv/bin
@@ -27,7 +28,7 @@ help:
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
-	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
+	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
 	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(TINY_SEED) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)

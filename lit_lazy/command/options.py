@@ -132,7 +132,7 @@ def add_init_from(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init-from",
         metavar="CHECKPOINT",
-        type=path,
+        type=checkpoint,
         help="initialise from a final.ckpt every weight whose name and shape match, to continue with another variant, "
         "data or schedule",
     )

@@ -112,10 +112,11 @@ FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
     (
         ["--thread", "2"],
-        "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists the fields, --help the options",
+        "--thread: no such option or field (did you mean --threads?); `lit-lazy fields EXPERIMENT` lists the fields, "
+        "--help the options",
     ),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
-    (["--init_from=a", "--init-from", "b"], "--init_from: is given twice, as 'a' and as '"),
+    (["--init_from=a", "--init-from", "."], "--init_from: is given twice, as 'a' and as '"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
     (["steps=5"], "unknown argument 'steps=5'; a field is set by --FIELD=VALUE"),
     (["-x"], "unknown argument '-x'; a field is set by --FIELD=VALUE"),

@@ -55,6 +55,14 @@ def test_a_cell_that_reports_nothing_says_since_when(tmp_path: Path) -> None:
     assert describe_training(tmp_path) == "step 10, loss 3.000, reported 1:30 ago"
 
 
+def test_a_step_that_is_reported_late_is_not_the_last(tmp_path: Path) -> None:
+    """Records are not in the order of their steps: step 9's is written after step 10's."""
+    path = write(tmp_path, 10)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:9], lines[10], lines[9]]) + "\n")
+    assert describe_training(tmp_path, 64).startswith("step 10 of 64, ")
+
+
 def test_a_pause_between_two_processes_does_not_count(tmp_path: Path) -> None:
     """A killed training is resumed after an hour: its metric file holds the records of both processes."""
     path = write(tmp_path, 5, ago=3600)

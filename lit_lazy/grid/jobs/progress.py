@@ -115,9 +115,9 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
     left is not told.
     """
     records = read_last_lines(folder / METRICS)
-    if not records or not records[-1].step:
+    if not any(record.step for record in records):
         return ""
-    last = records[-1]
+    last = max(records[-2:], key=lambda record: record.step)  # a step's means may be written after its validation
     losses = [record.metrics["train/loss"] for record in records if "train/loss" in record.metrics]
     parts = [f"step {last.step:,}" if steps is None else f"step {last.step:,} of {steps:,}"]
     if losses:
@@ -125,7 +125,7 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
     pace = _compute_median_pace(records)
     if pace is not None and steps is not None and last.step < steps:
         parts.append(f"about {format_duration(pace * (steps - last.step))} left")
-    if (silent := time.time() - last.milliseconds / 1000) >= QUIET_SECONDS:
+    if (silent := time.time() - records[-1].milliseconds / 1000) >= QUIET_SECONDS:
         parts.append(f"reported {format_duration(silent)} ago")
     return ", ".join(parts)
 

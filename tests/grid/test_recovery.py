@@ -243,7 +243,14 @@ def test_a_database_that_was_lost_is_said_to_be(is_made: bool, made: Made, empty
     assert "holds no grids" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"", b'{"ablation": "pair", "rows', b"\xff\xfe", b"[1]", bytes(30)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"ablation": "pair", "rows',
+        *(pytest.param(x, marks=pytest.mark.long) for x in (b"\xff\xfe", b"[1]", bytes(30))),
+    ],
+)
 def test_a_damaged_plan_is_written_anew(content: bytes, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     table, parent = (made.runs / ID / "table.csv").read_text(), made.tracked("ablation")[0].info
     plan = Path(urlsplit(parent.artifact_uri).path) / "plan.json"

@@ -40,7 +40,7 @@ def loss_curve(backend, steps, nudge=0):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(200, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.long), pytest.param(200, marks=pytest.mark.gpu)])
 def test_training_follows_the_reference(steps):
     """Within twice the effect of a rounding of the initial weights on the losses of the reference."""
     losses = loss_curve("reference", steps)

@@ -183,6 +183,7 @@ class TestPages:
             assert artifact in text
         assert "Model training" in text
 
+    @pytest.mark.long
     def test_the_pages_ask_this_machine_alone(self, links, browser) -> None:
         opened(browser, links["charts"], screenshots.DRAWN)
         asked = [urlsplit(url) for url in browser.requests]

@@ -91,6 +91,8 @@ def check_out(out: Path, beside: Path, tokenizer: str, size: int) -> None:
         raise ValueError(f"OUT {str(out)!r}: is the name of the tokenizer; name the checkpoint model.ckpt")
     check_writable_file("OUT", out)
     check_writable_file("OUT", beside)
+    if out.exists():
+        raise ValueError(f"OUT {str(out)!r}: exists already; name another file, or remove it first")
     if beside.exists() and beside.read_bytes() != tokenizer.encode():
         raise ValueError(f"OUT {str(out)!r}: {beside} is another model's; name a file in another folder")
     there = next(folder for folder in out.absolute().parents if folder.exists())

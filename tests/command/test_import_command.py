@@ -219,6 +219,7 @@ def test_a_wrong_gguf(
 def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "model.bin").write_bytes(pickle.dumps({}))
     (place / "full").mkdir()
+    (place / "notes.txt").write_text("mine")
     (place / "full" / "tokenizer.json").write_text("{}")
     for words, named in (
         (["model.bin", "new.ckpt"], "SOURCE 'model.bin': model.bin: is a pickle"),
@@ -231,6 +232,7 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["./none", "new.ckpt"], "SOURCE: './none': no such file or folder; give a folder with config.json"),
         (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
         (["source", "source"], "OUT 'source': is a folder; name a file in it"),
+        (["source", "notes.txt"], "OUT 'notes.txt': exists already; name another file, or remove it first"),
         (["source", "full/new.ckpt"], "full/tokenizer.json is another model's; name a file in another folder"),
         (["source", "new/tokenizer.json"], "OUT 'new/tokenizer.json': is the name of the tokenizer"),
         (["source", "/proc/new.ckpt"], "lit-lazy: OUT '/proc': nothing can be written there"),

@@ -95,6 +95,29 @@ def test_a_change_that_cannot_be_is_one_line(model: Model, changes: dict[str, ob
         model.with_(changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{NORMALISER}.tau_init": 3.0}, "model.attention.normaliser.tau_init: has no effect on a trained model"),
+        ({NORMALISER: Elastic(tau_ramp=0.5)}, "model.attention.normaliser.tau_ramp: has no effect"),
+        ({"model.attention.bias.init_std": 0.1}, "model.attention.bias.init_std: has no effect"),
+        ({"model.init_std": 0.1}, "model.init_std: has no effect"),
+        (
+            {NORMALISER: Elastic(threshold="per_token")},
+            r"attention.normaliser.tau: is trained with the shape \[1\], not",
+        ),
+        ({"model.attention.bias.length": 4}, "attention.bias.table: is trained with the shape"),
+    ],
+)
+def test_what_would_do_nothing_or_undo_training_is_refused(
+    model: Model, changes: dict[str, object], message: str
+) -> None:
+    lazy = model.with_({NORMALISER: Elastic(), "model.attention.bias": LearnedBias()})
+    assert lazy.with_({"model.attention.window": 4}).config.model.attention.window == 4
+    with pytest.raises(ValueError, match=message):
+        lazy.with_(changes)
+
+
 def test_thresholds_need_a_tau_per_head(model: Model) -> None:
     for changes in ({}, {NORMALISER: Elastic(threshold="per_token")}):
         with pytest.raises(ValueError, match="has no tau per head; choose Elastic"):

@@ -193,7 +193,8 @@ class Model:
     def diagnose(self, sequences: int = SAMPLE) -> Diagnostics:
         """Sinks, mass, sparsity and collapse of its heads and hidden states, on so many validation sequences at most.
 
-        `.scalars()` are the means over layers and heads by name, `.arrays` all arrays `[layers, H, ...]` behind them.
+        `.arrays` are all arrays `[layers, H, ...]` by name. `.scalars()` are means of some over layers and heads; mass,
+        zeros and tau are only in `.arrays`.
         Raises ValueError, in one line, where the data of the training cannot be had.
 
         >>> model = load(train("backcopy_tiny").checkpoint)

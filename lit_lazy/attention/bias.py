@@ -63,6 +63,8 @@ class LearnedBias(Bias):
     Keys beyond the table stay visible, with bias 0: `length` is no window.
     """
 
+    first_values = ("init_std",)
+
     length: int | None = None
     """Distances in the table; None for the context length. The authors' configurations use 512 or 1024."""
     init_std: float = 0.0
@@ -219,6 +221,8 @@ class Fire(Bias):
     For positions i <= L this is a table over distances, as the kernels need; longer sequences raise ValueError. c is
     learned, L is fixed.
     """
+
+    first_values = ("c_init",)
 
     length: int | None = None
     """L, the length up to which positions are not rescaled; None for the context length."""

@@ -346,6 +346,8 @@ class Elastic(Normaliser):
     docs/method.md gives the formula of each threshold.
     """
 
+    first_values = ("tau_init", "tau_lr_scale", "tau_ramp", "tau_final", "learn_after_ramp")
+
     tau_init: float = 1.0
     """Initial offset parameter. Positive values are subtracted: the paper's sign, and its initial value."""
     threshold: Threshold = "per_query"

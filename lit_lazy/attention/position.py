@@ -198,6 +198,8 @@ class _Rope(PositionModule):
 class LearnedAbsolute(Position):
     """A learned vector per position, added to the embeddings; raises ValueError beyond the context length."""
 
+    first_values = ("init_std",)
+
     init_std: float = 0.02
     """Standard deviation of the initial vectors. Whether the model can tell the first keys from others depends on its
     ratio to that of the token embeddings."""

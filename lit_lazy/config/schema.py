@@ -21,6 +21,8 @@ Precision = Literal["fp32", "bf16"]
 class ModelConfig(CheckedFields, prefix="model."):
     """A decoder language model: pre-norm, RMSNorm, SwiGLU."""
 
+    first_values = ("init_std", "embedding_init_std", "residual_dropout")
+
     d_model: int = 64
     """Width of the residual stream."""
     n_layers: int = 1

@@ -18,6 +18,8 @@ class CheckedFields:
     """
 
     _prefix: str | None = None
+    first_values: tuple[str, ...] = ()
+    """Fields that only begin or guide a training: a trained model has values of its own."""
 
     def __init_subclass__(cls, prefix: str | None = None) -> None:
         super().__init_subclass__()
@@ -54,6 +56,16 @@ def require_kinds(settings: CheckedFields) -> None:
         value, hint = getattr(settings, name), hints[name]
         if not fits(value, hint):
             require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{_give_example(value, hint)}")
+
+
+def list_changed_first_values(before: object, after: object, path: str) -> Iterator[str]:
+    """Dotted paths of the `first_values` in which two settings of equal classes differ, at any depth."""
+    if isinstance(before, CheckedFields) and type(before) is type(after):
+        for name in (field.name for field in dataclasses.fields(before)):  # type: ignore[arg-type]
+            old, new, below = getattr(before, name), getattr(after, name), f"{path}.{name}"
+            if name in before.first_values and old != new:
+                yield below
+            yield from list_changed_first_values(old, new, below)
 
 
 def _give_example(value: Any, hint: Any) -> str:

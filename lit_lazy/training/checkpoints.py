@@ -1,8 +1,7 @@
 """Checkpoints: written atomically, loaded without running code, and validated before use."""
 
-import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.checked_fields import list_changed_first_values
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
@@ -33,11 +33,6 @@ MOST_NAMED = 8
 """Tensor names in a message, at most."""
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "tie_embeddings", "mixer")
 """Fields of the model that a trained model keeps: its weights would not be used, or not as they were trained."""
-FIRST_VALUES = (
-    *("tau_init", "tau_ramp", "tau_final", "tau_lr_scale", "learn_after_ramp", "c_init", "starts_open"),
-    *("init_std", "embedding_init_std", "residual_dropout"),
-)
-"""Fields that begin or shape a training, at any depth of the model: a trained parameter has another value already."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -120,30 +115,19 @@ def require_changeable(paths: Iterable[str]) -> None:
             raise ValueError(f"{path}: has no effect on a trained model; set only fields of model and data")
 
 
-def _list_changed_fields(before: Any, after: Any, path: str) -> Iterator[str]:
-    """Dotted paths of the fields in which two settings differ, down to parts of another class."""
-    if dataclasses.is_dataclass(before) and type(before) is type(after):
-        for field in dataclasses.fields(before):
-            values = getattr(before, field.name), getattr(after, field.name)
-            yield from _list_changed_fields(*values, f"{path}.{field.name}")
-    elif before != after:
-        yield path
-
-
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     """The module with the model of another config, on its own weights where name and shape match; these are shared.
 
     All other parameters, such as a new tau or bias, have their initial values. Raises a one-line ValueError if one of
-    SIZES or FIRST_VALUES differs, if a trained parameter would change its shape, and for positions whose weights were
-    not trained.
+    SIZES or a first value (`CheckedFields.first_values`) differs, if a trained parameter would change its shape, and
+    for positions whose weights were not trained.
     """
     for name in SIZES:
         trained, given = getattr(module.cfg.model, name), getattr(cfg.model, name)
         fix = f"the trained weights are for {short_repr(trained)}; leave it, or train a new model"
         require(given == trained, f"model.{name}", given, fix)
-    for path in _list_changed_fields(module.cfg.model, cfg.model, "model"):
-        if path.rpartition(".")[2] in FIRST_VALUES:
-            raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
+    for path in list_changed_first_values(module.cfg.model, cfg.model, "model"):
+        raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))

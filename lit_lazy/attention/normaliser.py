@@ -393,6 +393,10 @@ class Elastic(Normaliser):
         if self.learn_after_ramp and not self.learn_tau:
             raise ValueError("Elastic.learn_after_ramp=True: has no effect with Elastic.learn_tau=False; leave one out")
 
+    def initial_values(self) -> tuple[str, ...]:
+        """tau_init, unless a ramp begins there."""
+        return () if self.tau_ramp > 0 else ("tau_init",)
+
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Elastic(self, shape.n_heads, shape.context_length)
 

@@ -54,6 +54,9 @@ class ModelConfig(CheckedFields, prefix="model."):
     residual_dropout: float = 0.0
     """Dropout probability of the outputs of mixers and SwiGLUs in training (arXiv 1706.03762)."""
 
+    def initial_values(self) -> tuple[str, ...]:
+        return ("init_std", "embedding_init_std")
+
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
             require_whole(f"model.{name}", getattr(self, name), 1)

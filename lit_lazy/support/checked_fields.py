@@ -21,6 +21,10 @@ class CheckedFields:
     first_values: tuple[str, ...] = ()
     """Fields that only begin or guide a training: a trained model has values of its own."""
 
+    def initial_values(self) -> tuple[str, ...]:
+        """Those of the first values that are only initial values of parameters: loaded ones replace them."""
+        return self.first_values
+
     def __init_subclass__(cls, prefix: str | None = None) -> None:
         super().__init_subclass__()
         if prefix is not None:
@@ -58,14 +62,19 @@ def require_kinds(settings: CheckedFields) -> None:
             require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{_give_example(value, hint)}")
 
 
-def list_changed_first_values(before: object, after: object, path: str) -> Iterator[str]:
-    """Dotted paths of the `first_values` in which two settings of equal classes differ, at any depth."""
-    if isinstance(before, CheckedFields) and type(before) is type(after):
+def list_changes(
+    before: object, after: object, path: str
+) -> Iterator[tuple[str, str, "CheckedFields", "CheckedFields"]]:
+    """Each field in which two settings differ, at any depth where their classes are equal.
+
+    Yields its dotted path, its name, and the settings it is part of, before and after.
+    """
+    if isinstance(before, CheckedFields) and isinstance(after, CheckedFields) and type(before) is type(after):
         for name in (field.name for field in dataclasses.fields(before)):  # type: ignore[arg-type]
             old, new, below = getattr(before, name), getattr(after, name), f"{path}.{name}"
-            if name in before.first_values and old != new:
-                yield below
-            yield from list_changed_first_values(old, new, below)
+            if old != new:
+                yield below, name, before, after
+            yield from list_changes(old, new, below)
 
 
 def _give_example(value: Any, hint: Any) -> str:

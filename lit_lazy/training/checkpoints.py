@@ -12,12 +12,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.overrides import apply_overrides
-from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checked_fields import list_changed_first_values
+from lit_lazy.support.checked_fields import list_changes
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
@@ -126,8 +126,9 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
         trained, given = getattr(module.cfg.model, name), getattr(cfg.model, name)
         fix = f"the trained weights are for {short_repr(trained)}; leave it, or train a new model"
         require(given == trained, f"model.{name}", given, fix)
-    for path in list_changed_first_values(module.cfg.model, cfg.model, "model"):
-        raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
+    for path, name, before, _ in list_changes(module.cfg.model, cfg.model, "model"):
+        if name in before.first_values:
+            raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
@@ -157,19 +158,19 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
 
     With distillation the checkpoint's model becomes the module's teacher.
 
-    Raises a one-line ValueError if the checkpoint cannot be loaded, none of its weights matches, or one that is not
-    trained is missing.
+    Raises a one-line ValueError if the checkpoint cannot be loaded, none of its weights matches, one that is not
+    trained is missing, or an initial value would have no effect, as its parameters are loaded.
     """
-    trained = load(path).model
-    source, target = trained.state_dict(), module.model.state_dict()
-    matching = _select_matching(path, source, target)
+    loaded = load(path)
+    trained, target = loaded.model, module.model.state_dict()
+    matching = _select_matching(path, loaded, module.cfg.model, target)
     require_loaded(module.cfg.train.trainable, module.frozen, matching)
     require_teacher(module.cfg.train, trained, module.model)
     module.model.load_state_dict(target | matching)
     if module.cfg.train.distillation.active:
         module.teacher = Teacher(trained, module.cfg.train.distillation)
     share = sum(value.numel() for value in matching.values()) / sum(value.numel() for value in target.values())
-    new, unused = sorted(target.keys() - matching.keys()), sorted(source.keys() - matching.keys())
+    new, unused = (sorted(names - matching.keys()) for names in (target.keys(), trained.state_dict().keys()))
     return (
         f"starts from {path}: {len(matching)} of {len(target)} tensors, {share:.1%} of the weights, are loaded; "
         f"new: {_format_names(new)}; unused: {_format_names(unused)}"
@@ -180,20 +181,31 @@ def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
     """Raises a one-line ValueError as `load_matching_weights` does."""
     with torch.device("meta"):
         target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
-    trained = load(path).model
-    matching = _select_matching(path, trained.state_dict(), target.state_dict())
-    require_teacher(cfg.train, trained, target)
+    loaded = load(path)
+    matching = _select_matching(path, loaded, cfg.model, target.state_dict())
+    require_teacher(cfg.train, loaded.model, target)
     patterns = cfg.train.trainable
     require_loaded(patterns, freeze_others(target, patterns), matching)
 
 
 def _select_matching(
-    path: Path, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
+    path: Path, loaded: LitLM, cfg: ModelConfig, target: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Weights of `source` that match one of `target` by name and shape. Raises ValueError if none does."""
+    """Weights of a loaded model that match one of `target`, a model of `cfg`, by name and shape.
+
+    Raises ValueError if none does, or if an initial value differs although all parameters of its part match.
+    """
+    source = loaded.model.state_dict()
     matching = {name: value for name, value in source.items() if name in target and target[name].shape == value.shape}
     if not matching:
         raise ValueError(f"init_from={str(path)!r}: none of its weights matches the model by name and shape; omit it")
+    new = [f".{name}" for name in target.keys() - matching.keys()]
+    for setting, name, before, after in list_changes(loaded.cfg.model, cfg, "model"):
+        part = setting.removeprefix("model").removesuffix(name)  # such as `.attention.bias.`, also in parameters' names
+        if name in after.initial_values() and not any(part in parameter for parameter in new):
+            was = getattr(before, name)
+            fix = f"has no effect, as its parameters are loaded from {str(path)!r}, where it was {was!r}; give that"
+            require(False, setting, getattr(after, name), fix)
     return matching
 
 

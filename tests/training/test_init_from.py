@@ -3,8 +3,10 @@
 import copy
 import logging
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from test_run import LAZY, RAMP, config, run_until_killed, weights
 from lit_lazy.attention import AttentionSpec, LearnedBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.init_from import check_init_from
+from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
@@ -88,6 +93,41 @@ def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp
         assert torch.equal(value, weights(tmp_path / "killed")[name]), name
     plain = run(config(LAZY), tmp_path / "plain")
     assert plain.metrics["init/loss/val"] > run(moved, tmp_path / "killed").metrics["init/loss/val"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"tau_init": 3.0}, "model.attention.normaliser.tau_init=3.0: has no effect, as its parameters are loaded from"),
+        ({"tau_init": 3.0, "tau_ramp": 0.5}, None),
+        ({"tau_init": 3.0, "threshold": "per_token"}, None),
+        ({"tau_lr_scale": 2.0}, None),
+    ],
+)
+def test_an_initial_value_of_what_is_loaded_is_refused(
+    changes: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    """Otherwise the rows of an axis over it would be one training, and tie."""
+    run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
+    path = tmp_path / FINAL_CHECKPOINT
+    spec = replace(LAZY, normaliser=replace(LAZY.normaliser, **changes))
+    cfg = replace(config(spec), init_from=str(path))
+    for check in (lambda: check_init_from(cfg, prepare(cfg).outline), lambda: build(cfg)):
+        with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
+            check()
+
+
+def build(cfg: RunConfig) -> LitLM:
+    return trainer.build_module(cfg, prepare(cfg), Execution())
+
+
+def test_an_initial_value_of_what_is_new_counts(trained: Path) -> None:
+    """Also one of the whole model, as long as a parameter of it is new."""
+    changed = replace(config(LAZY).model, init_std=0.5)
+    build(replace(config(LAZY), model=changed, init_from=str(trained)))
+    same = replace(changed, attention=SOFTMAX)
+    with pytest.raises(ValueError, match="model.init_std=0.5: has no effect"):
+        build(replace(config(LAZY), model=same, init_from=str(trained)))
 
 
 @pytest.mark.parametrize(

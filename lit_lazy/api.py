@@ -241,7 +241,7 @@ class Model:
 
     @cached_property
     def _prompts(self) -> Prompts:
-        return Prompts(self.config.data, self._vocabulary)
+        return checkpoints.load_prompts(self._checkpoint, self._trained, self.config.data)
 
     @property
     def _vocabulary(self) -> int:

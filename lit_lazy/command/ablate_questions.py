@@ -84,7 +84,7 @@ def _estimate_seconds(grid: "Grid") -> float:
     """Training time of a grid's missing cells on one worker, from timed steps."""
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.config.serialisation import from_dict
-    from lit_lazy.grid.jobs.estimate import estimate_training_seconds
+    from lit_lazy.training.cost_estimate import estimate_training_seconds
     from lit_lazy.training.prepare import load_outline
     from lit_lazy.training.result import RESULT
 

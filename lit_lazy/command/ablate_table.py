@@ -1,9 +1,14 @@
 """`lit-lazy ablate table`"""
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import choose_output, open_tracker
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, folder, path
+
+if TYPE_CHECKING:
+    from lit_lazy.table.records import Table
 
 
 def add_to(commands: Commands) -> None:
@@ -25,28 +30,38 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.plan import find_parent
-    from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.report.publish import recompute_table, save_table, write_table
+    table, file = _rebuild_table(options) if options.source is None else _recompute_table(options)
     from lit_lazy.support.console import text_width
-    from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.support.named_files import find
     from lit_lazy.table.render import render_text
 
-    if options.source is not None:
-        if options.base:
-            raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-        if options.out:
-            raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
-        ablation, question = load_ablation_or_question(find("ablations", options.ablation))
-        table = recompute_table(options.source, ablation, question)
-        print(render_text(table, options.source.with_suffix(".md"), text_width()))
-        return 0
+    print(render_text(table, file, text_width()))
+    return 0
+
+
+def _rebuild_table(options: argparse.Namespace) -> "tuple[Table, Path]":
+    """The table of a grid's runs in MLflow, and its file; writes both."""
     with open_tracker(options) as tracker:
+        from lit_lazy.grid.plan import find_parent
+        from lit_lazy.report.publish import save_table, write_table
+        from lit_lazy.support.disk import check_writable_folder
+
         place = choose_output(options, options.runs / tracker.experiment)
         check_writable_folder("--out" if options.out else "--runs", place)
         place.mkdir(parents=True, exist_ok=True)
         write = save_table if options.out else write_table
         table, *_ = write(tracker, find_parent(tracker), place)
-    print(render_text(table, place / "table.md", text_width()))
-    return 0
+    return table, place / "table.md"
+
+
+def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":
+    """The table of a table.json, which it replaces, and its file."""
+    if options.base:
+        raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
+    if options.out:
+        raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
+    from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.report.publish import recompute_table
+    from lit_lazy.support.named_files import find
+
+    ablation, question = load_ablation_or_question(find("ablations", options.ablation))
+    return recompute_table(options.source, ablation, question), options.source.with_suffix(".md")

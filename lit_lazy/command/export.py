@@ -22,7 +22,6 @@ def add_to(commands: Commands) -> None:
 
 
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.data.prompts import Prompts
     from lit_lazy.model.export.folder import check, write
     from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
     from lit_lazy.training import checkpoints
@@ -32,7 +31,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
         raise ValueError(f"OUT {str(options.out)!r}: is a folder that is not empty; name another")
     module = checkpoints.load(options.checkpoint)
     check(module.cfg.model)
-    prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
+    prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
     tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
     text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
     check_writable_folder("OUT", options.out)

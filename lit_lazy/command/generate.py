@@ -97,7 +97,6 @@ def _parse_number(text: str, fits: Callable[[float], bool], kind: str) -> float:
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     if not options.prompt and not options.prompt_file:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
-    from lit_lazy.data.prompts import Prompts
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.errors import one_line
@@ -108,7 +107,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     evict = make_eviction(options)
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
-    prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
+    prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
     texts = read_prompts(options)
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)

@@ -1,6 +1,7 @@
 """Shared by the commands on grids: find a grid, its experiment and tracker, check destinations, print results."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,12 @@ def check_destinations(options: argparse.Namespace, grid: str) -> None:
     if options.storage or options.runs.is_dir():
         check_storage(options.storage or default_storage(options.runs), grid)
     check_store(default_uri(options.runs))
+
+
+def require_runs(runs: Path) -> None:
+    """Raise a one-line ValueError, before anything heavy is imported, if the runs folder does not exist."""
+    if not runs.is_dir():
+        raise ValueError(f"--runs {str(runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
 
 
 def check_workers(options: argparse.Namespace) -> None:
@@ -105,6 +112,8 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
 @contextmanager
 def open_tracker(options: argparse.Namespace) -> "Iterator[Tracker]":
     """The MLflow experiment of the grid that NAME and --base mean; a copy of the store if it is read-only."""
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        require_runs(options.runs)
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.archive import open_readable
     from lit_lazy.tracking.links import list_experiment_names

@@ -126,7 +126,10 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         return report_user_error(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")
     options, rest = make_parser().parse_known_args(words)
     if rest and not options.takes_overrides:
-        return report_user_error(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
+        is_setting = rest[0].startswith(("--model.", "--data.", "--train."))
+        ways = "a model as it was trained; evaluate and diagnose measure a changed one, `train --init-from` trains it"
+        why = f"; {options.name} takes {ways}" if is_setting and hasattr(options, "checkpoint") else ""
+        return report_user_error(f"unknown argument {rest[0]!r}{why}; see `{options.name} --help`")
     # Batch systems end jobs by SIGTERM: handle it like Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)

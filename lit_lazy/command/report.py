@@ -45,10 +45,10 @@ def report(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
     """An ablation's report, and the file to write it to."""
-    from lit_lazy.grid.plan import find_parent
-    from lit_lazy.report.page import REPORT, render_report
-
     with open_tracker(options) as tracker:
+        from lit_lazy.grid.plan import find_parent
+        from lit_lazy.report.page import REPORT, render_report
+
         file = _choose_file(options, options.runs / tracker.experiment / REPORT)
         return file, render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from lit_lazy.command.grid_helpers import require_runs
 from lit_lazy.command.options import Commands, add_command, add_runs, add_storage, keep_given_options, non_empty
 
 if TYPE_CHECKING:
@@ -108,8 +109,7 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
 
     Raises a one-line ValueError if one of them cannot be used.
     """
-    if not options.runs.is_dir():
-        raise ValueError(f"--runs {str(options.runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
+    require_runs(options.runs)
     from lit_lazy.grid.queue.storage import default_storage
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder

@@ -56,6 +56,8 @@ def _is_ours(content: Any) -> bool:
         and type(step := content.get("global_step")) is int
         and 0 <= step <= MOST
         and isinstance(content.get("callbacks", {}), dict)
+        and isinstance(sources := content.get("sources", {}), dict)
+        and isinstance(sources.get("code", {}), dict)
         and isinstance(settings := content.get("hyper_parameters"), dict)
         and settings.keys() == {"config", "vocab_size", "context_length"}
     )

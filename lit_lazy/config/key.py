@@ -144,9 +144,15 @@ def _to_minimal(value: Any, hint: Any) -> Any:
 
 def hash_user_code(config: Any) -> list[str]:
     """A hash of the source of each custom class in a config."""
+    return sorted({digest for _, digest in iter_user_classes(config)})
+
+
+def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
+    """Name of each custom class in a config, and 12 hex digits of its source."""
     own = __name__.partition(".")[0]
-    sources = {read_source(cls) for cls in _iter_classes(config) if cls.__module__.partition(".")[0] != own}
-    return sorted(hashlib.sha256(source.encode()).hexdigest()[:12] for source in sources)
+    for cls in _iter_classes(config):
+        if cls.__module__.partition(".")[0] != own:
+            yield cls.__name__, hashlib.sha256(read_source(cls).encode()).hexdigest()[:12]
 
 
 def _iter_classes(config: Any) -> Iterator[type]:

@@ -69,6 +69,10 @@ class DataConfig(CheckedFields, ABC, prefix="data."):
         """Tokeniser of the source, without loading its text; None if its tokens do not represent text."""
         return None
 
+    def hash_tokenizer(self) -> str | None:
+        """Digest of the tokeniser's file; None for a source without such a file."""
+        return None
+
 
 class TokenDataset(Dataset[Batch]):
     """Next-token sequences with facts about each position.

@@ -118,6 +118,9 @@ class Text(DataConfig):
     def load_tokenizer(self) -> Tokenizer:
         return self._spec.build()
 
+    def hash_tokenizer(self) -> str | None:
+        return self._spec.hash_file()
+
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         """Training text, and validation text unless that is a share of the training text."""
         require(bool(self.path or self.hub), "data.path", self.path, "give your text, as in --data.path=FILE")

@@ -19,6 +19,7 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
 from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
 from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
@@ -125,7 +126,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     measured = measure_all({"": module} | reference, sources, taus, request, console)
     metrics = measured.scalars() | compute_metrics(measured)
     files = write_results(measured, metrics, sources, request)
-    console(f"\n{format_table(metrics, measured.prefixes)}")
+    console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
@@ -284,6 +285,13 @@ def compute_metrics(measured: Diagnostics) -> dict[str, float]:
             if first is not None and np.isfinite(first[..., 0]).any():
                 metrics[f"{prefix}sink/{name}"] = float(np.nanmean(first[..., 0], dtype=np.float64))
     return metrics
+
+
+def describe_sample(measured: Diagnostics, source: DataSource) -> str:
+    """What the metrics are means over, and how those of `lit-lazy evaluate` differ."""
+    sample = f"means over {measured.arrays['sample'][0]} of {len(source.validation)} validation sequences"
+    of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
+    return f"{sample}; `lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
 
 
 def write_results(

@@ -1,6 +1,7 @@
 """Checkpoints: written atomically, loaded without running code, and validated before use."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,22 +12,25 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
+from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
+from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checked_fields import list_changes
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
-from lit_lazy.training.module import LitLM
+from lit_lazy.training.module import SOURCES, LitLM, hash_sources
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
 from lit_lazy.training.teacher import Teacher, require_teacher
 from lit_lazy.training.trainable import freeze_others, require_loaded
 
+log = logging.getLogger("lit_lazy.training.checkpoints")
 TOKENIZER = "tokenizer.json"
 """File beside an imported model's checkpoint."""
 MOST_NAMED = 8
@@ -64,8 +68,14 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 def write_untrained(
     path: Path, cfg: RunConfig, vocab_size: int, context_length: int, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write a checkpoint of a model that was not trained here, atomically. weights: state dict of its decoder."""
+    """Write a checkpoint of a model that was not trained here, atomically. weights: state dict of its decoder.
+
+    The tokeniser's file must be there already.
+    """
+    settings = to_dict(cfg)
+    _find_tokenizer(settings["data"], path.parent)
     content = {
+        SOURCES: hash_sources(from_dict(RunConfig, settings)),
         "state_dict": {f"model.{name}": weights[name] for name in sorted(weights)},
         "global_step": 0,
         "hyper_parameters": {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length},
@@ -95,7 +105,31 @@ def load(path: Path) -> LitLM:
     module.load_state_dict(content["state_dict"])
     if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
         raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
+    module.sources = content.get(SOURCES, {})
+    if edited := ", ".join(_list_edited_classes(module)):
+        log.warning("%s: the code of %s has changed since its training; this is the new code", checkpoint, edited)
     return module
+
+
+def _list_edited_classes(module: LitLM) -> list[str]:
+    """Names of a loaded model's custom classes whose code is not that of its training, as far as that is known."""
+    known = module.sources.get("code", {})
+    return sorted(name for name, digest in iter_user_classes(module.cfg.model) if known.get(name, digest) != digest)
+
+
+def load_prompts(checkpoint: Path, trained: LitLM, data: DataConfig) -> Prompts:
+    """Prompts for a trained model. Raises a one-line ValueError if it was trained with another tokeniser."""
+    require_tokenizer(checkpoint, trained, data)
+    return Prompts(data, trained.hparams["vocab_size"])
+
+
+def require_tokenizer(checkpoint: Path, trained: LitLM, data: DataConfig) -> None:
+    """Raise a one-line ValueError if data have another tokeniser's file than the model was trained with."""
+    known, found = trained.sources.get("tokenizer"), data.hash_tokenizer()
+    if None not in (known, found) and known != found:
+        file = getattr(data, "tokenizer", type(data).__name__)
+        problem = f"the tokenizer {str(file)!r} has another content than that of its training"
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore it, or name data with that one")
 
 
 def change_settings(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -288,6 +322,7 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
     Raises a one-line ValueError if it cannot be loaded or has changed since. Changed content is noticed only with the
     result in the checkpoint's folder; without one, only another size is.
     """
+    require_tokenizer(checkpoint, module, module.cfg.data)
     source = load_data(module.cfg.data)
     for name in ("vocab_size", "context_length"):
         trained, current = module.hparams[name], getattr(source, name)
@@ -315,6 +350,7 @@ def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: st
     """
     if data == trained.cfg.data:
         return load_training_data(checkpoint, trained)
+    require_tokenizer(checkpoint, trained, data)
     source, known = load_data(data), trained.hparams["vocab_size"]
     if source.vocab_size != known:
         raise ValueError(

@@ -14,15 +14,15 @@ from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
-from lit_lazy.model.loss import LOGITS_AT_ONCE
+from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
-from lit_lazy.support.console import format_count
+from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.memory import measure_total_memory
 from lit_lazy.training.devices import find_missing_gpu
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.optimiser import find_block_matrices
+from lit_lazy.training.optimiser import build_optimizer, find_block_matrices
 from lit_lazy.training.prepare import prepare_outline
 from lit_lazy.training.trainable import freeze_others
 
@@ -33,6 +33,9 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 ASSUMED = "H200"
 """Without a known GPU on this machine."""
 PRODUCT_SECONDS = 0.2
+TIMED_STEPS, WARMUP_STEPS = 5, 2
+MOST_FLOPS_OF_A_TIMED_STEP = 3e11
+"""About ten seconds on one core."""
 FP32_BYTES = 4
 """fp32: weights, gradients and moments in every precision."""
 LOGITS_COPIES = 3
@@ -182,6 +185,38 @@ def measure_cpu_flops() -> float:
     return 2 * size**3 * passes / elapsed
 
 
+def estimate_seconds(cfg: RunConfig, data: Outline, cost: Cost, execution: Execution) -> tuple[float, str]:
+    """Seconds of a training on this machine, or on assumed GPUs if it needs several, and what they follow from."""
+    if cost.flops / cfg.train.steps < MOST_FLOPS_OF_A_TIMED_STEP:
+        return estimate_training_seconds(cfg, data), f"{TIMED_STEPS} timed steps on one device"
+    if execution.devices == 1 and not torch.cuda.is_available():
+        return cost.flops / measure_cpu_flops(), "the speed of a product of matrices here"
+    kind, peak = find_peak_flops()
+    basis = f"{UTILISATION:.0%} of the peak of {execution.devices} {kind} each"
+    return 3600 * cost.estimate_hours(execution.devices, peak), basis
+
+
+def estimate_training_seconds(config: RunConfig, data: Outline) -> float:
+    """Estimated seconds of training, from timed steps on random tokens."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = DecoderLM(config.model, data.vocab_size, data.context_length, seed=0).to(device)
+    optimizer = build_optimizer(model, config.train)
+    shape = 2, config.train.batch_size, data.context_length
+    tokens, targets = torch.randint(data.vocab_size, shape, device=device)
+    started = 0.0
+    for step in range(WARMUP_STEPS + TIMED_STEPS):
+        if step == WARMUP_STEPS:
+            started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            loss = token_nll(model(tokens), targets).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    per_step = (time.perf_counter() - started) / TIMED_STEPS
+    return per_step * config.train.steps
+
+
 def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
     """Lines of a dry run, which tokenises no text.
 
@@ -195,19 +230,18 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
     kind, peak = find_peak_flops()
     sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
+    there = f"{_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}"
     here, missing = "", find_missing_gpu(cfg.model.backend)
-    if execution.devices == 1 and not torch.cuda.is_available():
-        speed = measure_cpu_flops()
-        if (hours := cost.flops / speed / 3600) >= 1 / 60:
-            here = f"; here at least {_format_duration(hours)}, at {speed / 1e9:.0f} GFLOP/s"
+    if execution.devices == 1 and not torch.cuda.is_available() and not missing:
+        seconds, basis = estimate_seconds(cfg, source, cost, execution)
+        here = f"here about {format_duration(seconds)}, from {basis}; "
     return [
         f"{name}: {cost.parameters:,} parameters",
         _format_data(source, cost),
         f"step:   {step:,} tokens; {where} {format_count(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
         f"memory: {format_memory(cost)} on each device, and about 1 GB of libraries",
-        f"time:   {_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}, at "
-        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{here}",
+        f"time:   {here}{there}, at {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
         *([f"here:   model.backend={cfg.model.backend!r} {missing}"] if missing else []),
     ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
@@ -30,6 +31,13 @@ from lit_lazy.training.trainable import freeze_others
 
 AVERAGE = "weight_average"
 """Key of the weights' average in a checkpoint."""
+SOURCES = "sources"
+"""Key of `hash_sources` in a checkpoint."""
+
+
+def hash_sources(cfg: RunConfig) -> dict[str, Any]:
+    """Digests of what a model depends on beside its settings: the code of its custom classes, its tokeniser's file."""
+    return {"code": dict(iter_user_classes(cfg.model)), "tokenizer": cfg.data.hash_tokenizer()}
 
 
 class DivergedError(UnfinishedError):
@@ -51,6 +59,7 @@ class LitLM(L.LightningModule):
         self.frozen = freeze_others(self.model, self.cfg.train.trainable)
         self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
         self.teacher: Teacher | None = None
+        self.sources: dict[str, Any] = {}
         self._validating = ExitStack()
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
         self.set_execution(ONE_DEVICE)
@@ -153,6 +162,7 @@ class LitLM(L.LightningModule):
             attention.normaliser.at_progress(step / self.cfg.train.steps)
 
     def on_fit_start(self) -> None:
+        self.sources = hash_sources(self.cfg)  # now, since a file may be edited while this trains
         if self.teacher is not None:
             self.teacher.model.to(self.device)
 
@@ -167,6 +177,7 @@ class LitLM(L.LightningModule):
             self.average = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SOURCES] = self.sources
         if self.average is not None:
             checkpoint[AVERAGE] = dict(self.average.values)
 

@@ -49,6 +49,7 @@ MISSPELT = [
     "import a/b/nosuch out.ckpt", "generate own.py", "evaluate own.py", "diagnose own.py", "export own.py out",
     "lm-eval own.py", "generate own.zip", "train backcopy --model.d_modl=3", "ablate run table2 --train.step 5",
     "train backcopy_tiny --keep-checkpoints", "ablate run table2 --worker=2",
+    "report nosuch", "ablate table nosuch", "ablate status nosuch", "runs rm nosuch",
     "train backcopy --init-from nosuch.ckpt", "ablate run table2 --init-from own.py",
 ]  # fmt: skip
 

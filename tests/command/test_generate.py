@@ -205,13 +205,18 @@ WRONG = [
         "model.position=LearnedAbsolute: a cache that evicts moves tokens",
     ),
     (["{fire}", "--prompt", "1 2", "--tokens", "16"], "--tokens 16: Fire.length=16: cannot serve 17 keys"),
-    (["{gone}", "--prompt", "a"], "data.tokenizer='gone.json': is not a JSON file of the tokenizers library"),
+    (["{gone}", "--prompt", "a"], "data.tokenizer='gone.json': cannot be read (No such file or directory)"),
     (["{other}", "--prompt", "a"], "data=Stdlib: vocabulary size of the tokenizer=256: the model has 17 token ids"),
     (
         ["{own}", "--prompt", "a", "--import", "{file}"],
         "data=WithoutItsTokenizer: load_tokenizer() failed: ZeroDivision",
     ),
     (["none.ckpt", "--prompt", "a"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
+    (
+        ["{bytes}", "--prompt", "a", "--model.attention.window=4"],
+        "unknown argument '--model.attention.window=4'; lit-lazy generate takes a model as it was trained; evaluate "
+        "and diagnose measure a changed one, `train --init-from` trains it; see `lit-lazy generate --help`",
+    ),
     (["{bytes}", "--prompt", "a", "--lengths", "3"], "unknown argument '--lengths'; see `lit-lazy generate --help`"),
 ]
 

@@ -58,8 +58,12 @@ class TokenizerSpec:
     @property
     def digest(self) -> str:
         """Digest of the file and the version of the library that reads it."""
+        return BYTES if (content := self.hash_file()) is None else f"{version('tokenizers')} {content}"
+
+    def hash_file(self) -> str | None:
+        """Digest of the file; None for bytes. Raises a one-line ValueError if it cannot be read."""
         if self.name == BYTES:
-            return BYTES
+            return None
         try:
             with open_file(self._path) as file:
                 content = file.read()
@@ -69,7 +73,7 @@ class TokenizerSpec:
                 f"data.tokenizer={self.name!r}: cannot be read ({why}); give 'bytes' or a JSON file of "
                 "the tokenizers library"
             ) from None
-        return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
+        return hashlib.sha256(content).hexdigest()
 
     def build(self) -> Tokenizer:
         """Raises a one-line ValueError if the tokeniser cannot be loaded."""

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
-from lit_lazy.grid.jobs.estimate import estimate_training_seconds
 from lit_lazy.grid.jobs.job import LaunchOptions, Work
 from lit_lazy.grid.jobs.launch import execute_cells, is_finished, open_grid
 from lit_lazy.grid.jobs.parent_run import open_parent_run
@@ -19,6 +18,7 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker
+from lit_lazy.training.cost_estimate import estimate_training_seconds
 from lit_lazy.training.prepare import load_outline
 
 R = TypeVar("R")

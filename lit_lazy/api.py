@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lit_lazy.attention import Attention, AttentionCall
+from lit_lazy.attention import Attention, AttentionCall, Eviction
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
@@ -127,12 +127,26 @@ class Model:
 
     @overload
     def generate(
-        self, prompt: str, tokens: int = 100, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+        self,
+        prompt: str,
+        tokens: int = 100,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eviction: Eviction | None = None,
     ) -> str: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[int], tokens: int = 100, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+        self,
+        prompt: Sequence[int],
+        tokens: int = 100,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eviction: Eviction | None = None,
     ) -> list[int]: ...
 
     def generate(
@@ -143,12 +157,14 @@ class Model:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
+        eviction: Eviction | None = None,
     ) -> str | list[int]:
         """What continues a prompt, without it: of a text a text, of token numbers token numbers.
 
         tokens: at most; it ends where the text's documents end. temperature: what logits are divided by, 0 for the most
-        probable token. top_p: draw from the fewest tokens that have this probability together. Raises ValueError, in
-        one line, for a prompt that the model cannot read, and for any other value out of range.
+        probable token. top_p: draw from the fewest tokens that have this probability together. eviction: what its cache
+        keeps, such as `lit_lazy.attention.Eviction(first=4, window=64)`; None for all. Raises ValueError, in one line,
+        for a prompt that the model cannot read, and for any other value out of range.
 
         >>> model = load(train("backcopy_tiny").checkpoint)
         >>> len(model.generate([0, 5, 3], tokens=4))
@@ -159,9 +175,11 @@ class Model:
         True
         """
         require_whole("tokens", tokens, 1)
+        known = eviction is None or isinstance(eviction, Eviction)
+        require(known, "eviction", eviction, "must be None or an Eviction, such as Eviction(first=4, window=64)")
         sampling = Sampling(temperature, top_p, seed)
         given = self._encode("prompt", prompt)
-        (found,) = generate(self.decoder, [given], tokens, sampling, stop=self._prompts.end)
+        (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.end, eviction)
         return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
 
     @torch.no_grad()

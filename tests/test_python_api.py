@@ -18,7 +18,8 @@ from untrained import save
 
 import lit_lazy
 from lit_lazy import api, load, results, show, train
-from lit_lazy.attention import Elastic, RetNet
+from lit_lazy.attention import Elastic, Eviction, RetNet
+from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
 
 IMPORT = """
@@ -196,11 +197,24 @@ class TestModel:
             ({"temperature": -1}, "temperature=-1: must be at least 0"),
             ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
             ({"seed": 0.5}, "seed=0.5: must be a whole number"),
+            ({"eviction": 64}, r"eviction=64: must be None or an Eviction, such as Eviction\(first=4, window=64\)"),
         ],
     )
     def test_what_cannot_be_drawn_is_named(self, model: api.Model, options: dict[str, Any], said: str) -> None:
         with pytest.raises(ValueError, match=f"{said}$"):
             model.generate("0 5", **options)
+
+    def test_a_cache_that_evicts_is_that_of_the_command(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        changes = {"model.init_std": 0.3, "model.attention.normaliser": Elastic()}
+        checkpoint = save(tmp_path / "lively.ckpt", replace_at(experiment("backcopy_tiny"), changes))
+        prompt, drawn = "0 5 3 7 2 9 5 3", {"tokens": 20, "temperature": 0.5}
+        words = ["--prompt", prompt, "--tokens", "20", "--temperature", "0.5", "--window", "2", "--first", "1"]
+        assert main(["generate", checkpoint, *words]) == 0
+        model = load(checkpoint)
+        found = model.generate(prompt, **drawn, eviction=Eviction(first=1, window=2))
+        assert capsys.readouterr().out.split() == found.split() != model.generate(prompt, **drawn).split()
 
     @pytest.mark.parametrize("sequences", [0, 2.5])
     def test_sequences_are_counted(self, model: api.Model, sequences: Any) -> None:

@@ -9,7 +9,8 @@ from lit_lazy.config import experiment, replace_at
 
 class MyNormaliser(Normaliser):
     # For settings, make it a `@dataclass(frozen=True)` with fields; each is then an option,
-    # --model.attention.normaliser.FIELD.
+    # --model.attention.normaliser.FIELD. `first_values = ("FIELD",)` names those that are only initial values of
+    # parameters: to change one on a trained model, which has its own values, is then an error.
     def build(self, shape):  # shape.n_heads, .head_dim, .context_length, ... for a module with parameters
         return MyNormaliserModule()
 

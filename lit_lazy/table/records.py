@@ -314,6 +314,13 @@ class ContrastRow:
     metrics: dict[str, ContrastMeasure]
 
 
+def _are_twins(a: TableRow, b: TableRow, keys: Sequence[str]) -> bool:
+    """Whether two rows have the same values of these metrics in all seeds that they share, and share one."""
+    values = [(a.metrics[key].values, b.metrics[key].values) for key in keys]
+    pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
+    return bool(pairs) and all(old == new for old, new in pairs)
+
+
 @dataclass(frozen=True)
 class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `from_json`.
@@ -397,6 +404,15 @@ class Table:
     def count_cells(self) -> tuple[int, int]:
         """The numbers of complete and of expected cells."""
         return sum(row.n for row in self.rows), sum(len(row.seeds) for row in self.rows)
+
+    def find_twins(self) -> list[list[str]]:
+        """Groups of rows that have the same losses, to the last bit, in all seeds that they share."""
+        losses = [key for key in self.columns_by_key if key.startswith("loss/")]
+        groups: list[list[TableRow]] = []
+        for row in self.rows:
+            group = next((group for group in groups if _are_twins(group[0], row, losses)), None)
+            groups.append([row]) if group is None else group.append(row)
+        return [[row.variant for row in group] for group in groups if len(group) > 1]
 
     def collect_measures(self, key: str) -> dict[str, Measure]:
         """The measures of a column by variant."""

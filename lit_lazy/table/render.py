@@ -101,7 +101,7 @@ def _build_opening(table: Table) -> list[Block]:
     """The finding and the warnings."""
     return [
         *_build_finding(table),
-        *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table))),
+        *(Paragraph(text, warning=True) for text in _list_warnings(table)),
     ]
 
 
@@ -204,6 +204,14 @@ _MDE_LEGEND = (
     f"{ALPHA} divided by the number of rows compared. The same: two one-sided t tests find the difference within the "
     "margin (p < 0.05 after Holm)."
 )
+
+
+def _list_warnings(table: Table) -> list[str]:
+    same = [
+        f"The same losses, to the last bit, in every seed: {', '.join(names)}. What they differ in has no effect on them."
+        for names in table.find_twins()
+    ]
+    return [*table.warnings, *same, *_warn_incomplete(table)]
 
 
 def _warn_incomplete(table: Table) -> list[str]:

@@ -719,6 +719,26 @@ EXCESS = Column("loss/excess", "excess loss", "lower", 4, "nats", plotted=True)
 SINK = Column("sink", "sink", "lower", plotted=True)
 
 
+def test_rows_that_are_one_training_are_named_as_such():
+    """Whatever the reason, such as a setting that has no effect: a tie alone could be chance."""
+    losses = {"lazy": (0.5, 0.25), "twin": (0.5, 0.25), "near": (0.5, 0.25 + 2**-54), "third": (None, 0.25)}
+    seen = [
+        Observation(name, seed, "complete", {"loss/excess": value, "sink": 0.1})
+        for name, values in losses.items()
+        for seed, value in enumerate(values)
+        if value is not None
+    ]
+    sink = Column("sink", "sink", None)
+    result = table(rows(*losses, "absent", seeds=(0, 1)), seen, (EXCESS, sink))
+    assert result.find_twins() == [["lazy", "twin", "third"]]
+    said = (
+        "The same losses, to the last bit, in every seed: lazy, twin, third. What they differ in has no effect on them."
+    )
+    assert said in " ".join(render_text(result, Path("table.md")).split())
+    assert said in render_markdown(result)
+    assert not table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 1.0), (sink, LOSS)).find_twins()
+
+
 def weighed(yardstick=Yardstick("loss/excess", 0.349, {"optimum": 0.0, "chance": 0.698})):  # noqa: B008
     """Of a baseline, a row that learned, and one that did not in 4 of 5 cells and has no sink."""
     losses = {"lazy": [0.01] * 5, "good": [0.02] * 5, "dead": [0.6, 0.7, 0.65, 0.3, 0.69]}

@@ -23,6 +23,7 @@ from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import require
 
 AttentionBackend = Literal[Backend, "sdpa"]
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""
@@ -390,8 +391,15 @@ class Elastic(Normaliser):
         if not (math.isfinite(self.tau_final) and self.tau_final < highest):
             below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
             raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
-        if self.learn_after_ramp and not self.learn_tau:
-            raise ValueError("Elastic.learn_after_ramp=True: has no effect with Elastic.learn_tau=False; leave one out")
+        trained = self.learn_tau and (self.tau_ramp == 0 or self.learn_after_ramp)
+        for name, used, need in (
+            ("tau_final", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
+            ("learn_after_ramp", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
+            ("learn_after_ramp", self.learn_tau, "Elastic.learn_tau=True"),
+            ("tau_lr_scale", trained, "a tau that is trained"),
+        ):
+            value = getattr(self, name)
+            require(used or value == getattr(Elastic, name), f"Elastic.{name}", value, f"needs {need}; leave it out")
 
     def initial_values(self) -> tuple[str, ...]:
         """tau_init, unless a ramp begins there."""

@@ -306,7 +306,10 @@ class TestElastic:
             ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be above 0 and at most 1e+06"),
             ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a share of the training, 0 to 1"),
             ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a share of the training, 0 to 1"),
-            ({"learn_after_ramp": True, "learn_tau": False}, "Elastic.learn_after_ramp=True: has no effect with "),
+            (
+                {"learn_after_ramp": True, "learn_tau": False, "tau_ramp": 0.5},
+                "Elastic.learn_after_ramp=True: needs Elastic.learn_tau=True",
+            ),
             ({"tau_final": math.inf}, "Elastic.tau_final=inf: must be finite"),
             (
                 {"tau_init": 0.0, "threshold": "constant", "tau_ramp": 0.5},

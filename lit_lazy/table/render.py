@@ -208,8 +208,8 @@ _MDE_LEGEND = (
 
 def _list_warnings(table: Table) -> list[str]:
     same = [
-        f"The same losses, to the last bit, in every seed: {', '.join(names)}. What they differ in has no effect on them."
-        for names in table.find_twins()
+        f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
+        for twins in table.find_twins()
     ]
     return [*table.warnings, *same, *_warn_incomplete(table)]
 

@@ -732,7 +732,7 @@ def test_rows_that_are_one_training_are_named_as_such():
     result = table(rows(*losses, "absent", seeds=(0, 1)), seen, (EXCESS, sink))
     assert result.find_twins() == [["lazy", "twin", "third"]]
     said = (
-        "The same losses, to the last bit, in every seed: lazy, twin, third. What they differ in has no effect on them."
+        "The same losses, to the last bit, in every seed: lazy, twin, third. What differs between them has no effect."
     )
     assert said in " ".join(render_text(result, Path("table.md")).split())
     assert said in render_markdown(result)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lit_lazy.support.console import format_count
 from lit_lazy.table.records import Column, Measure, Summary, Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
 
@@ -70,8 +69,8 @@ def explain_untested(summary: Summary) -> str:
     if not summary.seeds:
         return "nothing to compare, no row has a value beside the baseline's"
     if not summary.compared:
-        most = format_count(max(summary.seeds), "seed")
-        return f"no test, at most {most} in a row and the baseline; three are needed"
+        most = max(summary.seeds)
+        return f"no test: it needs {FEWEST_SEEDS} seeds that a row shares with the baseline, here at most {most}"
     return "no test, all seeds of the baseline, or of every other row, have the same value"
 
 

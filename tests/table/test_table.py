@@ -161,7 +161,7 @@ def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
     assert measure["p"] is measure["p_adj"] is measure["mde"] is None
     assert measure["diff_ci95"] > 0
     assert "p=" not in render_markdown(two)
-    assert "loss: no test, at most 2 seeds in a row and the baseline" in render_markdown(two)
+    assert "loss: no test: it needs 3 seeds that a row shares with the baseline, here at most 2" in render_markdown(two)
     one = table(rows("lazy", "b", seeds=(0,)), cells("lazy", 2.0) + cells("b", 1.0))
     measure = row(one, "b")["metrics"]["loss"]
     assert (measure["mean"], measure["ci95"], measure["diff"], measure["diff_ci95"]) == (1.0, None, -1.0, None)
@@ -355,7 +355,7 @@ def test_the_finding_comes_first():
     assert text.index("Loss against lazy") < text.index("| Variant") < text.index("### Provenance")
     plotted = (replace(LOSS, plotted=True),)
     assert describe_findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), plotted)) == [
-        "Loss against lazy: no test, at most 1 seed in a row and the baseline; three are needed."
+        "Loss against lazy: no test: it needs 3 seeds that a row shares with the baseline, here at most 1."
     ]
     assert describe_findings(table(rows("lazy"), cells("lazy", 1.0, 1.1, 1.2), plotted)) == []
 

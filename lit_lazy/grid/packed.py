@@ -6,6 +6,7 @@ evaluations: they were measured on the same model.
 
 import json
 import lzma
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -140,6 +141,11 @@ class TakenResult:
     folder: Path | None = None
     """The run folder that it comes from; None for a packed file."""
 
+    @property
+    def finished_at(self) -> float | None:
+        """When its training ended, in seconds since the epoch; None if it comes from a packed file, at any remove."""
+        return None if self.folder is None else (self.folder / RESULT).stat().st_mtime or None
+
     def write(self, folder: Path) -> None:
         """Write a cell's run folder, the result last; a worker that claims the cell then only records it."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +154,8 @@ class TakenResult:
                 content = kept.read_bytes()
                 write_atomically(folder / name, lambda file, content=content: file.write(content))
         self.result.write(folder)
+        ended = self.finished_at or 0.0
+        os.utime(folder / RESULT, (ended, ended))  # so that a grid which takes it from here knows too
 
 
 @dataclass(frozen=True)

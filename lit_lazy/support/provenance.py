@@ -56,6 +56,19 @@ def find_last_commit(file: Path) -> str:
     return "" if changed else commit.strip()
 
 
+def is_earlier(commit: str, file: Path, later: str, seconds: float | None) -> bool:
+    """Whether a commit of a file's checkout can be shown to be earlier than something else.
+
+    later: a commit that this has, of any checkout. seconds: its time since the epoch; None if unknown.
+    """
+    git = ["git", "-C", str(file.parent)]
+    contained = [*git, "merge-base", "--is-ancestor", commit, later.removesuffix("-dirty")]
+    if subprocess.run(contained, stdout=DEVNULL, stderr=DEVNULL, check=False).returncode == 0:
+        return True
+    made = subprocess.run([*git, "show", "-s", "--format=%ct", commit], capture_output=True, text=True, check=False)
+    return seconds is not None and made.returncode == 0 and int(made.stdout) <= seconds
+
+
 def read_committed(place: str) -> str:
     """The text of `COMMIT:PATH`, a path from the current folder. Raises a one-line ValueError if there is none."""
     commit, _, path = place.partition(":")

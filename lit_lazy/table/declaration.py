@@ -133,6 +133,8 @@ class Declaration:
     """Last commit that changed the declaration before its run; "" if it was uncommitted."""
     changed: bool = False
     """Whether the declaration changed after its run began."""
+    seen: bool = False
+    """Whether a result may be older than the commit of the declaration: it was taken from elsewhere."""
     earlier: str = ""
     """The verdict of the earlier question, as a sentence."""
     earlier_seeds: tuple[int, ...] = ()
@@ -180,6 +182,7 @@ class Declaration:
         reasons = {
             "its declaration, or its experiment, was not committed before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
+            "some of its results, taken from elsewhere, may be older than its declaration": self.seen,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),
             f"some of its seeds were used in {self.after}": bool({*self.seeds} & {*self.earlier_seeds}),
         }
@@ -187,15 +190,14 @@ class Declaration:
 
     def differing_fields(self, other: "Declaration") -> list[str]:
         """Names of the fields in which two declarations differ, apart from their provenance."""
-        provenance = ("digest", "commit", "changed", "earlier", "earlier_seeds")
+        provenance = ("digest", "commit", "changed", "seen", "earlier", "earlier_seeds")
         ours, theirs = self.to_json(), other.to_json()
         return [name for name in {**ours, **theirs} if name not in provenance and ours.get(name) != theirs.get(name)]
 
     def to_json(self) -> dict[str, Any]:
         """Without the fields of later versions that are at their default: an old declaration keeps its digest."""
-        return _omit_defaults(
-            self, ("rules", "looks", "statements", "few_seeds_because", "after", "earlier", "earlier_seeds")
-        )
+        later = ("rules", "looks", "statements", "few_seeds_because", "after", "seen", "earlier", "earlier_seeds")
+        return _omit_defaults(self, later)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":

@@ -53,6 +53,7 @@ question = Question(
     source="R4",
 )
 """
+OLDER = "some of its results, taken from elsewhere, may be older than its declaration"
 QUESTIONS = [
     name for name in list_available("ablations") if load_attribute(find("ablations", name), "question") is not None
 ]
@@ -71,7 +72,8 @@ def mine(tmp_path: Path) -> Path:
     """A committed question."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "q_mine.py").write_text(SOURCE.replace("MARGIN", "0.1"))
+    for name in ("q_mine", "q_early"):
+        (folder / f"{name}.py").write_text(SOURCE.replace("MARGIN", "0.1").replace("q_mine", name))
     git(folder, "init")
     git(folder, "add", ".")
     git(folder, "commit", "-m", "Ask")
@@ -116,6 +118,19 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     assert f"Training and evaluation: {format_duration(table.seconds)}." in text
     written = (runs / "q_mine-backcopy_tiny" / "table.md").read_text()
     assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in written
+
+    # Two more questions take its trainings: one that was committed before them, and one that is committed now.
+    late = mine.with_name("q_late.py")
+    late.write_text(SOURCE.replace("MARGIN", "0.1").replace("q_mine", "q_late"))
+    git(mine.parent, "add", ".")
+    git(mine.parent, "commit", "-m", "Ask what is known")
+    for name, exploratory in (("q_early", ()), ("q_late", (OLDER,))):
+        taken = forked.run([*RUN, str(mine.with_name(f"{name}.py")), "--runs", str(runs), "--workers", "1", "--brief"])
+        assert "10 of 10 cells are taken from q_mine-backcopy_tiny" in taken.stdout, taken.stderr
+        file = runs / f"{name}-backcopy_tiny" / "table.json"
+        verdict = Table.from_json(json.loads(file.read_text())).verdict
+        assert verdict is not None
+        assert verdict.exploratory == exploratory
 
     # The same question with another margin: its results were seen before.
     mine.write_text(SOURCE.replace("MARGIN", "0.2"))

@@ -25,13 +25,13 @@ from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress, describe_training
 from lit_lazy.grid.packed import TakenResult, find_shared
-from lit_lazy.grid.plan import PLAN, Plan, describe_changes, save_views
+from lit_lazy.grid.plan import PLAN, Plan, describe_changes, read_plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support.disk import WRITE_REFUSED, describe_shortage, is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.provenance import git_sha
+from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
@@ -329,6 +329,7 @@ def _take_results(
         cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
     ]
     taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
+    _note_older_results(grid, taken.values(), opened.tracker, parent_id)
     for key, one in taken.items():
         one.write(folder / key)
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
@@ -336,6 +337,17 @@ def _take_results(
         console.print(line, highlight=False, soft_wrap=True)
     found = {cell.key: RunResult.peek(folder / cell.key) for cell in missing}
     return frozenset(key for key, result in found.items() if result and result.taken_from)
+
+
+def _note_older_results(grid: Grid, taken: Iterable[TakenResult], tracker: Tracker, parent_id: str) -> None:
+    """Note in the plan's declaration if a taken result cannot be shown to be younger than its commit."""
+    plan = read_plan(tracker, parent_id)
+    declared = plan.declaration
+    if declared is None or not declared.commit or declared.seen:
+        return
+    made = {(one.result.environment.get("git_sha", ""), one.finished_at) for one in taken}
+    if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
+        tracker.log_text(parent_id, replace(plan, declaration=replace(declared, seen=True)).to_json(), PLAN)
 
 
 def _find_results(

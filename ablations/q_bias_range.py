@@ -54,4 +54,5 @@ def question() -> Question:
         rule="same",
         margin=0.02,
         source="R10",
+        fixed_rules=True,
     )

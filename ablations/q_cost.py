@@ -57,4 +57,5 @@ question = Question(
     rule="same",
     margin=0.1,
     source="R7, R15",
+    fixed_rules=True,
 )

@@ -88,4 +88,5 @@ def question() -> Question:
         rule="lower",
         margin=0.02,
         source="R10, R13",
+        fixed_rules=True,
     )

@@ -37,4 +37,5 @@ question = Question(
     rule="removed",
     margin=0.1,
     source="the paper's Figure 2 (via review)",
+    fixed_rules=True,
 )

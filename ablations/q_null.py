@@ -80,4 +80,5 @@ question = Question(
     rule="higher",
     margin=0.05,
     source="R4",
+    fixed_rules=True,
 )

@@ -54,4 +54,5 @@ question = Question(
     rule="higher",
     margin=0.05,
     source="the paper's positional discrimination (via review)",
+    fixed_rules=True,
 )

@@ -45,4 +45,5 @@ def question() -> Question:
         rule="same",
         margin=0.02,
         source="R9",
+        fixed_rules=True,
     )

@@ -78,4 +78,5 @@ question = Question(
     rule="alone",
     margin=0.1,
     source="R4, R6",
+    fixed_rules=True,
 )

@@ -30,4 +30,5 @@ question = Question(
     rule="removed",
     margin=0.1,
     source="R4",
+    fixed_rules=True,
 )

@@ -74,4 +74,5 @@ def question() -> Question:
         rule="higher",
         margin=0.05,
         source="R8",
+        fixed_rules=True,
     )

@@ -72,4 +72,5 @@ def question() -> Question:
         rule="lower",
         margin=0.02,
         source="R14",
+        fixed_rules=True,
     )

@@ -61,4 +61,5 @@ question = Question(
     rule="lower",
     margin=0.005,
     source="R2, R3, R11",
+    fixed_rules=True,
 )

@@ -52,4 +52,5 @@ def question() -> Question:
         rule="lower",
         margin=0.02,
         source="R5",
+        fixed_rules=True,
     )

@@ -41,4 +41,5 @@ question = Question(
     rule="lower",
     margin=0.02,
     source="R5",
+    fixed_rules=True,
 )

@@ -44,4 +44,5 @@ def question() -> Question:
         rule="lower",
         margin=0.02,
         source="R12",
+        fixed_rules=True,
     )

@@ -37,6 +37,7 @@ def probe_weights(
         scores = scores.masked_fill(~rows.visible[:, :, None], HIDDEN)
         with torch.no_grad():
             w = _weights(rule, scores, rows)
+            again = _weights(rule, scores, rows)
             wider = _weights(rule, *_prepend_hidden_keys(scores, rows))[..., EXTRA:]
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
@@ -44,6 +45,8 @@ def probe_weights(
             raise ValueError(f"{name} {problem}; subtract the row's maximum before an exponential")
         if w[~seen].count_nonzero() or w[~seen].isnan().any():
             raise ValueError(f"{name} gives a hidden key weight; clear it with masked_fill(~rows.visible, 0)")
+        if not torch.equal(w, again):
+            raise ValueError(f"{name} gives other weights for the same scores; draw nothing at random in it")
         if not torch.allclose(w, wider, rtol=1e-4, atol=1e-6):
             raise ValueError(f"{name} depends on the number of hidden keys; exclude them by rows.visible")
         if not signed and (w < 0).any():

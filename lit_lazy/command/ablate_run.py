@@ -147,8 +147,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         print_estimate(request.grid, request.chosen, configs, launch, plain_console())
         if request.question is not None and has_looks(request.question, options):
             number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
-            listed = ", ".join(map(str, request.question.looks))
-            print(f"This is look {number} of {len(request.question.looks)}, at n = {listed}.")
+            listed = ", ".join(map(str, request.question.all_looks))
+            print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
         return 0
     request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
@@ -168,7 +168,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             fresh=options.fresh,
             keep_checkpoints=options.keep_checkpoint,
             storage=options.storage,
-            only_these=bool(options.rows or options.seeds or (request.question and request.question.looks)),
+            only_these=bool(options.rows or options.seeds or (request.question and request.question.all_looks)),
             retry_failed=options.retry_failed,
             launcher=options.launcher,
             gpus=gpus,
@@ -248,7 +248,7 @@ class GridRequest(NamedTuple):
 
 def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
-    return question is not None and bool(question.looks) and not (options.rows or options.seeds)
+    return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
 def _check_unchanged(request: GridRequest, runs: Path) -> None:
@@ -328,10 +328,14 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
     if options.looks is not None and not has_looks(question, options):
-        why = "with --rows or --seeds all cells are trained at once" if question and question.looks else "it has none"
+        why = (
+            "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
+        )
         raise ValueError(f"--looks {options.looks}: {why}; leave --looks out")
-    if options.looks is not None and question is not None and options.looks > len(question.looks):
-        raise ValueError(f"--looks {options.looks}: {ablation.name} has {len(question.looks)}; ask for at most those")
+    if options.looks is not None and question is not None and options.looks > len(question.all_looks):
+        raise ValueError(
+            f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
+        )
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
@@ -342,7 +346,7 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
 
 def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
     """The seeds of a question's first look; () without looks."""
-    return question.ablation.seeds[: question.looks[0]] if question is not None and question.looks else ()
+    return question.ablation.seeds[: question.all_looks[0]] if question is not None and question.all_looks else ()
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":

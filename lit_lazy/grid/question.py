@@ -37,8 +37,8 @@ class Question:
     source: str
     """Origin: a reviewer's question (R1 to R15) or a place in the paper."""
     margin: float = 0.0
-    """The largest difference that counts as equivalent, in the metric's unit; not used by the rules `mostly` and
-    `alone` at looks."""
+    """The largest difference that counts as none, in the metric's unit; not used by the rules `removed`, `mostly` and
+    `alone`."""
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before the declaration; a verdict that uses one is exploratory."""
     removed: float = 0.1
@@ -47,16 +47,19 @@ class Question:
     """For the rules `removed` and `alone`: lower bound on a present effect."""
     looks: tuple[int, ...] = ()
     """Numbers of seeds after which the claim may be decided, such as (10, 20, 40, 80); the ablation has the last number
-    of seeds, which are used in order. Without looks it is decided once, by the rules of fixed seeds."""
+    of seeds, which are used in order. By default one look, after all seeds."""
     few_seeds_because: str = ""
     """Why a first look has fewer than ten seeds."""
     after: str = ""
     """The question that this one repeats, perhaps with another outcome; its verdict is shown beside this one."""
+    fixed_rules: bool = False
+    """Judge by the rules of `lit_lazy.table.fixed_rules`, under which the questions of earlier tables were declared."""
 
     def __post_init__(self) -> None:
         is_ablation = isinstance(self.ablation, Ablation)
         name = f"question {self.ablation.name!r}" if is_ablation else "question"
         check_kinds(name, self)
+        require(not (self.looks and self.fixed_rules), f"{name}: fixed_rules", True, "has no looks; leave one out")
         require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
         few = self.few_seeds_because
         require(not few or bool(few.strip()), f"{name}: few_seeds_because", few, "must be a sentence, or left out")
@@ -82,6 +85,11 @@ class Question:
             raise ValueError(f"{name}: {error}") from None
 
     @property
+    def all_looks(self) -> tuple[int, ...]:
+        """The looks, or the only one; none under fixed rules."""
+        return self.looks or (() if self.fixed_rules else (len(self.ablation.seeds),))
+
+    @property
     def full_ablation(self) -> Ablation:
         """The ablation with the question's contrasts and primary outcome."""
         sums = tuple(contrast for contrast in self.contrasts if isinstance(contrast, Contrast))
@@ -91,7 +99,7 @@ class Question:
         """The rows of the look after those of a verdict, each with its seeds: first all rows, later those left open."""
         looks = () if verdict is None else verdict.looks
         names = find_open_rows(self.partial_declaration, looks) if looks else [r.name for r in self.ablation.all_rows]
-        seeds = self.ablation.seeds[: self.looks[len(looks)]]
+        seeds = self.ablation.seeds[: self.all_looks[len(looks)]]
         return [(row, seeds) for row in self.ablation.all_rows if row.name in names]
 
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
@@ -120,8 +128,8 @@ class Question:
             primary=self.primary,
             contrasts={contrast.name: dict(contrast.weights) for contrast in self.contrasts},
             statements=tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
-            rules=SEQUENTIAL if self.looks else FIXED,
-            looks=self.looks,
+            rules=FIXED if self.fixed_rules else SEQUENTIAL,
+            looks=self.all_looks,
             few_seeds_because=self.few_seeds_because,
             after=self.after,
             rule=self.rule,

@@ -293,12 +293,12 @@ _PROCEDURE = (
 )
 _VERDICTS = (
     "Supported: every contrast is shown to satisfy the rule. A claimed difference is shown to have its sign; it may be "
-    "smaller than the margin. At most 2.5 % of claims with a false contrast are, if "
-    "outcomes are normal, and up to 12 % if they are very skewed (docs/results/looks.md). The "
+    "smaller than the margin. Of claims of which a contrast is false, at most 2.5 % are supported in error if outcomes "
+    "are normal, and up to 12 % if they are very skewed (docs/results/looks.md). The "
     "interval that shows it is shorter than the simultaneous one that is printed: in the figures it is the thick part.",
     "Refuted: at least one contrast is shown to violate it. A claimed difference is not there by the margin, a claimed "
-    "equivalence is off by more than half of it, a statement holds in fewer than three quarters of trainings. The "
-    "same share of claims that hold by the margin is.",
+    "equivalence is off by more than half of it, a statement holds in fewer than three quarters of trainings. Of "
+    "claims that hold by the margin, equally few are refuted in error.",
     "Undecided: neither, so far, or after the last look. The details have the probability that a later look decides. "
     "Futile means that none would, if means and spreads stay.",
 )

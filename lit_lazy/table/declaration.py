@@ -142,7 +142,7 @@ class Declaration:
 
     def __post_init__(self) -> None:
         require(self.rule in get_args(Rule), "rule", self.rule, f"must be one of {', '.join(get_args(Rule))}")
-        margin = self.margin > 0 or (bool(self.looks) and self.rule in BY_STATEMENT)
+        margin = self.margin > 0 or (bool(self.looks) and self.rule in ("removed", *BY_STATEMENT))
         require(margin, "margin", self.margin, "must be above 0: the largest difference that counts as none")
         require(self.removed < self.kept, "removed", self.removed, f"must be below kept={self.kept}")
         count = len(self.contrasts)

@@ -131,9 +131,10 @@ _WOULD: Mapping[Status | None, str] = {"supported": "support", "refuted": "refut
 def _format_sentence_of_looks(declaration: Declaration, verdict: Verdict) -> str:
     """`Supported at look 2 of 4 (n = 20): claim`, then the chances of the looks that are left."""
     made, planned = len(verdict.looks), len(declaration.looks)
+    at = f" at look {made} of {planned}" if planned > 1 else ""
     agreeing = sum(part.status == verdict.status for part in verdict.parts)
     count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
-    text = f"{verdict.status.capitalize()} at look {made} of {planned} (n = {verdict.n}{count}): {declaration.claim}"
+    text = f"{verdict.status.capitalize()}{at} (n = {verdict.n}{count}): {declaration.claim}"
     if verdict.futile:
         text += " Futile to continue: if means and spreads stay, no look that is left decides it."
     elif verdict.chances:

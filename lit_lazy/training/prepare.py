@@ -67,9 +67,10 @@ def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
         attention.normaliser.probe(shape.n_heads, shape.head_dim, torch.device("cpu"))
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
+        attention.compute_bias(context_length)
+        attention.bias.probe(context_length)
     except MISTAKES as error:
         raise ValueError(f"model.attention: {_describe_user_error(error)}") from error
-    attention.compute_bias(context_length)
     return attention
 
 

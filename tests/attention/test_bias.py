@@ -1,12 +1,13 @@
 """Biases against their published formulas: closed forms, initial values, reach, errors."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
-from lit_lazy.attention.bias import alibi_slopes, t5_buckets
+from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes, t5_buckets
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
@@ -49,8 +50,40 @@ def test_every_parameter_gets_a_gradient():
             assert parameter.grad.count_nonzero() > 0, (spec, name)
 
 
+class Mine(BiasModule):
+    """A bias of a user."""
+
+    def __init__(self, compute, trained=True):
+        super().__init__()
+        self.compute, self.slope = compute, torch.nn.Parameter(torch.ones(HEADS, 1), requires_grad=trained)
+
+    def forward(self, n_keys):
+        return BiasTerms(table=self.compute(self.slope, torch.arange(n_keys)))
+
+
+@pytest.mark.parametrize(
+    ("compute", "trained", "said"),
+    [
+        (lambda slope, d: slope * d, True, None),
+        (lambda _, d: 0 * d.expand(HEADS, -1).float(), False, None),
+        (lambda _, d: 0 * d.expand(HEADS, -1).float(), True, "Mine.slope gets no gradient: use it in forward"),
+        (lambda slope, d: slope.detach() * d, True, "Mine.slope gets no gradient"),
+        (lambda slope, d: slope / d, True, "Mine gives a term that is not finite; give finite numbers at every"),
+        (lambda slope, d: (slope - 2).log() * d, True, "Mine gives a term that is not finite"),
+    ],
+)
+def test_a_users_bias_is_probed(compute, trained, said):
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        Mine(compute, trained).probe(CONTEXT)
+
+
 def test_no_bias_adds_nothing():
     assert build(NoBias())(5) == (None, None)
+
+
+def test_the_shipped_biases_pass_the_probe():
+    for spec in LEAVES:
+        build(spec).probe(CONTEXT)
 
 
 class TestAlibi:

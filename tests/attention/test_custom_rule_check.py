@@ -63,6 +63,10 @@ BROKEN = {
         "lets a later token change an earlier row",
     ),
     "output": (module(plain, output=lambda _, out: out.mean(1)), "Mine.output returns [2, 7, 4] for heads"),
+    "random": (
+        module(lambda _, s, _rows: (s + torch.rand_like(s)).softmax(-1)),
+        "gives other weights for the same scores; draw nothing at random in it",
+    ),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
     "detached": (
         module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),

@@ -90,6 +90,11 @@ def test_the_factorial_keeps_the_taus_of_constant_apart() -> None:
     assert len(points) == 4 * 2 * 3 + 4 * 3 * 2 * 3
 
 
+def test_an_axis_is_no_common_setting_too() -> None:
+    with pytest.raises(ValueError, match=r"common\['train\.lr'\] is an axis too, which replaces it; leave it out of"):
+        Ablation("factorial", axes={"train.lr": (0.1, 0.2)}, common={"train.lr": 0.3})
+
+
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
     made = Ablation("factorial", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
     assert made.baseline == "bias=NoBias lr=0.1"

@@ -51,6 +51,7 @@ question = Question(
     rule="lower",
     margin=MARGIN,
     source="R4",
+    few_seeds_because="a test",
 )
 """
 OLDER = "some of its results, taken from elsewhere, may be older than its declaration"
@@ -186,6 +187,7 @@ def question(**changes) -> Question:
         "rule": "lower",
         "margin": 0.1,
         "source": "R5",
+        "few_seeds_because": "a test",
     }
     return Question(**given | changes)
 
@@ -237,7 +239,16 @@ ABLATION = question().ablation
             {"rule": "better"},
             "question 'q': rule='better': must be one of lower, higher, same, no_worse, mostly, removed, alone",
         ),
-        ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
+        ({"ablation": replace(ABLATION, seeds=(0,))}, r"question 'q': looks=\(1,\): must .* start at 2 seeds or more"),
+        (
+            {"few_seeds_because": ""},
+            r"question 'q': looks=\(5,\): start with at least 10 seeds, or say why not in few_",
+        ),
+        (
+            {"ablation": replace(ABLATION, seeds=(0, 1)), "fixed_rules": True},
+            r"question 'q': seeds=\(0, 1\): needs at least 5",
+        ),
+        ({"looks": (5,), "fixed_rules": True}, "question 'q': fixed_rules=True: has no looks; leave one out"),
         ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
         (
             {"ablation": replace(ABLATION, rows=(replace(ABLATION.rows[0], seeds=(1,)), ABLATION.rows[1]))},

@@ -18,7 +18,7 @@ from lit_lazy.table.records import Table
 LOOKS = (
     SOURCE.replace("import Elastic, Softmax", "import Elastic, Softmax, SSMax")
     .replace("columns=COLUMNS,", "columns=COLUMNS[2:],")  # without losses: six steps learn nothing
-    .replace("MARGIN", "MARGIN,\n    looks=(3, 4, 6),\n    few_seeds_because='a test'")
+    .replace("MARGIN", "MARGIN,\n    looks=(3, 4, 6)")
     .replace("seeds=(3, 4, 5, 6, 7)", "seeds=(3, 4, 5, 6, 7, 8)")
     .replace(
         'Row("elastic", {RULE: Elastic()}, "ours")',

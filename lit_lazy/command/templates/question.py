@@ -13,7 +13,7 @@ question = Question(
     ablation=Ablation(
         name="my_question",  # names the folder of results, runs/NAME-BASE
         baseline="softmax",
-        seeds=(10, 11, 12, 13, 14),  # at least five, whose results nobody has seen yet
+        seeds=tuple(range(10, 20)),  # at least ten, whose results nobody has seen yet
         columns=COLUMNS,
         base="backcopy_tiny",  # the experiment; this one takes seconds and says nothing, `backcopy` takes minutes
         rows=(
@@ -24,7 +24,7 @@ question = Question(
     claim="Elastic-Softmax puts less weight on the first key than softmax.",  # the sentence that the verdict judges
     primary="sink/first_key_weight_non_trigger",  # the outcome that decides: the key of a column
     contrasts=(Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),),  # one to five; weights sum to 0
-    rule="lower",  # what is claimed of every contrast: lower, higher, same, removed or alone
+    rule="lower",  # what is claimed of every contrast: lower, higher, same, no_worse or removed (docs/method.md)
     margin=0.01,  # the largest difference that counts as none, in the outcome's unit
     source="ours",  # where the question comes from
 )

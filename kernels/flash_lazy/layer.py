@@ -1,7 +1,7 @@
 """Lazy Attention as a layer: projections, rotary positions, tau and bias, and a cache for decoding."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,14 @@ PRECISE = (torch.float32, torch.float64)
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens so far, `[B, Hkv, L, D]`; None before the first."""
+    """Keys and values of the tokens so far, `[B, Hkv, L, D]`; None before the first.
+
+    layer: the layer that has filled it, which no other may. A copy or pickle has none: it is for the next that uses it.
+    """
 
     keys: Tensor | None = None
     values: Tensor | None = None
+    layer: nn.Module | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -31,6 +35,9 @@ class KeyValueCache:
         self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
         self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
         return self.keys, self.values
+
+    def __getstate__(self) -> dict[str, Tensor | None]:
+        return {"keys": self.keys, "values": self.values}
 
 
 class LazyAttention(nn.Module):
@@ -135,6 +142,8 @@ class LazyAttention(nn.Module):
             )
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache is {type(cache).__name__}; give a flash_lazy.KeyValueCache")
+        if cache is not None and cache.keys is not None and cache.layer is not None and cache.layer is not self:
+            raise ValueError("cache is another layer's; give each layer its own")
         if cache is not None and cache.keys is not None and len(cache.keys) != len(x):
             raise ValueError(f"cache has a batch of {len(cache.keys)} and x of {len(x)}; give each batch its own cache")
         q, k, v = (self._split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -144,6 +153,7 @@ class LazyAttention(nn.Module):
             q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
             k, v = cache.append(k, v)
+            cache.layer = self
         out = lazy_attention(q, k, v, self.tau, self.bias, key_mask=key_mask, **self.settings)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -66,6 +66,19 @@ def test_decoding_with_a_cache_equals_the_full_pass(way: str) -> None:
     assert cache.length == 10
 
 
+@torch.no_grad()  # torch copies no tensor with a history
+def test_a_cache_serves_one_layer() -> None:
+    layer, other, x, cache = make(), make(), tokens(), KeyValueCache()
+    layer(x[:, :9], cache)
+    with pytest.raises(ValueError, match="cache is another layer's; give each layer its own"):
+        other(x[:, 9:], cache)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert copied.length == cache.length == 9
+        torch.testing.assert_close(other(x[:, 9:], copied), layer(x)[:, 9:])
+    moved, kept = copy.deepcopy((layer, cache))
+    torch.testing.assert_close(moved(x[:, 9:], kept), layer(x[:, 9:], cache))
+
+
 def test_a_left_padded_sequence_equals_itself_without_padding() -> None:
     layer, x = make(reach=5), tokens()
     mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])

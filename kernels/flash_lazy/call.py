@@ -201,6 +201,11 @@ def show(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
+def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
+    """The jvp of a backend that has none. torch's own error names no way out."""
+    raise NotImplementedError("this backend has no forward mode (jvp, hessian); choose backend='reference'")
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {show(value)}; give True or False")

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
+from flash_lazy.call import (
+    CALL_SCHEMA,
+    LEAVES,
+    TENSORS,
+    Call,
+    Stats,
+    compute_dtype,
+    refuse_forward_mode,
+    tau_divisor,
+    tau_gradient,
+)
 from flash_lazy.tiling import Part, RowBlock, Sweep
 from flash_lazy.vmap import HEAD_AXES, fold, fold_into_heads, unfold_heads
 
@@ -78,6 +88,7 @@ class _ChunkedFunction(torch.autograd.Function):
         return _outputs(*args)
 
     setup_context = staticmethod(_setup_context)
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     @once_differentiable  # its stub drops the parameters' names

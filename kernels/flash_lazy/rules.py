@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Stats, prepare, require_values, show, type_name
+from flash_lazy.call import TENSORS, Call, Stats, prepare, refuse_forward_mode, require_values, show, type_name
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
 
@@ -308,6 +308,8 @@ def _attend_chunked(
 
 
 class _RuleFunction(torch.autograd.Function):
+    jvp = staticmethod(refuse_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         rule, maps, with_stats, size, *rest = args

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from flash_lazy import attention_weights, lazy_attention, rule_attention
@@ -79,13 +80,27 @@ def test_the_reference_has_what_chunked_lacks() -> None:
     _, along = jvp(partial(tau, backend="reference"), (x[3],), (direction,))
     torch.testing.assert_close(along, grad(partial(tau, backend="chunked"))(x[3]).sum())
     assert hessian(partial(tau, backend="reference"))(x[3]).shape == (4, 4)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        jvp(partial(tau, backend="chunked"), (x[3],), (direction,))
+    for transform in (lambda f: jvp(f, (x[3],), (direction,)), lambda f: hessian(f)(x[3])):
+        with pytest.raises(
+            NotImplementedError, match=r"^this backend has no forward mode .*; choose backend='reference'$"
+        ):
+            transform(partial(tau, backend="chunked"))
     masks = torch.arange(9).expand(3, 2, 9) >= torch.arange(3)[:, None, None]
     masked = lambda mask, backend: attend(*x, key_mask=mask, backend=backend)[0]  # noqa: E731
     assert vmap(partial(masked, backend="reference"))(masks).shape == (3, *x[0].shape)
     with pytest.raises(ValueError, match="key_mask is mapped by vmap; share it"):
         vmap(partial(masked, backend="chunked"))(masks)
+
+
+def test_a_dual_number_is_refused_with_the_way_out() -> None:
+    q, tau = torch.randn(1, 2, 5, 8), torch.ones(2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        for call in (lambda: lazy_attention(dual, q, q, tau), lambda: rule_attention(lambda s, _: s, dual, q, q)):
+            with pytest.raises(
+                NotImplementedError, match=r"^this backend has no forward mode .*; choose backend='reference'$"
+            ):
+                call()
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])

@@ -9,7 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, mark_constant, slice_documents
+from flash_lazy.call import (
+    CALL_SCHEMA,
+    LEAVES,
+    TENSORS,
+    THRESHOLDS,
+    Call,
+    Stats,
+    mark_constant,
+    refuse_forward_mode,
+    slice_documents,
+)
 from flash_lazy.cpu import library
 
 SUMS = 3
@@ -204,6 +214,8 @@ def _leaf_gradients(gradients: Any, ctx: Any, grad: Tensor | None, dstats: Tenso
 
 
 class _CompiledFunction(torch.autograd.Function):
+    jvp = staticmethod(refuse_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *call, with_stats = arguments

@@ -1,5 +1,6 @@
 """A threshold for each head of a trained model, as high as a given rise of the loss allows."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.checks import require
 
+log = logging.getLogger("lit_lazy.measure.thresholds")
 PARTS, MOST_PARTS = 8, 32
 """The rise is spent in parts, each by the gradients where the former ended; more than planned if they were too high."""
 HALVINGS = 6
@@ -21,7 +23,8 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
     """Raise tau of each head from 0 until the mean loss of the batch is `rise` nats above that at 0: `[layers, H]`.
 
     In each part every head spends the same rise, by the gradient of the loss with respect to its tau; a tau whose
-    gradient is not above 0 rises by largest / PARTS. No tau exceeds `largest`. They are left in the model.
+    gradient is not above 0 rises by largest / PARTS. No tau exceeds `largest`: a warning says so if the loss then rises
+    by less. They are left in the model.
 
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
     per head (`Elastic`, with another threshold than per_token).
@@ -68,6 +71,7 @@ class _Loss:
 def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
     at = loss.zeros
     start, slope = loss.measure(at)
+    now = start
     share, step = rise / PARTS / at.numel(), torch.full_like(at, largest / PARTS)
     for _ in range(MOST_PARTS):
         added = torch.where(slope > 0, torch.minimum(share / slope, step), step)
@@ -76,6 +80,9 @@ def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
         if now - start > rise:
             return _bisect(loss, at, following, start + rise)
         at = following
+    count = f"{int((at == largest).sum())} of {at.numel()}"
+    reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {largest:g}"
+    log.warning("rise=%g: not reached; %s", rise, reached)
     return at
 
 

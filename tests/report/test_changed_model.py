@@ -75,6 +75,16 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: flo
     assert all(parameter.requires_grad for parameter in changed.decoder.parameters())
 
 
+def test_a_rise_that_the_largest_tau_does_not_reach_is_said(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    changed = model.with_({NORMALISER: Elastic()})
+    changed.raise_thresholds(0.001)
+    assert not caplog.messages
+    assert (changed.raise_thresholds(5) == 4).all()
+    rise = loss_of(changed) - loss_of(model)
+    expected = f"rise=5: not reached; the loss rose by {rise:.4f} nats, and 1 of 1 heads are at the largest tau, 4"
+    assert caplog.messages == [expected]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

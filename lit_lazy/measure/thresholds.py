@@ -11,6 +11,7 @@ from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.checks import require
+from lit_lazy.support.typecheck import fits
 
 log = logging.getLogger("lit_lazy.measure.thresholds")
 PARTS, MOST_PARTS = 8, 32
@@ -29,7 +30,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
     per head (`Elastic`, with another threshold than per_token).
     """
-    require(rise > 0, "rise", rise, "must be above 0, in nats a token")
+    require(fits(rise, float) and rise > 0, "rise", rise, "must be a number above 0, in nats a token")
     taus = [_get_tau(attention.normaliser) for attention in model.attentions]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

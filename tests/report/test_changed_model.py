@@ -1,6 +1,7 @@
 """A trained model under other settings: `diagnose --model...`, `Model.with_`, and thresholds raised within a limit."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,9 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
     for changes in ({}, {NORMALISER: Elastic(threshold="per_token")}):
         with pytest.raises(ValueError, match="has no tau per head; choose Elastic"):
             model.with_(changes).raise_thresholds(0.1)
-    with pytest.raises(ValueError, match="rise=0: must be above 0"):
-        model.with_({NORMALISER: Elastic()}).raise_thresholds(0)
+    for rise in (0, "x", float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match=re.escape(f"rise={rise!r}: must be a number above 0")):
+            model.with_({NORMALISER: Elastic()}).raise_thresholds(rise)
 
 
 def test_the_command_shows_the_model_before_and_after(

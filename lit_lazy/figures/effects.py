@@ -1,6 +1,7 @@
 """Forest plot of a table's differences to the baseline."""
 
 from collections.abc import Collection, Sequence
+from statistics import median
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -25,7 +26,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     The baseline (the line at 0) comes first, then the rows in table order. Filled markers differ at p < 0.05 after
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
-    the range of the points are cut at the panel's edge and end in an arrow; outliers are drawn there with their value.
+    most, and than the range of the points, are cut at the panel's edge and end in an arrow; outliers are drawn there
+    with their value.
     Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows only the best are
     shown. Raises ValueError if a key is not a column of the table.
     """
@@ -164,9 +166,14 @@ def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, 
 
 
 def fit_limits(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Axis limits that contain 0, every point, and intervals up to one span of the points beyond them."""
+    """Axis limits that contain 0, every point, and intervals up to `widest` beyond the points.
+
+    That is the span of the points, or the intervals' median length if that is more: most intervals are then whole, and
+    of one or two all.
+    """
     low, high = min([0.0, *points]), max([0.0, *points])
-    widest = (high - low) or max((max(abs(left), abs(right)) for left, right in ends), default=0.0) or 1.0
+    lengths = [right - left for left, right in ends if left < right]
+    widest = max(high - low, median(lengths) if lengths else 0.0) or 1.0
     left = min([low, *(max(left, low - widest) for left, _ in ends)])
     right = max([high, *(min(right, high + widest) for _, right in ends)])
     margin = 0.06 * (right - left or widest)

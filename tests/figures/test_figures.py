@@ -150,6 +150,14 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
     assert (arrow.get_marker(), arrow.get_xdata()[0], arrow.get_ydata()[0]) == (">", high, 2)
 
 
+def test_intervals_are_whole_where_most_would_be_cut():
+    points, half = (-0.01, 0.02, 0.03), 0.08
+    wide = [(x, x - half, x + half) for x in points]
+    low, high = compute_limits([*wide, (0.0, -9.0, 9.0)])
+    assert all(low < left < right < high for _, left, right in wide)
+    assert -1 < low < high < 1, "one that is far longer than the others is cut"
+
+
 @pytest.mark.parametrize(
     ("others", "far"),
     [

@@ -43,9 +43,9 @@ LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
 def loss_against_sparsity(table: Table) -> Figure | None:
     """Draw the loss of every variant against its sparsity, both with 95 % intervals over seeds.
 
-    The loss is the table's first of excess loss, bits per byte and validation loss. Variants without a sparsity are in
-    a separate band at the left. Outliers are at the upper edge, with an arrow and their value. With many variants only
-    some are labelled, and the title counts the outliers and gives the highest. None without both columns, or if no
+    The loss is the table's first of excess loss, bits per byte and validation loss. Variants without a sparsity are at
+    the left, before the axis begins. Outliers are at the upper edge, with an arrow and their value. With many variants
+    only some are labelled, and the title counts the outliers and gives the highest. None without both columns, or if no
     variant has both values.
     """
     columns = table.columns_by_key
@@ -176,7 +176,7 @@ def _set_x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
     ticks = [tick for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
     labels = [f"{tick:g}" for tick in ticks]
     if any(math.isnan(point.x) for point in points):
-        axes.axvline(low, color=NEUTRAL, linewidth=0.8, linestyle=":")
+        axes.spines["bottom"].set_bounds(low, high)
         axes.set_xlim(apart - 0.1 * span, high)
         ticks, labels = [apart, *ticks], ["no\nsparsity", *labels]
     else:

@@ -7,6 +7,7 @@ nothing to draw. Layers and heads are counted from 0, positions from 1.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Literal, NamedTuple
 
 import matplotlib as mpl
@@ -52,6 +53,8 @@ MOST_FITTED = 4
 """Bias curves of at most this number of heads have ALiBi lines."""
 MOST_WRITTEN = 48
 """Heat maps of at most this number of cells have numbers in them."""
+REMARK_WIDTH = 40
+"""Characters per line of a remark in an empty panel."""
 
 
 class _State(NamedTuple):
@@ -585,6 +588,7 @@ def _write_remark(axes: Axes, text: str) -> None:
     if axes.lines:
         axes.set_xlabel(f"{axes.get_xlabel()}\n({text})")
     else:
+        text = "\n".join(wrap(text, REMARK_WIDTH))
         axes.text(0.5, 0.5, text, ha="center", va="center", color=NEUTRAL, transform=axes.transAxes)
 
 

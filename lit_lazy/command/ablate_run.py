@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -138,13 +138,17 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 print(f"{table.verdict.sentence}\nThere is no look to make.")
                 return 0
             request = parse_request(options, overrides, table.verdict)
-            request = request._replace(chosen=_drop_complete(request.chosen, table))
         configs = apply_rows(request.chosen, request.base, request.overridden)
+        left = request.chosen
         if not options.fresh:
             _check_unchanged(request, options.runs)
+            verdict = None if table is None else table.verdict
+            left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
+        if not left:
+            return 0
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
-        print_estimate(request.grid, request.chosen, configs, launch, plain_console())
+        print_estimate(request.grid, left, configs, launch, plain_console())
         if request.question is not None and has_looks(request.question, options):
             number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
             listed = ", ".join(map(str, request.question.all_looks))
@@ -281,10 +285,38 @@ def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | N
     return table if same else None
 
 
-def _drop_complete(chosen: "list[tuple[Row, tuple[int, ...]]]", table: "Table") -> "list[tuple[Row, tuple[int, ...]]]":
-    """The rows with the seeds that a table does not have yet."""
-    complete = {row.variant: row.cells.get("complete", []) for row in table.rows}
-    left = [(row, tuple(seed for seed in seeds if seed not in complete.get(row.name, []))) for row, seeds in chosen]
+def _drop_finished(
+    request: GridRequest, options: argparse.Namespace, make: "Callable[[], Grid]"
+) -> "list[tuple[Row, tuple[int, ...]]]":
+    """The rows with the seeds that are still to train; prints how many are not. make: makes the grid, loading its data.
+
+    Raises ValueError, as the run itself does, if the code or the data of a row changed.
+    """
+    from lit_lazy.grid.ablation import has_built_data
+    from lit_lazy.grid.queue.queue import FINISHED, read_states
+    from lit_lazy.grid.queue.storage import default_storage
+    from lit_lazy.tracking.archive import open_readable
+
+    with open_readable(options.storage or default_storage(options.runs)) as storage:
+        known = read_states(storage).get(request.grid)
+    if known is None:
+        return request.chosen
+    if not has_built_data(request.ablation, request.base):
+        print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
+        return request.chosen
+    from lit_lazy.grid.jobs.launch import check_unchanged
+
+    grid = make()
+    check_unchanged(grid)
+    ended = {cell.key for state, cell in known if state in FINISHED}
+    done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in ended}
+    left = [(row, tuple(seed for seed in seeds if (row.name, seed) not in done)) for row, seeds in request.chosen]
+    n = len(grid.cells)
+    print(
+        f"{n} cells, all finished: nothing to do"
+        if len(done) == n
+        else f"{len(done)} of {n} cells are finished already"
+    )
     return [(row, seeds) for row, seeds in left if seeds]
 
 

@@ -26,7 +26,7 @@ from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import prepare, prepare_outline
+from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -391,6 +391,15 @@ def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[
             ready = prepared.get(row.name) or _fit_row(row, base)
             found[row.name] = ready.make_key(seed=0)
     return found
+
+
+def has_built_data(ablation: Ablation, base: RunConfig) -> bool:
+    """Whether the data of all rows that fit the base can be loaded without being built first: text is tokenised."""
+    for row in ablation.all_rows:
+        with suppress(ValueError):
+            if load_outline(row.apply_to(base).data).sequences is None:
+                return False
+    return True
 
 
 def _fit_row(row: Row, base: RunConfig) -> PreparedRow:

@@ -20,15 +20,12 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs.parent_run import ASIDE
-from lit_lazy.grid.plan import GRID_ID, find_parent, read_plan, select_one_per_cell
+from lit_lazy.grid.plan import GRID_ID, find_parent, open_records, read_plan, select_one_per_cell
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.provenance import collect_environment
-from lit_lazy.tracking.archive import open_readable
-from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.store import check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
@@ -123,12 +120,8 @@ def read_settings(folder: Path) -> dict[str, dict[str, str]] | None:
 
 def _read_params(folder: Path) -> dict[str, dict[str, str]]:
     """The params in MLflow of a cell of each row; none if it lacks the grid. Creates nothing."""
-    with open_readable(default_uri(folder.parent)) as uri:
-        check_store(uri)
-        if folder.name not in list_experiment_names(uri, kind="ablation"):
-            return {}
-        tracker = Tracker(uri, folder.parent, folder.name)
-        runs = select_one_per_cell(tracker.find_children(find_parent(tracker)))
+    with open_records(folder) as records:
+        runs = select_one_per_cell(records[0].find_children(records[1])) if records else ()
         return {run.tags["variant"]: run.params for run in runs}
 
 

@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,6 +18,9 @@ from lit_lazy.table.columns import STARTS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
+from lit_lazy.tracking.archive import open_readable
+from lit_lazy.tracking.links import list_experiment_names
+from lit_lazy.tracking.store import check_store, default_uri
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import get_normaliser_name
 
@@ -217,6 +222,18 @@ def find_parent(tracker: Tracker) -> str:
     grid_id = kept.read_text(errors="replace") if kept.exists() else ""
     own = [run for run in parents if run.tags.get("grid") == grid_id]
     return (own or parents)[-1].run_id
+
+
+@contextmanager
+def open_records(folder: Path) -> Iterator[tuple[Tracker, str] | None]:
+    """MLflow, a copy if it is read-only, and the parent run in it of a grid's folder; None if it lacks the grid."""
+    with open_readable(default_uri(folder.parent)) as uri:
+        check_store(uri)
+        if folder.name in list_experiment_names(uri, kind="ablation"):
+            tracker = Tracker(uri, folder.parent, folder.name)
+            yield tracker, find_parent(tracker)
+        else:
+            yield None
 
 
 def read_plan(tracker: Tracker, parent_id: str) -> Plan:

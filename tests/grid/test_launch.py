@@ -17,6 +17,7 @@ from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support.named_files import find
 
 ID = "pair-backcopy_tiny"
@@ -216,3 +217,22 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, pair: str, capsys: pytest.Cap
     assert "5 cells of pair-backcopy_tiny" in out
     assert "Nothing was created" in out
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(
+    tmp_path: Path, pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text")
+    base, text = tmp_path / "mine.py", find("experiments", "stdlib_tiny").read_text()
+    base.write_text(
+        text.replace("data.stdlib import Stdlib", "data.text import Text").replace("Stdlib(", "Text('a.txt', ")
+    )
+    Queue(default_storage(tmp_path), "pair-mine")
+    command = ["ablate", "run", pair, "--base", str(base), "--runs", str(tmp_path), "--workers", "1", "--dry-run"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Which cells are finished is unknown until their text is tokenised;")
+    assert "5 cells of pair-mine: about" in out
+    assert not (tmp_path / "cache").exists()

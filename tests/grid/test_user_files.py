@@ -9,6 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from mistakes import snapshot_tree
 
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.queue.queue import Queue
@@ -113,7 +114,17 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((runs / "mine-backcopy_tiny" / "cells").glob("*/result.json"))) == 1
 
+    before = snapshot_tree(runs)
+    dry = forked.run(command(mine, runs, "--dry-run"), cwd=mine.parent).stdout
+    assert dry.startswith("1 of 2 cells are finished already\nsoftmax "), dry
+    assert "\n1 cells of mine-backcopy_tiny: about " in dry
+    dry = forked.run(command(mine, runs, "--dry-run", "--rows", "mine"), cwd=mine.parent).stdout
+    assert dry == "1 cells, all finished: nothing to do\n"
+
     edit(mine)
+    assert refuse(mine, runs, "--dry-run", "--rows", "softmax") == "'mine': its settings, code or data changed"
+    assert refuse(mine, runs, "--dry-run") == "'mine': its code or data changed"
+    assert snapshot_tree(runs) == before
     assert refuse(mine, runs) == "'mine': its code or data changed"
 
 

@@ -25,7 +25,7 @@ from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress, describe_training
 from lit_lazy.grid.packed import TakenResult, find_shared
-from lit_lazy.grid.plan import PLAN, Plan, describe_changes, read_plan, save_views
+from lit_lazy.grid.plan import PLAN, Plan, describe_changes, open_records, read_plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage
@@ -269,6 +269,13 @@ def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console)
     tracker.log_text(parent_id, plan.to_json(), PLAN)
     save_views(tracker, plan, plan.columns, ended=False)
     return parent_id
+
+
+def check_unchanged(grid: Grid) -> None:
+    """Raise ValueError, as `run_grid` does, if the trainings of rows changed since the grid began. Creates nothing."""
+    with open_records(grid.folder) as records:
+        if records:
+            grid.plan.merge(read_plan(*records), grid.row_order, partial(_find_changes, grid, *records))
 
 
 def _find_changes(grid: Grid, tracker: Tracker, parent_id: str, variant: str) -> str:

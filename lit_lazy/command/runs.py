@@ -23,8 +23,12 @@ def add_to(commands: Commands) -> None:
     add_storage(parser)
     below = parser.add_subparsers(title="commands", metavar="COMMAND")
     parts = [
-        add_command(below, "list", list_runs, "list ablations, searches and trainings, with cells, state and size"),
-        add_command(below, "rm", remove_results, "remove an ablation, a search or the trainings of an experiment"),
+        add_command(
+            below, "list", list_runs, "list ablations, searches, trainings and diagnoses, with cells, state and size"
+        ),
+        add_command(
+            below, "rm", remove_results, "remove an ablation, a search, a diagnosis or the trainings of an experiment"
+        ),
         add_command(below, "gc", collect_garbage, "remove what no table, report or run that resumes needs"),
     ]
     parts[1].add_argument("results", metavar="NAME", type=non_empty, help="a name that `lit-lazy runs` lists")
@@ -52,7 +56,7 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     with _open(options) as found:
         for entry in found.entries.values():
             state = "running" if found.find_users(entry) else entry.state
-            cells = "" if entry.kind == "other" else "{} of {}".format(*entry.progress)
+            cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
             changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
             lines.append((sanitise(entry.name), entry.kind, cells, state, decimal(entry.size), changed))
             total += entry.size

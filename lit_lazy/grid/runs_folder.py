@@ -23,8 +23,8 @@ from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, make_lock, remove_checkpoints
 
-TRAINING, SEARCH = "train-", "search-"
-"""Prefixes of the names of trainings and of searches."""
+TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
+"""Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
 WORTH = (RESULT, "table.json", "*.ckpt", "*.npz")
 """Files that a table, a report or a run that resumes needs."""
 LEFTOVER = "left by a write that was killed"
@@ -32,7 +32,7 @@ LEFTOVER = "left by a write that was killed"
 
 @dataclass(frozen=True)
 class RunsEntry:
-    """An ablation, a search or the trainings of an experiment, which a folder, the queue or MLflow knows."""
+    """An ablation, search or diagnosis, or trainings of an experiment, which a folder, the queue or MLflow knows."""
 
     name: str
     folder: Path
@@ -43,10 +43,12 @@ class RunsEntry:
 
     @property
     def kind(self) -> str:
-        """ablation, search, training, or other for a folder that none of them made."""
+        """ablation, search, training, diagnosis, or other for a folder that none of them made."""
         if self.name.startswith(TRAINING) and self.cells is None:
             return "training"
         known = self.cells is not None or self.tracked or (self.folder / "cells").is_dir()
+        if f"{self.name}-" == DIAGNOSIS or (self.name.startswith(DIAGNOSIS) and not known):
+            return "diagnosis"
         return ("search" if self.name.startswith(SEARCH) else "ablation") if known else "other"
 
     @property
@@ -70,6 +72,8 @@ class RunsEntry:
         failed = sum(state == "failed" for state, _ in self.cells or ())
         if self.kind == "other":
             return "other files"
+        if self.kind == "diagnosis":
+            return "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
         if not self.tracked and self.cells is None:
@@ -134,7 +138,7 @@ class RunsFolder:
         if name in known:
             return self.entries[name]
         if name in self.entries:
-            raise ValueError(f"{name!r}: is no ablation, search or training; remove the folder yourself")
+            raise ValueError(f"{name!r}: is no ablation, search, training or diagnosis; remove the folder yourself")
         listed = ", ".join(known) or "none"
         raise ValueError(
             f"{name!r}: {str(self.path)!r} has no such results{did_you_mean(name, known)}; it has {listed}"

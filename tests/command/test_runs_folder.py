@@ -310,6 +310,19 @@ def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixtur
     assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
 
 
+def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = next((runs / "train-backcopy_tiny").glob("*/final.ckpt"))
+    assert main(["diagnose", str(model), "--sequences", "2", "--threads", "1"]) == 0
+    found = list_names(capsys)
+    folder = f"diagnose-{model.parent.name}"
+    assert (found["diagnose"][:4], found[folder][:2]) == (["diagnosis", "runs", "in", "MLflow"], ["diagnosis", "files"])
+    for name in (folder, "diagnose"):
+        assert main(["runs", "rm", name, "--yes"]) == 0
+        assert name not in list_names(capsys)
+    assert not (runs / folder).exists()
+    assert not (runs / "mlartifacts" / "diagnose").exists()
+
+
 def test_runs_of_others_stay_in_a_store_that_is_shared(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,7 +372,10 @@ def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture
         ),
         (["rm", ".."], "'..': 'runs' has no such results; it has"),
         (["rm", "mlartifacts"], "'mlartifacts': 'runs' has no such results"),
-        (["rm", "notes", "--yes"], "'notes': is no ablation, search or training; remove the folder yourself"),
+        (
+            ["rm", "notes", "--yes"],
+            "'notes': is no ablation, search, training or diagnosis; remove the folder yourself",
+        ),
         (["--runs", "nowhere"], "--runs 'nowhere': does not exist"),
         (["--runs", "nowhere", "gc", "--yes"], "--runs 'nowhere': does not exist"),
         (["gc", "--yes", "--runs", "nowhere"], "--runs 'nowhere': does not exist"),

@@ -82,7 +82,7 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
             print(NOTHING)
             return 0
         found.remove(entry)
-    print(f"{options.results} was removed.")
+    print(f"{entry.name} was removed.")
     return 0
 
 

@@ -15,6 +15,7 @@ from lit_lazy.grid.queue.liveness import find_living, is_dead, is_held
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State, read_states
 from lit_lazy.support.disk import delete, find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.named_files import find_grids
 from lit_lazy.tracking.artifacts import ARTIFACTS
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.links import list_experiment_names
@@ -133,13 +134,22 @@ class RunsFolder:
         return file is not None and file.resolve().parent == self.path.resolve()
 
     def get(self, name: str) -> RunsEntry:
-        """The entry of a name. Raises a one-line ValueError if there is none that can be removed."""
+        """The entry of a name, or the one ablation of a short name.
+
+        Raises a one-line ValueError if there is none that can be removed.
+        """
         known = [entry.name for entry in self.entries.values() if entry.kind != "other"]
         if name in known:
             return self.entries[name]
         if name in self.entries:
             raise ValueError(f"{name!r}: is no ablation, search, training or diagnosis; remove the folder yourself")
-        listed = ", ".join(known) or "none"
+        ablations = [
+            entry.name for entry in self.entries.values() if entry.kind == "ablation" and ASIDE not in entry.name
+        ]
+        same = find_grids(name, ablations)
+        if len(same) == 1:
+            return self.entries[same[0]]
+        listed = ", ".join(same or known) or "none"
         raise ValueError(
             f"{name!r}: {str(self.path)!r} has no such results{did_you_mean(name, known)}; it has {listed}"
         )

@@ -310,6 +310,18 @@ def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixtur
     assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
 
 
+def test_an_ablation_is_removed_by_its_short_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / f"{DUO}.until-20260101-000000" / "cells").mkdir(parents=True)
+    (runs / "duo-again" / "cells").mkdir(parents=True)
+    assert "'duo': 'runs' has no such results; it has duo-again, duo-back" in expect_refusal(
+        ["runs", "rm", "duo"], capsys
+    )
+    (runs / "duo-again" / "cells").rmdir()
+    assert main(["runs", "rm", "duo", "--yes"]) == 0
+    assert capsys.readouterr().out.endswith(f"{DUO} was removed.\n")
+    assert not (runs / DUO).exists()
+
+
 def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = next((runs / "train-backcopy_tiny").glob("*/final.ckpt"))
     assert main(["diagnose", str(model), "--sequences", "2", "--threads", "1"]) == 0

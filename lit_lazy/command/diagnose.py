@@ -19,6 +19,9 @@ from lit_lazy.command.options import (
     prepare_process,
 )
 
+MOST_TOKENS = 2**17
+"""Maximum length of a sequence: longer ones would take very long without progress messages."""
+
 
 def add_to(commands: Commands) -> None:
     summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
@@ -33,7 +36,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--lengths",
         metavar="512,1024",
-        type=partial(int_list, least=1),
+        type=partial(int_list, least=1, most=MOST_TOKENS),
         default=[],
         help="further context lengths to measure at",
     )

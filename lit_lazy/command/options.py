@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, sanitise
-from lit_lazy.support.named_files import Room, find
+from lit_lazy.support.named_files import Room, find, find_python_file
 from lit_lazy.support.typecheck import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
@@ -303,12 +303,22 @@ def checkpoint(text: str) -> Path:
     found = path(text)
     if not os.path.exists(found):
         problem = "cannot be read (No such file or directory)"
+    elif found.is_dir():
+        problem = "cannot be read (Is a directory)"
     elif found.is_file() and os.access(found, os.R_OK) and not zipfile.is_zipfile(found):
         problem = "is no checkpoint, or damaged (no zip archive, as torch writes)"
     else:
         return found
     fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
     raise argparse.ArgumentTypeError(f"checkpoint {text!r}: {problem}; {fix}")
+
+
+def python_file(text: str) -> Path:
+    """Option type: a .py file, which exists."""
+    try:
+        return find_python_file("file", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def json_file(text: str) -> Path:
@@ -325,13 +335,16 @@ def parse_int(text: str, least: int, most: int = MOST) -> int | None:
     return number if digits.isdecimal() and len(digits) < 20 and least <= (number := int(digits)) <= most else None
 
 
+def _describe_most(most: int) -> str:
+    return "2^63 - 1" if most == MOST else str(most)
+
+
 def whole_number(least: int, most: int = MOST) -> Callable[[str], int]:
     """Option type: a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         if (number := parse_int(text, least, most)) is None:
-            last = "2^63 - 1" if most == MOST else most
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least} to {last}")
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least} to {_describe_most(most)}")
         return number
 
     return parse
@@ -388,13 +401,13 @@ def folder(text: str) -> Path:
     return found
 
 
-def int_list(text: str, least: int = 0) -> list[int]:
-    """Option type: whole numbers from `least`, separated by commas."""
-    numbers = [number for part in text.split(",") if (number := parse_int(part, least)) is not None]
+def int_list(text: str, least: int = 0, most: int = MOST) -> list[int]:
+    """Option type: whole numbers from `least` to `most`, separated by commas."""
+    numbers = [number for part in text.split(",") if (number := parse_int(part, least, most)) is not None]
     if len(numbers) < text.count(",") + 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be whole numbers separated by commas, each from {least} to 2^63 - 1, for example "
-            f"{least},{least + 1},{least + 2}"
+            f"{text!r}: must be whole numbers separated by commas, each from {least} to {_describe_most(most)}, for "
+            f"example {least},{least + 1},{least + 2}"
         )
     return require_distinct(text, numbers)
 
@@ -424,6 +437,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--import",
         metavar="FILE",
         dest="imports",
+        type=python_file,
         action="append",
         default=[],
         help="a .py file that defines a custom class of the model; repeatable",
@@ -433,10 +447,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def import_classes(options: argparse.Namespace) -> None:
     """Import the files of `--import`."""
     from lit_lazy.config.user_files import load_module
-    from lit_lazy.support.named_files import find_python_file
 
-    for name in options.imports:
-        load_module(find_python_file("--import", name))
+    for file in options.imports:
+        load_module(file)
 
 
 def prepare_process(options: argparse.Namespace) -> None:

@@ -48,8 +48,6 @@ SAMPLED = {
     "tau/mean": "tau",
 }
 """Metrics that are the mean of an array, by metric."""
-MOST_TOKENS = 2**17
-"""Maximum length of a sequence: longer ones would take very long without progress messages."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -166,8 +164,6 @@ def load_at_length(config: DataConfig, length: int, source: DataSource, model: D
     option = f"--lengths {length}"
     if length == source.context_length:
         return source
-    if length > MOST_TOKENS:
-        raise ValueError(f"{option}: must be at most {MOST_TOKENS}")
     try:
         longer = config.at_length(length)
         model.check_length(length)

@@ -28,8 +28,8 @@ TRAIN = ["train", "backcopy_tiny"]
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "rivals-stdlib"
-FOLDER = str(Path(__file__).parent)
-"""In place of a checkpoint, to check other options: only files are looked into at once."""
+DEVICE = os.devnull
+"""In place of a checkpoint, to check other options: only files and folders are refused at once."""
 NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
 SCALING = "--model.position.scaling"
 pytestmark = pytest.mark.usefixtures("place")
@@ -55,7 +55,7 @@ OPTIONS = [
     ),
     (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
     (["train"], "the following arguments are required: EXPERIMENT"),
-    (["export", "--", FOLDER, "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
+    (["export", "--", DEVICE, "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
     (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
@@ -105,8 +105,8 @@ OPTIONS = [
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "http"], "argument --port: 'http': must be a whole number from 1 to 65535"),
     (["evaluate"], "the following arguments are required: CHECKPOINT"),
-    (["evaluate", FOLDER, "--evaluations", ""], "must be a name; leave the option out for the default"),
-    (["evaluate", FOLDER, "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
+    (["evaluate", DEVICE, "--evaluations", ""], "must be a name; leave the option out for the default"),
+    (["evaluate", DEVICE, "--import", "mine.py"], "argument --import: file 'mine.py': no such file; give the path"),
 ]
 FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
@@ -116,7 +116,7 @@ FIELDS = [
         "--help the options",
     ),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
-    (["--init_from=a", "--init-from", "."], "--init_from: is given twice, as 'a' and as '"),
+    (["--init_from=a", "--init-from", DEVICE], "--init_from: is given twice, as 'a' and as '"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
     (["steps=5"], "unknown argument 'steps=5'; a field is set by --FIELD=VALUE"),
     (["-x"], "unknown argument '-x'; a field is set by --FIELD=VALUE"),

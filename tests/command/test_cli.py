@@ -51,6 +51,8 @@ MISSPELT = [
     "train backcopy_tiny --keep-checkpoints", "ablate run table2 --worker=2",
     "report nosuch", "ablate table nosuch", "ablate status nosuch", "runs rm nosuch",
     "train backcopy --init-from nosuch.ckpt", "ablate run table2 --init-from own.py",
+    "evaluate .", "diagnose .", "generate .", "export . out", "lm-eval .", "train backcopy --init-from .",
+    "evaluate own.zip --import nosuch.py", "diagnose own.zip --lengths 9999999",
 ]  # fmt: skip
 
 

@@ -261,7 +261,7 @@ OPTIONS = [
         ["{ckpt}", "--lengths", "16,long"],
         "argument --lengths: '16,long': must be whole numbers separated by commas, each from 1",
     ),
-    (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: must be at most 131072"),
+    (["{ckpt}", "--lengths", "1000000000000"], "commas, each from 1 to 131072, for example 1,2,3"),
     (["{ckpt}", "--first", "4"], "--first 4: nothing is evicted without --window; give both"),
     (["{ckpt}", "--window", "0"], "argument --window: '0': must be a whole number from 1 to 2^63 - 1"),
     (["{ckpt}", "--sequences", "0"], "argument --sequences: '0': must be a whole number from 1 to 2^63 - 1"),
@@ -276,7 +276,7 @@ OPTIONS = [
         ["{ckpt}", "--data", "stdlib_tiny"],
         "--data 'stdlib_tiny': the model has a vocabulary of 17 tokens, these data have 256; name data",
     ),
-    (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
+    (["{ckpt}", "--import", "mine.py"], "argument --import: file 'mine.py': no such file; give the path"),
     (
         ["{ckpt}", "--train.steps=3"],
         "train.steps: has no effect on a trained model; set only fields of model and data",

@@ -79,7 +79,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.verbose:
         print_metrics(trained.metrics)
     else:
-        print("\n".join(format_summary(trained.metrics)))
+        print("\n".join(format_summary(trained.metrics, trained.result.before)))
     print(f"\n{format_locations(trained)}")
     return 0
 
@@ -97,15 +97,15 @@ def format_data(data: Mapping[str, str | int | float]) -> str:
     return f"data: {', '.join(counts)}"
 
 
-def format_summary(metrics: dict[str, float]) -> list[str]:
-    """Lines with the validation loss and the plotted metrics, next to those of the untrained model."""
+def format_summary(metrics: dict[str, float], start: str) -> list[str]:
+    """Lines with the validation loss and the plotted metrics, next to those before the training, named by `start`."""
     from lit_lazy.table.columns import COLUMNS
 
-    lines = {"validation loss (nats) ↓": f"{metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"}
+    lines = {"validation loss (nats) ↓": f"{metrics['loss/val']:.4f}, {start} {metrics['init/loss/val']:.4f}"}
     for column in (column for column in COLUMNS if column.plotted and column.key in metrics):
         before = metrics.get(f"init/{column.key}")
-        untrained = "" if before is None else f", untrained {column.format(before)}"
-        lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{untrained}")
+        begun = "" if before is None else f", {start} {column.format(before)}"
+        lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{begun}")
     width = max(map(len, lines))
     return [f"{heading:{width}}  {text}" for heading, text in lines.items()]
 

@@ -65,8 +65,9 @@ def _read_trainings(folder: Path) -> IndexEntry:
     finished = [result for result in map(RunResult.peek, runs) if result is not None]
     state, finding = "complete" if runs and len(finished) == len(runs) else "unfinished", ""
     if finished:
-        metrics = finished[-1].metrics
-        finding = f"Validation loss {metrics['loss/val']:.4f} nats, untrained {metrics['init/loss/val']:.4f}."
+        newest, which = finished[-1], "Validation" if len(finished) == 1 else "Newest run: validation"
+        before = f"{newest.before} {newest.metrics['init/loss/val']:.4f}"
+        finding = f"{which} loss {newest.metrics['loss/val']:.4f} nats, {before}."
     done = f"{len(finished)} of {len(runs)}"
     return IndexEntry(folder, "training", state, finding, done, folder.stat().st_mtime)
 

@@ -219,7 +219,7 @@ class FinishedTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final metrics on the full validation set by name; those of the untrained model have the prefix `init/`."""
+        """Final metrics on the full validation set by name; those before it have the prefix `init/`."""
         return self.result.metrics
 
     @property

@@ -41,6 +41,11 @@ class RunResult:
     """Where the result was taken from instead of being trained; "" if it was trained here."""
     format: int = FORMAT
 
+    @property
+    def before(self) -> str:
+        """What the metrics with the prefix `init/` are of, in words."""
+        return "untrained" if self.config.get("init_from") is None else "at the start"
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], file: str = RESULT) -> "RunResult":
         """The inverse of `asdict`. file: where they were found, for messages.

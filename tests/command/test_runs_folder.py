@@ -19,6 +19,7 @@ from two_rows import two_rows
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.storage import default_storage, list_grid_names
+from lit_lazy.report.index import list_entries
 from lit_lazy.tracking.serve import show_links
 from lit_lazy.tracking.tracker import Tracker
 
@@ -155,6 +156,17 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
     assert "train-backcopy_tiny complete Validation loss" in text
     assert "search-odd Its points are in its table" in text
     assert text.index("q_null-recall") < text.index(f"{DUO} complete") < text.index("search-odd")
+
+
+def test_the_page_says_of_which_training_a_loss_is(runs: Path) -> None:
+    trainings = runs / "train-backcopy_tiny"
+    assert read_finding(trainings).startswith("Validation loss ")
+    shutil.copytree(next(trainings.iterdir()), trainings / "another")
+    assert read_finding(trainings).startswith("Newest run: validation loss ")
+
+
+def read_finding(trainings: Path) -> str:
+    return next(entry.finding for entry in list_entries(trainings.parent) if entry.folder == trainings)
 
 
 @pytest.mark.browser

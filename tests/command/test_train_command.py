@@ -114,7 +114,7 @@ def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
 def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
     """Data of one's own have no other loss."""
     metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
-    assert format_summary(metrics) == [
+    assert format_summary(metrics, "untrained") == [
         "validation loss (nats) ↓  1.2500, untrained 3.5000",
         "first-key weight          0.500, untrained 0.250",
     ]

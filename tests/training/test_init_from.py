@@ -16,6 +16,7 @@ from lit_lazy.attention import AttentionSpec, LearnedBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.report.index import list_entries
 from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
@@ -172,4 +173,8 @@ def test_a_training_from_weights_says_what_it_took(
     sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
     assert main(["train", "backcopy_tiny", *sizes, "--init-from", str(trained), "--runs", str(runs)]) == 0
     assert "of the weights, are loaded" in caplog.text
-    assert "excess loss (nats)" in capsys.readouterr().out
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss (nats)" in line]
+    assert len(lines) == 2
+    assert all(", at the start " in line for line in lines)
+    (entry,) = list_entries(runs)
+    assert ", at the start " in entry.finding

@@ -13,9 +13,10 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help table2 table2-text questions smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
+.PHONY: help install table2 table2-text questions smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
 
 help:
+	@echo "make install       create .venv only, as every target does when it is missing"
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
 	@echo "make table2-text   the same rows on real text, three seeds"
 	@echo "make questions     every declared question to its verdict, the cheapest first; LIMIT=90m for what fits"
@@ -29,6 +30,8 @@ help:
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
+
+install: .venv/.complete
 
 table2: .venv/.complete
 	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(TINY_SEED) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)

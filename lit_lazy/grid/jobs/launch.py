@@ -336,7 +336,8 @@ def _take_results(
         cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
     ]
     taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
-    _note_older_results(grid, taken.values(), opened.tracker, parent_id)
+    if taken:
+        _note_older_results(grid, taken.values(), opened.tracker, parent_id)
     for key, one in taken.items():
         one.write(folder / key)
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():

@@ -9,7 +9,7 @@ import lzma
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -30,7 +30,7 @@ from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
-KIND, FORMAT = "lit-lazy cells", 1
+KIND, FORMAT = "lit-lazy cells", 2
 """Kind and format of a packed file; the format is raised when a line gets, loses or changes a field."""
 CELLS = "cells.jsonl.xz"
 """Default name of a packed file."""
@@ -52,13 +52,22 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
     asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
     found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
-    lines = [asdict(result) | {"variant": variant, "seed": seed} for (variant, seed), result in found.items() if result]
+    lines = [
+        asdict(result) | {"variant": variant, "seed": seed, "ended": int(_read_time(folder / "cells" / result.key))}
+        for (variant, seed), result in found.items()
+        if result
+    ]
     require(bool(lines), "ablation", tracker.experiment, f"has no finished cell in {str(folder)!r}; run it there first")
     header = {"format": f"{KIND} {FORMAT}", "grid": tracker.experiment, "cells": len(lines)}
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
     return len(lines), len(asked)
+
+
+def _read_time(folder: Path) -> float:
+    """When the training in a run folder ended, in seconds since the epoch; 0 if that is unknown."""
+    return (folder / RESULT).stat().st_mtime
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Pack:
     results: Sequence[RunResult]
     rows: Sequence[str]
     """The row of each result in that grid; one that asks for the result may name its rows otherwise."""
+    ended: Mapping[str, float]
+    """When each training ended, by the result's key, in seconds since the epoch; 0 if that is unknown."""
 
     @classmethod
     def read(cls, path: Path, what: str = "--results") -> "Pack":
@@ -89,7 +100,8 @@ class Pack:
             rows = [str(line.pop("variant")) for line in lines]
             for line in lines:
                 del line["seed"]  # the config has it
-            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows)
+            ended = {line["key"]: float(line.pop("ended", 0)) for line in lines}  # format 1 has none
+            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows, ended)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
         except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -131,13 +143,10 @@ class TakenResult:
 
     result: RunResult
     """As the cell's own."""
+    ended: float
+    """When its training ended, in seconds since the epoch; 0 if that is unknown."""
     folder: Path | None = None
     """The run folder that it comes from; None for a packed file."""
-
-    @property
-    def finished_at(self) -> float | None:
-        """When its training ended, in seconds since the epoch; None if it comes from a packed file, at any remove."""
-        return None if self.folder is None else (self.folder / RESULT).stat().st_mtime or None
 
     def write(self, folder: Path) -> None:
         """Write a cell's run folder, the result last; a worker that claims the cell then only records it."""
@@ -147,8 +156,7 @@ class TakenResult:
                 content = kept.read_bytes()
                 write_atomically(folder / name, lambda file, content=content: file.write(content))
         self.result.write(folder)
-        ended = self.finished_at or 0.0
-        os.utime(folder / RESULT, (ended, ended))  # so that a grid which takes it from here knows too
+        os.utime(folder / RESULT, (self.ended, self.ended))  # so that a grid which takes it from here knows too
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ def take_from_files(
                 found.append((str(pack.path), adapted))
                 asked[pack.path] += [] if kept else [(request, adapted)]
                 if not kept:
-                    taken.setdefault(key, TakenResult(adapted))
+                    taken.setdefault(key, TakenResult(adapted, pack.ended[result.key]))
         _check_agreement(request.cell, found)
     for pack in packs:
         if pack.path not in asked:
@@ -289,5 +297,6 @@ def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, Tak
             adapted = request.adapt(result, owner.name)
             if adapted and (mixed or not request.find_differences(adapted)):
                 first = result.taken_from or adapted.taken_from  # name the grid that trained it
-                shared[request.cell.key] = TakenResult(replace(adapted, taken_from=first), path.parent)
+                taken = replace(adapted, taken_from=first)
+                shared[request.cell.key] = TakenResult(taken, _read_time(path.parent), path.parent)
     return shared

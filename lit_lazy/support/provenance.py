@@ -56,17 +56,17 @@ def find_last_commit(file: Path) -> str:
     return "" if changed else commit.strip()
 
 
-def is_earlier(commit: str, file: Path, later: str, seconds: float | None) -> bool:
+def is_earlier(commit: str, file: Path, later: str, seconds: float) -> bool:
     """Whether a commit of a file's checkout can be shown to be earlier than something else.
 
-    later: a commit that this has, of any checkout. seconds: its time since the epoch; None if unknown.
+    later: a commit that this has, of any checkout. seconds: its time since the epoch; 0 if unknown.
     """
     git = ["git", "-C", str(file.parent)]
     contained = [*git, "merge-base", "--is-ancestor", commit, later.removesuffix("-dirty")]
     if subprocess.run(contained, stdout=DEVNULL, stderr=DEVNULL, check=False).returncode == 0:
         return True
     made = subprocess.run([*git, "show", "-s", "--format=%ct", commit], capture_output=True, text=True, check=False)
-    return seconds is not None and made.returncode == 0 and int(made.stdout) <= seconds
+    return made.returncode == 0 and int(made.stdout) <= seconds
 
 
 def read_committed(place: str) -> str:

@@ -51,8 +51,8 @@ def test_a_newer_file_is_refused_and_kept(
 
 def test_a_newer_packed_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newer = tmp_path / "cells.jsonl.xz"
-    newer.write_bytes(lzma.compress(b'{"format": "lit-lazy cells 2", "cells": {}, "grid": "g"}\n'))
+    newer.write_bytes(lzma.compress(b'{"format": "lit-lazy cells 3", "cells": {}, "grid": "g"}\n'))
     assert main(["ablate", "run", *COMMAND[2:], "--runs", str(tmp_path / "runs"), "--results", str(newer)]) == 1
     assert "--results" in (said := capsys.readouterr().err)
-    assert "was written by a newer version of lit-lazy (format 2" in said
+    assert "was written by a newer version of lit-lazy (format 3" in said
     assert not (tmp_path / "runs").exists()

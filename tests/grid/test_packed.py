@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     ),
     "fewer lines": (
         lambda trained, path: trained.edit(path, lambda line: line, {"cells": 5}),
-        "is truncated, or no packed file (ValueError: 'lit-lazy cells 1' with 4 of 5 cells)",
+        "is truncated, or no packed file (ValueError: 'lit-lazy cells 2' with 4 of 5 cells)",
     ),
     "a text": (lambda _, path: path.write_text("cells"), "is truncated, or no packed file (LZMAError: "),
     "another xz": (

@@ -353,7 +353,7 @@ def _note_older_results(grid: Grid, taken: Iterable[TakenResult], tracker: Track
     declared = plan.declaration
     if declared is None or not declared.commit or declared.seen:
         return
-    made = {(one.result.environment.get("git_sha", ""), one.finished_at) for one in taken}
+    made = {(one.result.environment.get("git_sha", ""), one.ended) for one in taken}
     if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
         tracker.log_text(parent_id, replace(plan, declaration=replace(declared, seen=True)).to_json(), PLAN)
 

@@ -391,6 +391,11 @@ class Elastic(Normaliser):
         if not (math.isfinite(self.tau_final) and self.tau_final < highest):
             below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
             raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
+        moves = self.tau_init != self.tau_final or self.learn_after_ramp
+        fix = (
+            f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp; learn_tau=False freezes tau"
+        )
+        require(self.tau_ramp == 0 or moves, "Elastic.tau_ramp", self.tau_ramp, fix)
         trained = self.learn_tau and (self.tau_ramp == 0 or self.learn_after_ramp)
         for name, used, need in (
             ("tau_final", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),

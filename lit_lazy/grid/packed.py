@@ -53,7 +53,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
     found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
     lines = [
-        asdict(result) | {"variant": variant, "seed": seed, "ended": int(_read_time(folder / "cells" / result.key))}
+        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(folder / "cells" / result.key))}
         for (variant, seed), result in found.items()
         if result
     ]
@@ -65,7 +65,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     return len(lines), len(asked)
 
 
-def _read_time(folder: Path) -> float:
+def read_end(folder: Path) -> float:
     """When the training in a run folder ended, in seconds since the epoch; 0 if that is unknown."""
     return (folder / RESULT).stat().st_mtime
 
@@ -298,5 +298,5 @@ def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, Tak
             if adapted and (mixed or not request.find_differences(adapted)):
                 first = result.taken_from or adapted.taken_from  # name the grid that trained it
                 taken = replace(adapted, taken_from=first)
-                shared[request.cell.key] = TakenResult(taken, _read_time(path.parent), path.parent)
+                shared[request.cell.key] = TakenResult(taken, read_end(path.parent), path.parent)
     return shared

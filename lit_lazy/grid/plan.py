@@ -170,12 +170,17 @@ class Plan:
         )
 
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
-        """The declaration with its commit at the beginning of the grid, or marked as changed since."""
+        """The declaration with its commit at the beginning of the grid, or marked as changed since.
+
+        A change that was committed later does not make up for a beginning without a commit.
+        """
         if self.declaration is None:
             return None
         if former is not None and former.digest == self.declaration.digest:
             return former
-        return replace(self.declaration, changed=True)
+        begun = former is not None and bool(former.commit)
+        seen = former is not None and former.seen
+        return replace(self.declaration, changed=True, seen=seen, commit=self.declaration.commit if begun else "")
 
 
 def describe_changes(former: Mapping[str, str], config: Mapping[str, Any]) -> str:

@@ -134,7 +134,7 @@ class Declaration:
     changed: bool = False
     """Whether the declaration changed after its run began."""
     seen: bool = False
-    """Whether a result may be older than the commit of the declaration: it was taken from elsewhere."""
+    """Whether a result may be older than the commit of the declaration: it was taken from elsewhere, or moved aside."""
     earlier: str = ""
     """The verdict of the earlier question, as a sentence."""
     earlier_seeds: tuple[int, ...] = ()
@@ -182,7 +182,7 @@ class Declaration:
         reasons = {
             "its declaration, or its experiment, was not committed before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
-            "some of its results, taken from elsewhere, may be older than its declaration": self.seen,
+            "some of its results may have been known before its declaration was committed": self.seen,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),
             f"some of its seeds were used in {self.after}": bool({*self.seeds} & {*self.earlier_seeds}),
         }

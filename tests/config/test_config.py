@@ -237,8 +237,9 @@ class TestCellKey:
     def test_every_field_counts(self, path, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         untrained.save(tmp_path / "model.ckpt", BASE)
-        needs_ramp = path.endswith((".tau_final", ".learn_after_ramp"))
-        base = replace_at(BASE, {"model.attention.normaliser.tau_ramp": 0.5}) if needs_ramp else BASE
+        ramp = {"tau_ramp": 0.5, "tau_init": 0.0} if path.endswith((".tau_final", ".learn_after_ramp")) else {}
+        ramp |= {"tau_init": 0.0} if path.endswith(".tau_ramp") else {}
+        base = replace_at(BASE, {f"model.attention.normaliser.{name}": value for name, value in ramp.items()})
         assert cell_key(replace_at(base, {path: self.CHANGES[path]}), "x") != cell_key(base, "x")
 
     def test_no_field_was_forgotten(self):
@@ -427,7 +428,16 @@ def test_a_value_of_the_wrong_type_names_its_field(base):
         (Elastic, {"tau_final": 2.0}, "Elastic.tau_final=2.0: needs a ramp: Elastic.tau_ramp above 0; leave it out"),
         (Elastic, {"learn_after_ramp": True}, "Elastic.learn_after_ramp=True: needs a ramp"),
         (Elastic, {"learn_tau": False, "tau_lr_scale": 2.0}, "Elastic.tau_lr_scale=2.0: needs a tau that is trained"),
-        (Elastic, {"tau_ramp": 0.5, "tau_lr_scale": 2.0}, "Elastic.tau_lr_scale=2.0: needs a tau that is trained"),
+        (
+            Elastic,
+            {"tau_ramp": 0.5},
+            "Elastic.tau_ramp=0.5: needs a tau_init other than tau_final=1.0, or learn_after_",
+        ),
+        (
+            Elastic,
+            {"tau_ramp": 0.5, "tau_init": 0.0, "tau_lr_scale": 2.0},
+            "Elastic.tau_lr_scale=2.0: needs a tau that is trained",
+        ),
         (Elastic, {"tau_init": "1"}, "Elastic.tau_init='1': must be a finite number"),
         (Elastic, {"tau_init": None}, "Elastic.tau_init=None: must be a finite number"),
         (LearnedBias, {"init_std": "a"}, "LearnedBias.init_std='a': must be a finite number"),

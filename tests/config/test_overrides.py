@@ -88,8 +88,8 @@ def leaf_fields():
         for field in dataclasses.fields(cls):
             if issubclass(cls, Text) and field.name in ("stream", "begin_of_text", "end_of_text"):
                 continue  # refused without others beside them, which tests/data/test_text.py gives
-            if issubclass(cls, Elastic) and field.name in ("tau_final", "learn_after_ramp"):
-                continue  # refused without a ramp
+            if issubclass(cls, Elastic) and field.name in ("tau_ramp", "tau_final", "learn_after_ramp"):
+                continue  # refused without each other
             if (cls.__name__, field.name) == ("Rope", "scaling"):
                 continue  # a part, whose leaves tests/model/test_export.py has
             bound = BOUND.get((cls.__name__, field.name))

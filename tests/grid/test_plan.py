@@ -11,6 +11,7 @@ from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
 
@@ -28,6 +29,21 @@ PLAN = Plan(
     schema=SCHEMA,
     primary=("loss/excess", "loss/bits_per_byte"),
 )
+
+
+def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
+    declared = Declaration(
+        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a"
+    )
+    begun = replace(PLAN, declaration=declared)
+    now = replace(PLAN, declaration=replace(declared, digest="b", commit="abc"))
+    merged = now.merge(begun, ["softmax", "lazy"], str).declaration
+    assert merged is not None
+    assert (merged.commit, merged.changed) == ("", True)
+    assert len(merged.exploratory) == 2
+    committed = now.merge(replace(PLAN, declaration=replace(declared, commit="old")), ["softmax", "lazy"], str)
+    assert committed.declaration is not None
+    assert (committed.declaration.commit, committed.declaration.changed) == ("abc", True)
 
 
 def test_it_survives_json() -> None:

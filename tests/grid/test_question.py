@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
+from lit_lazy.grid.plan import find_parent, read_plan
 from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.named_files import find, list_available
@@ -54,7 +56,7 @@ question = Question(
     few_seeds_because="a test",
 )
 """
-OLDER = "some of its results, taken from elsewhere, may be older than its declaration"
+OLDER = "some of its results may have been known before its declaration was committed"
 QUESTIONS = [
     name for name in list_available("ablations") if load_attribute(find("ablations", name), "question") is not None
 ]
@@ -140,6 +142,17 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     changed = read(runs).verdict
     assert changed is not None
     assert "its declaration changed after its run began" in changed.exploratory
+
+    # What was known is trained again: nothing is taken, but --fresh moved the results aside.
+    for name in ("q_mine", "q_early"):
+        shutil.rmtree(runs / f"{name}-backcopy_tiny")
+    fresh = forked.run(
+        [*RUN, str(late), "--runs", str(runs), "--workers", "1", "--brief", "--fresh", "--rows", "softmax"]
+    )
+    assert fresh.returncode == 0, fresh.stderr
+    plan = read_plan(tracker := Tracker(default_uri(runs), runs, "q_late-backcopy_tiny"), find_parent(tracker))
+    assert plan.declaration is not None
+    assert plan.declaration.exploratory == (OLDER,)
 
 
 def test_a_file_counts_as_committed_only_as_it_was_committed(mine: Path, tmp_path: Path) -> None:

@@ -110,7 +110,10 @@ def test_a_change_that_cannot_be_is_one_line(model: Model, changes: dict[str, ob
     ("changes", "message"),
     [
         ({f"{NORMALISER}.tau_init": 3.0}, "model.attention.normaliser.tau_init: has no effect on a trained model"),
-        ({NORMALISER: Elastic(tau_ramp=0.5)}, "model.attention.normaliser.tau_ramp: has no effect"),
+        (
+            {NORMALISER: Elastic(tau_ramp=0.5, learn_after_ramp=True)},
+            "model.attention.normaliser.tau_ramp: has no effect",
+        ),
         ({"model.attention.bias.init_std": 0.1}, "model.attention.bias.init_std: has no effect"),
         ({"model.init_std": 0.1}, "model.init_std: has no effect"),
         (

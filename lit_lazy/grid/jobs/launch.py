@@ -21,10 +21,10 @@ from lit_lazy.grid.jobs.backend import (
     require_compiled_backend,
 )
 from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work, is_over
-from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
+from lit_lazy.grid.jobs.parent_run import ASIDE, open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress, describe_training
-from lit_lazy.grid.packed import TakenResult, find_shared
+from lit_lazy.grid.packed import TakenResult, find_shared, read_end
 from lit_lazy.grid.plan import PLAN, Plan, describe_changes, open_records, read_plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
@@ -336,8 +336,7 @@ def _take_results(
         cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
     ]
     taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
-    if taken:
-        _note_older_results(grid, taken.values(), opened.tracker, parent_id)
+    _note_known_results(grid, taken.values(), opened.tracker, parent_id)
     for key, one in taken.items():
         one.write(folder / key)
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
@@ -347,13 +346,22 @@ def _take_results(
     return frozenset(key for key, result in found.items() if result and result.taken_from)
 
 
-def _note_older_results(grid: Grid, taken: Iterable[TakenResult], tracker: Tracker, parent_id: str) -> None:
-    """Note in the plan's declaration if a taken result cannot be shown to be younger than its commit."""
-    plan = read_plan(tracker, parent_id)
-    declared = plan.declaration
-    if declared is None or not declared.commit or declared.seen:
+def _note_known_results(grid: Grid, taken: Iterable[TakenResult], tracker: Tracker, parent_id: str) -> None:
+    """Note in the plan's declaration if a result cannot be shown to be younger than its commit.
+
+    Those are taken results, and those that --fresh moved aside, which the same trainings give again.
+    """
+    if grid.plan.declaration is None or not grid.plan.declaration.commit:
         return
-    made = {(one.result.environment.get("git_sha", ""), one.ended) for one in taken}
+    keys = {cell.key for cell in grid.cells}
+    aside = [folder for folder in grid.runs.glob(f"{grid.id}{ASIDE}*/cells/*") if folder.name in keys]
+    again = [(result, read_end(folder)) for folder in aside if (result := RunResult.peek(folder))]
+    known = [*((one.result, one.ended) for one in taken), *again]
+    made = {(result.environment.get("git_sha", ""), ended) for result, ended in known}
+    plan = read_plan(tracker, parent_id) if made else grid.plan
+    declared = plan.declaration
+    if declared is None or declared.seen:
+        return
     if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
         tracker.log_text(parent_id, replace(plan, declaration=replace(declared, seen=True)).to_json(), PLAN)
 

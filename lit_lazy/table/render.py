@@ -51,7 +51,9 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
     """
     blocks = [*_build_opening(table), *_build_primary_means(table), *_build_primary_contrasts(table)]
     failures = [BulletList(tuple(items)) for items in [_list_unfinished(table, ["failed"])] if items]
-    return _render_short([*blocks, *failures], whole, width)
+    shown = [part.metrics[c.key] for part in (*table.rows, *table.contrasts) for c in table.main_columns[:1]]
+    legend = [Paragraph("* p < 0.05 after Holm.")] if any(measure.separated for measure in shown) else []
+    return _render_short([*blocks, *legend, *failures], whole, width)
 
 
 def render_text(table: Table, whole: Path, width: int = 120) -> str:

@@ -864,7 +864,8 @@ def test_a_summary_has_the_finding_and_the_primary_column():
     text = render_summary(weighed(), Path("table.md"))
     finding, grid = text.split("\n\nVariant")
     assert finding.startswith("Did not learn the task (in so many cells): dead (4 of 5).")
-    header, *lines = f"Variant{grid}".splitlines()
+    header, *lines, space, legend = f"Variant{grid}".splitlines()
+    assert (space, legend) == ("", "* p < 0.05 after Holm.")
     assert re.split(r"  +", header) == ["Variant", "State", "n", "excess loss (nats) ↓", "Δ to lazy"]
     assert [line.split()[0] for line in lines] == ["lazy", "good", "dead"]
     assert re.split(r"  +", lines[0])[-1] == "baseline"

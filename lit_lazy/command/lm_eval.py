@@ -62,7 +62,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     chosen = options.tasks or list(TASKS)
     manager = find_tasks(chosen, options.task_folder, "--tasks")
     module = checkpoints.load(options.checkpoint)
-    checkpoints.require_tokenizer(options.checkpoint, module, module.cfg.data)
+    checkpoints.require_same_tokenizer(options.checkpoint, module, module.cfg.data)
     try:
         tokenizer = require_tokenizer(module.cfg.data, module.hparams["vocab_size"])
     except ValueError as error:

@@ -119,11 +119,11 @@ def _list_edited_classes(module: LitLM) -> list[str]:
 
 def load_prompts(checkpoint: Path, trained: LitLM, data: DataConfig) -> Prompts:
     """Prompts for a trained model. Raises a one-line ValueError if it was trained with another tokeniser."""
-    require_tokenizer(checkpoint, trained, data)
+    require_same_tokenizer(checkpoint, trained, data)
     return Prompts(data, trained.hparams["vocab_size"])
 
 
-def require_tokenizer(checkpoint: Path, trained: LitLM, data: DataConfig) -> None:
+def require_same_tokenizer(checkpoint: Path, trained: LitLM, data: DataConfig) -> None:
     """Raise a one-line ValueError if data have another tokeniser's file than the model was trained with."""
     known, found = trained.sources.get("tokenizer"), data.hash_tokenizer()
     if None not in (known, found) and known != found:
@@ -322,7 +322,7 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
     Raises a one-line ValueError if it cannot be loaded or has changed since. Changed content is noticed only with the
     result in the checkpoint's folder; without one, only another size is.
     """
-    require_tokenizer(checkpoint, module, module.cfg.data)
+    require_same_tokenizer(checkpoint, module, module.cfg.data)
     source = load_data(module.cfg.data)
     for name in ("vocab_size", "context_length"):
         trained, current = module.hparams[name], getattr(source, name)
@@ -350,7 +350,7 @@ def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: st
     """
     if data == trained.cfg.data:
         return load_training_data(checkpoint, trained)
-    require_tokenizer(checkpoint, trained, data)
+    require_same_tokenizer(checkpoint, trained, data)
     source, known = load_data(data), trained.hparams["vocab_size"]
     if source.vocab_size != known:
         raise ValueError(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -354,7 +355,7 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult], tracker: Track
     if grid.plan.declaration is None or not grid.plan.declaration.commit:
         return
     keys = {cell.key for cell in grid.cells}
-    aside = [folder for folder in grid.runs.glob(f"{grid.id}{ASIDE}*/cells/*") if folder.name in keys]
+    aside = [folder for folder in grid.runs.glob(f"{escape(grid.id)}{ASIDE}*/cells/*") if folder.name in keys]
     again = [(result, read_end(folder)) for folder in aside if (result := RunResult.peek(folder))]
     known = [*((one.result, one.ended) for one in taken), *again]
     made = {(result.environment.get("git_sha", ""), ended) for result, ended in known}

@@ -65,8 +65,8 @@ MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
 """Minimum traffic of a kernel in T and R of the cost model: each input read once, each result written once."""
 BUFFERS = {
     "softmax": "2 R, kept for the backward pass",
-    "maxima": "4 P M ceil(L / N)",
-    "alive_tiles": "4 P ceil(L / N)",
+    "maxima": "4 P M ceil(L / N), to skip empty tiles",
+    "alive_tiles": "4 P ceil(L / N), to skip empty tiles",
     "strip": "4 H (W + 512)",
     "delta": "R",
     "survivors": "R",
@@ -468,8 +468,9 @@ def count_moved_bytes(name: str, width: int) -> int:
 def count_buffer_bytes(width: int) -> dict[str, int]:
     """Bytes of each buffer of BUFFERS in the example call."""
     arguments: dict[str, Any] = {}
-    for kernel in ("query_gradient", "forward", "key_gradient"):
-        arguments |= collect_launch_arguments(kernel, torch.bfloat16, width)
+    with patch.object(configurations, "SKIP_EMPTY_TILES", True):
+        for kernel in ("query_gradient", "forward", "key_gradient"):
+            arguments |= collect_launch_arguments(kernel, torch.bfloat16, width)
     return {name: arguments[name].numel() * arguments[name].element_size() for name in BUFFERS}
 
 

@@ -200,8 +200,8 @@ class Peer(NamedTuple):
 def peers(backend: str, authors: Path | None) -> list[Peer]:
     ours = partial(lazy_attention, backend=backend)
     return [
-        Peer("flash_lazy", ours, "lazy"),
-        Peer("flash_lazy, nothing skipped", ours, "lazy", around=without_skipping),
+        Peer("flash_lazy", ours, "lazy", around=partial(skip_empty_tiles, False)),
+        Peer("flash_lazy, empty tiles skipped", ours, "lazy", around=partial(skip_empty_tiles, True)),
         *(
             Peer(f"SDPA {name}", _softmax, "softmax", False, partial(sdpa_kernel, getattr(SDPBackend, name)))
             for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
@@ -214,9 +214,9 @@ def peers(backend: str, authors: Path | None) -> list[Peer]:
     ]
 
 
-def without_skipping() -> AbstractContextManager[Any]:
-    """Context in which the products of empty tiles are computed."""
-    return patch.object(configurations, "SKIP_EMPTY_TILES", False)
+def skip_empty_tiles(skip: bool) -> AbstractContextManager[Any]:
+    """Context in which the products of empty tiles are skipped, or computed."""
+    return patch.object(configurations, "SKIP_EMPTY_TILES", skip)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:

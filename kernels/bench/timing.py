@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import compile_report, cuda, tuning
 from bench.correctness import relative_error
-from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
+from bench.peers import Inputs, Peer, draw, draw_with_share, peers, skip_empty_tiles
 from bench.worker import announce, format_reason
 from bench.workloads import DECODE, TRAINING, Workload
 
@@ -136,8 +136,7 @@ def compile_choice(workload: Workload, backend: str, index: int, skip: bool) -> 
 
     Triton caches the result on disk for the worker that measures.
     """
-    ours = peers(backend, None)[0]
-    peer = ours if skip else ours._replace(around=without_skipping)
+    peer = peers(backend, None)[0]._replace(around=partial(skip_empty_tiles, skip))
     with tuning.use_choice(index):
         _make_step(peer, workload.operation, draw(workload, cuda.DEVICE))()
     torch.cuda.synchronize()

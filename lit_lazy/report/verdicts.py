@@ -44,9 +44,12 @@ REVIEWERS = {
     ),
     "R7": (
         "time and memory compared with softmax",
-        "on a GPU; docs/results/bench-step.md has peak memory and other lengths on CPU cores",
+        "training on a GPU; docs/results/kernels has steps on one, docs/results/bench-step.md peak memory on CPU cores",
     ),
-    "R8": ("speed-up from sparsity", "kernels that skip empty tiles, on a GPU and on the scores of such models"),
+    "R8": (
+        "speed-up from sparsity",
+        "kernels that skip empty tiles, on the scores of such models (docs/results/kernels/bench.md: on random ones)",
+    ),
     "R9": ("value of RoPE's base, and sensitivity to it", "the paper's value; beyond the training length"),
     "R10": (
         "range of the bias, memory at 32k tokens, distances beyond the range",

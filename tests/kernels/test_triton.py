@@ -57,7 +57,10 @@ AXES = {
     "dtype": DTYPES,
 }
 WIDTHS = [16, 24, 80, 96, 128, 256]
-COVER, ANOTHER_COVER = pairwise_cover(AXES), pairwise_cover(AXES, seed=1)
+COVER, ANOTHER_COVER = (
+    [setting | {"skip": index // 2 % 2 == 0} for index, setting in enumerate(pairwise_cover(AXES, seed))]
+    for seed in (0, 1)
+)
 LONGER = [
     {"length": 64, "bias_width": 20, "block": (32, 32), "dtype": torch.float16},
     {"length": 127, "threshold": "per_token", "slopes": True, "window": 50, "block": (64, 32), "dtype": torch.bfloat16},
@@ -72,12 +75,14 @@ MATRIX = [
 ]
 
 
-def split(setting):
-    """Arguments of `draw`, block and dtype of a setting."""
+def apply_setting(setting, monkeypatch):
+    """Use the setting's block and skipping of empty tiles; returns the arguments of `draw`, and the dtype."""
     rest = {"length": 65, "width": 16, **setting}
     block, dtype, (group, kv_heads) = rest.pop("block"), rest.pop("dtype"), rest.pop("heads", (1, 1))
-    batch = 1 if rest["length"] > 2 else 2
-    return rest | {"group": group, "kv_heads": kv_heads, "batch": batch}, block, dtype
+    monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", rest.pop("skip", True))
+    if block is not None:
+        use_small_blocks(monkeypatch, *block)
+    return rest | {"group": group, "kv_heads": kv_heads, "batch": 1 if rest["length"] > 2 else 2}, dtype
 
 
 def allowed(drawn, dtype, exact, grad):
@@ -161,16 +166,14 @@ LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in COVER[1::2
 
 @pytest.mark.parametrize("setting", COVER[::2] + LATER, ids=str)
 def test_equals_reference(setting, monkeypatch):
-    rest, block, dtype = split(setting)
-    use_small_blocks(monkeypatch, *block)
+    rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("setting", MATRIX, ids=str)
 def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
-    rest, block, dtype = split(setting)
-    use_small_blocks(monkeypatch, *block)
+    rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype, seed=32)
 
 
@@ -302,7 +305,11 @@ def test_programs_of_the_key_gradient_end_together(length, batches, heads):
 
 
 class TestSkipping:
-    """Tiles without a surviving weight skip the product with the values."""
+    """With FLASH_LAZY_SKIP_EMPTY_TILES, tiles without a surviving weight skip the product with the values."""
+
+    @pytest.fixture(autouse=True)
+    def skip_empty_tiles(self, monkeypatch):
+        monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", True)
 
     @pytest.mark.parametrize(
         ("renormalise", "dtype"),
@@ -549,22 +556,21 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     assert resolve_backend("auto", q) in ("chunked", "cpu")
 
 
-def random_setting(seed):
+def draw_setting(seed):
     rng = random.Random(seed)
-    setting = {name: rng.choice(values) for name, values in AXES.items()} | {
+    return {name: rng.choice(values) for name, values in AXES.items()} | {
         "length": rng.randint(1, 50),
         "width": rng.randint(1, 40),
         "window": rng.choice([None, rng.randint(1, 70)]),
         "bias_width": rng.choice([None, rng.randint(1, 90)]),
         "dtype": torch.float32,
+        "skip": seed % 2 == 0,
     }
-    return split(setting)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 200))])
 def test_any_options(seed, monkeypatch):
-    setting, block, dtype = random_setting(seed)
-    use_small_blocks(monkeypatch, *block)
+    setting, dtype = apply_setting(draw_setting(seed), monkeypatch)
     case = draw(seed, **setting).to(dtype)
     found, plain = run_named(case, "triton"), run_named(case, "chunked")
     torch.testing.assert_close(found["out"], plain["out"], **tolerance(case))
@@ -586,6 +592,7 @@ def test_any_options(seed, monkeypatch):
 
 DECODING = pairwise_cover(
     {
+        "skip": [False, True],
         "threshold": THRESHOLDS,
         "sign": [1, -1],
         "renormalise": [False, True],
@@ -608,7 +615,7 @@ DECODING = pairwise_cover(
 def test_decoding_equals_reference(setting, monkeypatch):
     """A few queries against a cache divided over several programs; kv_lengths of 0, of fewer keys, and of all."""
     monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)
-    rest, _, dtype = split({**setting, "length": 1200, "block": None})
+    rest, dtype = apply_setting({**setting, "length": 1200, "block": None}, monkeypatch)
     drawn = draw(35, **rest)
     exact = run_named(drawn.to(torch.float64), "reference")
     case = drawn.to(dtype)

@@ -25,7 +25,7 @@ WORKLOADS = (
     Workload(TRAINING, 1, 128, 2, 1, 64, 16, 0.3),
     Workload(DECODE, 2, 256, 2, 2, 64, 16, 0.0),
 )
-MEASURED = ("flash_lazy", "flash_lazy, nothing skipped", "SDPA MATH")
+MEASURED = ("flash_lazy", "flash_lazy, empty tiles skipped", "SDPA MATH")
 
 
 def make_workload(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):

@@ -265,6 +265,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     maxima_row = max(ceil_div(columns, blocks.n) * blocks.m for blocks in choices)
     blocks = max(count_call_blocks(call, rows, blocks.m) for blocks in choices) * batches * heads
     resident = min(count_resident_programs(q), blocks)
+    skipping = configurations.SKIP_EMPTY_TILES  # otherwise neither buffer is used
     arguments = {
         **collect_shared_arguments(call),
         "out": out,
@@ -272,8 +273,8 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
         "mass": none_if_empty(mass),
         "first_weight": none_if_empty(first_weight),
         "zeros": none_if_empty(zeros),
-        "maxima": q.new_empty(resident * maxima_row, dtype=torch.float32),
-        "alive_tiles": q.new_empty(resident * alive_row, dtype=torch.int32),
+        "maxima": q.new_empty(skipping * resident * maxima_row, dtype=torch.float32),
+        "alive_tiles": q.new_empty(skipping * resident * alive_row, dtype=torch.int32),
         **name_strides("o", out, with_columns=False),
         "heads": heads,
         "maxima_row": maxima_row,

@@ -44,7 +44,7 @@ REVIEWERS = {
     ),
     "R7": (
         "time and memory compared with softmax",
-        "training on a GPU; docs/results/kernels has steps on one, docs/results/bench-step.md peak memory on CPU cores",
+        "training on a GPU; docs/results/kernels has steps, docs/results/bench-step.md peak memory on CPU cores",
     ),
     "R8": (
         "speed-up from sparsity",

@@ -14,7 +14,7 @@ AUTOTUNE = os.environ.get("FLASH_LAZY_AUTOTUNE", "1") != "0" and not INTERPRETED
 SKIP_EMPTY_TILES = os.environ.get("FLASH_LAZY_SKIP_EMPTY_TILES", "0") != "0"
 """Whether to skip the products of tiles without a surviving weight; with equal blocks no bit changes.
 
-Off, because on an H200 it loses up to 31 % where few tiles are empty, as in trained models (docs/results/kernels/bench.md).
+Off: by it an H200 loses up to 31 % where few tiles are empty, as in trained models (docs/results/kernels/bench.md).
 """
 RESIDENT_PER_PROCESSOR = 2
 INTERPRETED_RESIDENT = 3

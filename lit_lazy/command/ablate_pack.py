@@ -21,10 +21,10 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.packed import CELLS, pack_grid
-    from lit_lazy.support.disk import check_writable_file
-
     with open_tracker(options) as tracker:
+        from lit_lazy.grid.packed import CELLS, pack_grid
+        from lit_lazy.support.disk import check_writable_file
+
         folder = options.runs / tracker.experiment
         out = choose_output(options, folder / CELLS)
         check_writable_file("--out", out)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grid_helpers import require_runs, resolve_grid_name
+from lit_lazy.command.grid_helpers import require_results, resolve_grid_name
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, add_storage
 
 
@@ -15,7 +15,7 @@ def add_to(commands: Commands) -> None:
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     if not options.storage:
-        require_runs(options.runs)
+        require_results(options.runs, options.ablation)
     from lit_lazy.grid.jobs.status import print_status
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import READABLE, default_storage, list_grid_names

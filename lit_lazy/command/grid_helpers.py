@@ -3,12 +3,14 @@
 import argparse
 import os
 import shlex
+import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.named_files import find_grids, list_available
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -20,6 +22,8 @@ BYTES_PER_WORKER = 3 * 2**29
 """1.5 GiB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
 LEAST_BYTES_PER_WORKER = 2**28
 """Lower bound for processes that share the pages of their libraries."""
+NAMES = {"queue.db": "study_name FROM studies", "mlflow.db": "name FROM experiments WHERE lifecycle_stage = 'active'"}
+"""Where the databases of a runs folder have the names of its results."""
 
 
 def make_base(
@@ -60,6 +64,25 @@ def require_runs(runs: Path) -> None:
         raise ValueError(f"--runs {str(runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
 
 
+def require_results(runs: Path, name: str) -> None:
+    """`require_runs`, and raise one too if no folder, local database or ablation's file knows a name.
+
+    Reads the databases without MLflow and Optuna, which take seconds to import.
+    """
+    require_runs(runs)
+    known = {path.name for path in runs.iterdir() if path.is_dir()}
+    try:
+        for file, columns in NAMES.items():
+            if (runs / file).is_file():
+                with closing(sqlite3.connect(f"{(runs / file).resolve().as_uri()}?mode=ro", uri=True)) as database:
+                    known |= {found for (found,) in database.execute(f"SELECT {columns}")}
+    except sqlite3.Error:  # whoever uses the database says what is wrong with it
+        return
+    if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
+        listed = ", ".join(sorted(known - {"Default", "mlartifacts"})) or "none"
+        raise ValueError(f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has {listed}")
+
+
 def check_workers(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if this machine cannot start --workers processes."""
     from lit_lazy.support.memory import require_memory
@@ -82,7 +105,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.support.named_files import find, find_grids, list_available
+    from lit_lazy.support.named_files import find
 
     name = options.ablation
     if not known:
@@ -113,7 +136,7 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
 def open_tracker(options: argparse.Namespace) -> "Iterator[Tracker]":
     """The MLflow experiment of the grid that NAME and --base mean; a copy of the store if it is read-only."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        require_runs(options.runs)
+        require_results(options.runs, options.ablation)
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.archive import open_readable
     from lit_lazy.tracking.links import list_experiment_names

@@ -1,12 +1,13 @@
 """`lit-lazy runs`: what a runs folder holds, and the removal of parts of it"""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grid_helpers import require_runs
+from lit_lazy.command.grid_helpers import require_results, require_runs
 from lit_lazy.command.options import Commands, add_command, add_runs, add_storage, keep_given_options, non_empty
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
 def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
+    if not (options.storage or os.environ.get("MLFLOW_TRACKING_URI")):
+        require_results(options.runs, options.results)
     with _open(options, writes=True) as found:
         entry = found.get(options.results)
         found.require_unused(entry)

@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import forked
@@ -53,6 +55,8 @@ MISSPELT = [
     "train backcopy --init-from nosuch.ckpt", "ablate run table2 --init-from own.py",
     "evaluate .", "diagnose .", "generate .", "export . out", "lm-eval .", "train backcopy --init-from .",
     "evaluate own.zip --import nosuch.py", "diagnose own.zip --lengths 9999999",
+    "report nosuch --runs full", "ablate table nosuch --runs full", "ablate status nosuch --runs full",
+    "ablate pack nosuch --runs full", "runs rm nosuch --runs full",
 ]  # fmt: skip
 
 
@@ -68,11 +72,15 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     (tmp_path / "own.py").write_text("x = 1\n")
     with zipfile.ZipFile(tmp_path / "own.zip", "w"):
         pass
+    (tmp_path / "full" / "duo-tiny").mkdir(parents=True)
+    with closing(sqlite3.connect(tmp_path / "full" / "queue.db")) as database, database:
+        database.execute("CREATE TABLE studies AS SELECT 'duo-queued' AS study_name")
     done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lit-lazy") >= len(MISSPELT)
     assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.py", "own.zip"]
+    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-queued, duo-tiny") == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:

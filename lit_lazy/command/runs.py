@@ -80,6 +80,8 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
         if entry.tracked:
             whose = "" if found.has_store else ", only the runs of this folder"
             parts.append(f"its MLflow experiment{whose}, which becomes a deleted one; `mlflow gc` erases it")
+        if diagnoses := found.find_diagnoses(entry):
+            parts.append(f"its runs in MLflow: {len(diagnoses)}, which become deleted ones; `mlflow gc` erases them")
         print("\n".join(parts))
         if not options.yes:
             print(NOTHING)

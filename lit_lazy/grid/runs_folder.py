@@ -26,6 +26,7 @@ from lit_lazy.training.run_folder import CHECKPOINTS, make_lock, remove_checkpoi
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
+DIAGNOSES = DIAGNOSIS.removesuffix("-")
 WORTH = (RESULT, "table.json", "*.ckpt", "*.npz")
 """Files that a table, a report or a run that resumes needs."""
 LEFTOVER = "left by a write that was killed"
@@ -48,7 +49,7 @@ class RunsEntry:
         if self.name.startswith(TRAINING) and self.cells is None:
             return "training"
         known = self.cells is not None or self.tracked or (self.folder / "cells").is_dir()
-        if f"{self.name}-" == DIAGNOSIS or (self.name.startswith(DIAGNOSIS) and not known):
+        if self.name == DIAGNOSES or (self.name.startswith(DIAGNOSIS) and not known):
             return "diagnosis"
         return ("search" if self.name.startswith(SEARCH) else "ablation") if known else "other"
 
@@ -184,6 +185,8 @@ class RunsFolder:
         grid_id = known or (file.read_text() if file.exists() else None)
         with nullcontext() if queue is None else queue.lock():  # no worker claims a cell meanwhile
             self.require_unused(entry, queue)
+            for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
+                Tracker(self.uri, self.path, DIAGNOSES).retire(run_id)
             delete(entry.folder)
             if queue is not None:
                 queue.delete()
@@ -192,6 +195,13 @@ class RunsFolder:
             delete(entry.artifacts)
         elif entry.tracked:
             self._retire_own_runs(entry, grid_id)
+
+    def find_diagnoses(self, entry: RunsEntry) -> list[str]:
+        """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""
+        if entry.kind != "diagnosis" or entry.tracked or not (self.has_store and DIAGNOSES in self.entries):
+            return []
+        tracker = Tracker(self.uri, self.path, DIAGNOSES)
+        return [run.run_id for run in tracker.find({"mlflow.runName": entry.name})]
 
     def _retire_own_runs(self, entry: RunsEntry, grid_id: str | None) -> None:
         """Delete the runs of this folder's grid, or of its trainings, in a store that others may use."""

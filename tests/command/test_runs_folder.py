@@ -21,6 +21,7 @@ from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.storage import default_storage, list_grid_names
 from lit_lazy.report.index import list_entries
 from lit_lazy.tracking.serve import show_links
+from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -340,8 +341,10 @@ def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[st
     found = list_names(capsys)
     folder = f"diagnose-{model.parent.name}"
     assert (found["diagnose"][:4], found[folder][:2]) == (["diagnosis", "runs", "in", "MLflow"], ["diagnosis", "files"])
+    tracker = Tracker(default_uri(runs), runs, "diagnose")
     for name in (folder, "diagnose"):
         assert main(["runs", "rm", name, "--yes"]) == 0
+        assert name == "diagnose" or not tracker.find({"kind": "diagnose"})
         assert name not in list_names(capsys)
     assert not (runs / folder).exists()
     assert not (runs / "mlartifacts" / "diagnose").exists()

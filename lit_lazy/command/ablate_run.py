@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -125,6 +125,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     import torch
 
     from lit_lazy.grid.jobs.job import LaunchOptions
+    from lit_lazy.grid.packed import read_settings
 
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
     if options.dry_run:
@@ -141,7 +142,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         configs = apply_rows(request.chosen, request.base, request.overridden)
         left = request.chosen
         if not options.fresh:
-            _check_unchanged(request, options.runs)
+            check_settings(request, read_settings(options.runs / request.grid) or {})
             verdict = None if table is None else table.verdict
             left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
         if not left:
@@ -255,14 +256,15 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
-def _check_unchanged(request: GridRequest, runs: Path) -> None:
-    """Raise ValueError if the grid has rows with other settings, which the run itself would refuse too."""
+def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
+
+    former: the grid's settings as text, by row and dotted path.
+    """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
-    from lit_lazy.grid.packed import read_settings
-    from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.changed_rows import GONE, ChangedRowError, describe_changes
 
-    former = read_settings(runs / request.grid) or {}
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
     found = {

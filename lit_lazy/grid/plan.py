@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
@@ -31,25 +31,10 @@ SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
-GONE = "was removed from the ablation"
-MOST_CHANGES = 3
-"""Changed settings that a message shows."""
 FORMAT = 2
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
-
-
-class ChangedRowError(ValueError):
-    """Rows of a grid that has begun would train something else. changes: what changed, by row."""
-
-    def __init__(self, changes: Mapping[str, str]) -> None:
-        (variant, change), *others = changes.items()
-        also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
-        super().__init__(
-            f"row {variant!r}: {change} since this grid began{also}; --fresh moves the former results away, another "
-            "name= in the ablation keeps both"
-        )
 
 
 @dataclass(frozen=True)
@@ -181,18 +166,6 @@ class Plan:
         begun = former is not None and bool(former.commit)
         seen = former is not None and former.seen
         return replace(self.declaration, changed=True, seen=seen, commit=self.declaration.commit if begun else "")
-
-
-def describe_changes(former: Mapping[str, str], config: Mapping[str, Any]) -> str:
-    """Which settings of a row changed: `train.steps changed from 6 to 8`; '' if none did.
-
-    former: of an earlier cell, as text by dotted path. config: in canonical form. What only one of them has belongs to
-    a class that changed, or is a field of another version; another path of the same weights changes nothing.
-    """
-    now = {path: str(value) for path, value in flatten(config).items() if path not in ("seed", "init_from")}
-    changed = [path for path, value in now.items() if former.get(path, value) != value]
-    more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
-    return ", ".join(f"{path} changed from {former[path]} to {now[path]}" for path in changed[:MOST_CHANGES]) + more
 
 
 def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:

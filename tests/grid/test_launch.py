@@ -15,10 +15,11 @@ import pytest
 from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
 
-from lit_lazy.command.main import main
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.support.named_files import find
+from lit_lazy.support.named_files import PROJECT, find
 
 ID = "pair-backcopy_tiny"
 
@@ -201,6 +202,47 @@ def test_a_grid_whose_experiment_was_edited_is_refused(
     assert main([*command, "--seeds", "1"]) == 2
     assert "row 'softmax': train.steps changed from 6 to 7 since this grid began" in capsys.readouterr().err
     assert len(list((runs / "pair-mine" / "cells").iterdir())) == 1
+
+
+def enqueue(ablation: Path, runs: Path) -> None:
+    """Begin a grid without training its cells."""
+    grid = make_grid(make_parser().parse_args(["ablate", "run", str(ablation), "--runs", str(runs)]), [])
+    Queue(default_storage(runs), grid.id).add_missing(grid.cells)
+
+
+def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(two_rows("mine"))
+    enqueue(path, tmp_path)
+    command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
+    assert main(command) == 0
+    assert "edited" not in capsys.readouterr().out
+    forget(path)
+    path.write_text(path.read_text().replace("Elastic()", "Elastic(tau_init=0.5)"))
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "mine-backcopy_tiny: 0/4 cells complete" in out
+    changed = "row 'lazy': model.attention.normaliser.tau_init changed from 1.0 to 0.5 since this grid began"
+    assert f"{path} was edited: {changed}; --fresh moves" in out
+
+
+def test_the_status_says_that_a_declaration_was_edited_since_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "q_null.py"
+    shutil.copy(find("ablations", "q_null"), path)
+    enqueue(path, tmp_path)
+    (tmp_path / "q_null-recall").mkdir()
+    shutil.copy(PROJECT / "docs" / "results" / "q_null-recall" / "table.json", tmp_path / "q_null-recall")
+    command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
+    assert main(command) == 0
+    assert "edited" not in capsys.readouterr().out
+    forget(path)
+    path.write_text(path.read_text().replace("margin=0.05", "margin=0.04"))
+    assert main(command) == 0
+    assert f"{path} was edited: the question's declaration is another now" in capsys.readouterr().out
 
 
 def forget(path: Path) -> None:

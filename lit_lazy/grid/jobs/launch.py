@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.changed_rows import describe_changes
 from lit_lazy.grid.jobs.backend import (
     COMPILED,
     TAG,
@@ -26,7 +27,7 @@ from lit_lazy.grid.jobs.parent_run import ASIDE, open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress, describe_training
 from lit_lazy.grid.packed import TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import PLAN, Plan, describe_changes, open_records, read_plan, save_views
+from lit_lazy.grid.plan import PLAN, Plan, open_records, read_plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage

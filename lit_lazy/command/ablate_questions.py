@@ -2,6 +2,7 @@
 
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
@@ -29,7 +30,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
 
     from lit_lazy.support.console import format_duration
 
-    names, waiting = list_questions()
+    names, waiting = list_questions(options.base)
     torch.set_num_threads(options.threads)  # as in a worker
     workers = options.workers or default_workers(options.threads, options.devices or 1)
     seconds = {name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides)) for name in names}
@@ -54,9 +55,12 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     return status
 
 
-def list_questions() -> tuple[list[str], list[str]]:
-    """Names of the questions that can run, and for each question that waits for another's table, the reason."""
-    from lit_lazy.config.user_files import load_attribute
+def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
+    """Names of the questions that can run, and for each that waits for another's table or for a model, the reason.
+
+    base: the experiment to run them on, if not their own.
+    """
+    from lit_lazy.config.user_files import load_attribute, load_experiment
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
     from lit_lazy.support.named_files import find, list_available
@@ -67,11 +71,16 @@ def list_questions() -> tuple[list[str], list[str]]:
         if load_attribute(path, "question") is None:
             continue
         try:
-            load_ablation_or_question(path)
+            ablation, _ = load_ablation_or_question(path)
         except FirstStageMissing as error:
             waiting.append(str(error))
-        else:
+            continue
+        experiment = find("experiments", base or ablation.base)
+        start = load_experiment(experiment).init_from
+        if start is None or Path(start).exists():
             ready.append(name)
+        else:
+            waiting.append(f"{name}: needs the model {start}, from which {experiment.stem} starts")
     return ready, waiting
 
 

@@ -20,6 +20,7 @@ from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attrib
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.plan import find_parent, read_plan
 from lit_lazy.grid.question import Question, load_ablation_or_question
+from lit_lazy.support import named_files
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
@@ -341,6 +342,17 @@ def test_shipped_questions_run_in_a_tiny_form(
     assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows if row.variant in used)
 
 
+def test_questions_whose_model_is_missing_stop_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(named_files, "list_available", lambda _: ["q_adapt_loss", "q_mask"])
+    assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "not ready: q_adapt_loss: needs the model models/smollm2.ckpt, from which smollm2 starts" in out
+    assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask"]
+
+
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,7 +360,7 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
 
     use_stand_in(monkeypatch, tmp_path / "results")
     ran = []
-    prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(QUESTIONS))}
+    prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(ablate_questions.list_questions()[0]))}
     monkeypatch.setattr(ablate_questions, "make_grid", lambda options, _: options.ablation)
     monkeypatch.setattr(ablate_questions, "_estimate_seconds", lambda name: prices[name])
     monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict, Unpack
 from flash_lazy.call import TENSORS, Call, Stats, prepare, refuse_forward_mode, require_values, show, type_name
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
+from flash_lazy.vmap import is_transformed
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, because -inf times 0 is NaN, and so low that its exponential is 0."""
@@ -159,6 +160,8 @@ def run_rule(
         raise TypeError(f"parameters has a {type_name(wrong[0])}; give tensors")
     if backend not in ("reference", "chunked"):
         raise ValueError(f"backend is {show(backend)}; choose reference or chunked for a rule")
+    if backend == "chunked" and is_transformed():
+        raise ValueError("backend is 'chunked', which torch.func cannot transform for a rule; choose 'reference'")
     attend = _attend_reference if backend == "reference" else _attend_chunked
     with torch.autocast(call.q.device.type, enabled=False):
         return attend(rule, call, maps, tuple(parameters), with_stats)

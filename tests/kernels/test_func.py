@@ -92,6 +92,24 @@ def test_the_reference_has_what_chunked_lacks() -> None:
         vmap(partial(masked, backend="chunked"))(masks)
 
 
+def test_a_rule_names_the_backend_that_torch_func_can_transform() -> None:
+    q = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+    def loss_of_rule(x: Tensor, backend: str = "chunked") -> Tensor:
+        return rule_attention(lambda scores, _: scores.softmax(-1), x, x, x, backend=backend).square().sum()
+
+    for transformed in (
+        lambda: grad(loss_of_rule)(q[0]),
+        lambda: vmap(loss_of_rule)(q),
+        lambda: jvp(loss_of_rule, (q[0],), (q[0],)),
+    ):
+        with pytest.raises(ValueError, match=r"^backend is 'chunked', which torch\.func .* rule; choose 'reference'$"):
+            transformed()
+    slope = vmap(grad(partial(loss_of_rule, backend="reference")))(q)
+    x = q[0].requires_grad_()
+    torch.testing.assert_close(slope[0], torch.autograd.grad(loss_of_rule(x), x)[0])
+
+
 def test_a_dual_number_is_refused_with_the_way_out() -> None:
     q, tau = torch.randn(1, 2, 5, 8), torch.ones(2)
     with forward_ad.dual_level():

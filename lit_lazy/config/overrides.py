@@ -124,12 +124,17 @@ def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:
             some = next(known for known in fields if known.startswith(f"{path}."))
             raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
         return
-    fix = did_you_mean(f"--{path}", [f"--{known}" for known, field in fields.items() if not is_group(field.hint)])
-    if is_exchangeable(part):
+    if not is_exchangeable(part):
+        known = [f"--{known}" for known, field in fields.items() if not is_group(field.hint)]
+        fix = did_you_mean(f"--{path}", known)
+    else:
+        cls: Any = fields[parent].chosen or type(fields[parent].value)
+        own = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         # The classes that define the field, without those that inherit it.
-        owners = [owner for owner, cls in find_leaf_classes(part).items() if name in inspect.get_annotations(cls)]
+        owners = [owner for owner, leaf in find_leaf_classes(part).items() if name in inspect.get_annotations(leaf)]
         whose = " and ".join(f"{owner}'s" for owner in owners)
-        fix = f"; it is {whose}: add --{parent}={owners[0]}" if owners else fix
+        fix = f"; it is {whose}: give --{parent}={owners[0]}" if owners else did_you_mean(name, own)
+        fix += f"; {cls.__name__} has {', '.join(own) or 'no fields'}" if cls is not type(None) else ""
     raise ValueError(
         f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists the fields, --help the options"
     )

@@ -159,7 +159,7 @@ FIELDS = [
     (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller length"),
     (["--data=Stdlib", "--data.validation_windows=99999999"], "choose fewer or shorter ones"),
     ([f"{BIAS}=T5Bais"], f"{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, "),
-    ([f"{BIAS}.n_buckets=8"], f"{BIAS}.n_buckets='8': no such field; it is T5Bias's: add {BIAS}=T5Bias"),
+    ([f"{BIAS}.n_buckets=8"], f"{BIAS}.n_buckets='8': no such field; it is T5Bias's: give {BIAS}=T5Bias"),
     ([f"{BIAS}=LearnedBias", f"{BIAS}.length=0"], "LearnedBias.length=0: must be at least 1, or None"),
     ([f"{BIAS}=Fire", f"{BIAS}.length=8"], "Fire.length=8: cannot serve 16 keys"),
     ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=nan"], ".tau_init='nan': must be a finite number"),

@@ -309,11 +309,19 @@ def test_other_fields_are_left_to_the_settings(arguments):
         ([f"--{POSITION}=Ropes"], ["'Ropes'", "did you mean Rope?"]),
         (
             [f"--{BIAS}=T5Bias", f"--{BIAS}.buckets=8"],
-            [f"--{BIAS}.buckets='8': no such field (did you mean --{BIAS}.n_buckets?)"],
+            [f"--{BIAS}.buckets='8': no such field (did you mean n_buckets?); T5Bias has n_buckets, max_distance; `"],
         ),
         (
             [f"--{BIAS}.n_buckets=8"],
-            [f"--{BIAS}.n_buckets='8': no such field; it is T5Bias's: add --{BIAS}=T5Bias"],
+            [f"--{BIAS}.n_buckets='8': no such field; it is T5Bias's: give --{BIAS}=T5Bias; NoBias has no fields; `"],
+        ),
+        (
+            [f"--{BIAS}=LearnedBias", f"--{BIAS}.n_buckets=8"],
+            [f"no such field; it is T5Bias's: give --{BIAS}=T5Bias; LearnedBias has length, init_std; `"],
+        ),
+        (
+            [f"--{BIAS}=LearnedBias", f"--{BIAS}.power=0.3"],
+            [f"--{BIAS}.power='0.3': no such field; LearnedBias has length, init_std; `lit-lazy fields"],
         ),
         ([f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=few"], [f"--{BIAS}.n_buckets='few': must be a whole number"]),
         (
@@ -406,6 +414,6 @@ def test_help_of_a_leaf(path, name, help_of_field, capsys):
 
 
 def test_a_field_of_another_leaf_names_that_leaf():
-    with pytest.raises(ValueError, match=f"it is Elastic's: add --{NORMALISER}=Elastic"):
+    with pytest.raises(ValueError, match=f"it is Elastic's: give --{NORMALISER}=Elastic; Softmax has renormalise"):
         apply(f"--{NORMALISER}.tau_init=1", base=BASE)
     assert BASE.model.attention.normaliser == Softmax()

@@ -28,7 +28,11 @@ class BiasTerms(NamedTuple):
 
 
 class BiasModule(SelfInitialised, ABC):
-    """Parameters of a bias. `forward(n_keys)` returns terms that are valid for every distance below `n_keys`."""
+    """Parameters of a bias. `forward(n_keys)` returns terms that are valid for every distance below `n_keys`.
+
+    A table may be shorter or longer: keys beyond its end stay visible, with bias 0, and columns that no key needs have
+    no effect.
+    """
 
     decays = False
 
@@ -53,7 +57,7 @@ class BiasModule(SelfInitialised, ABC):
 
 
 class Bias(CheckedFields, ABC):
-    """Settings of a positional bias."""
+    """Settings of a positional bias. Keys beyond the end of its table stay visible, with bias 0 (`BiasModule`)."""
 
     @abstractmethod
     def build(self, n_heads: int, context_length: int) -> BiasModule: ...

@@ -107,6 +107,11 @@ def _run(
     log.info("attention runs on %s%s", describe_backend(backend), f"; {missing}" if missing else "")
     with start_ranks(execution.devices) as group:
         untrained = _measure_untrained(folder / CHECKPOINTS / f"untrained-{key}.npz", module, source)
+        if (untrained.diagnostics.arrays.get("mass/dead", np.zeros(1)) == 1).all():
+            log.warning(
+                "at the start no query after the first gives a key weight (mass 0): the attention passes nothing and "
+                "gets no gradient; choose a lower threshold"
+            )
         started = time.perf_counter()
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None

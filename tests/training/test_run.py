@@ -175,6 +175,20 @@ def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
 
 
 @pytest.mark.parametrize(
+    ("attention", "warned"),
+    [(LAZY, False), (AttentionSpec(), False), (AttentionSpec(Elastic(tau_init=1e30)), True)],
+)
+def test_a_run_whose_attention_passes_nothing_says_so(
+    attention: AttentionSpec, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(config(attention, steps=3), tmp_path)
+    assert (result.metrics["init/mass/dead_heads"] == 1) == warned
+    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+    assert len(said) == warned
+    assert all("(mass 0): the attention passes nothing and gets no gradient; choose a lower" in line for line in said)
+
+
+@pytest.mark.parametrize(
     "mixer",
     [Mamba2(), pytest.param(RetNet(), marks=pytest.mark.long), pytest.param(GatedDeltaNet(), marks=pytest.mark.long)],
     ids=lambda mixer: type(mixer).__name__,

@@ -129,7 +129,9 @@ class LazyAttention(nn.Module):
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, key_mask: Tensor | None = None) -> Tensor:
         """Attend from each token of x `[B, L, width]` to itself, those before it and those in the cache.
 
-        cache: is extended by x's tokens; the same object is given with the next tokens.
+        cache: is extended by x's tokens; the same object is given with the next tokens. A layer that a model calls
+            twice in a pass (shared weights) needs a cache for each call: one cache would take the second call's tokens
+            for the next ones, which nothing detects.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
 
         Raises ValueError if a shape or dtype is wrong.

@@ -79,6 +79,13 @@ def test_a_cache_serves_one_layer() -> None:
     torch.testing.assert_close(moved(x[:, 9:], kept), layer(x[:, 9:], cache))
 
 
+def test_a_layer_that_is_called_twice_in_a_pass_needs_a_cache_for_each_call() -> None:
+    layer, x, caches, shared = make(), tokens(), (KeyValueCache(), KeyValueCache()), KeyValueCache()
+    parts = [layer(layer(part, caches[0]), caches[1]) for part in x.split([4, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(layer(x)), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(layer(layer(x, shared), shared), layer(layer(x)), rtol=1e-2)
+
+
 def test_a_left_padded_sequence_equals_itself_without_padding() -> None:
     layer, x = make(reach=5), tokens()
     mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])

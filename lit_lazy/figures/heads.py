@@ -66,7 +66,7 @@ class _State(NamedTuple):
     face: str | None
 
 
-TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
+TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at the start", "--", "white")
 CHANGED, BEFORE = _State("", "changed", "-", None), _State("before/", "before the change", "--", "white")
 
 
@@ -111,7 +111,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def sink_heatmap(arrays: Arrays) -> Figure | None:
-    """Draw the mean weight on the first key by layer and head, and its share of the mass; below, the same at init."""
+    """Draw the mean weight on the first key by layer and head, and its share of the mass; below, at the start."""
     kinds = {"sink/weight": "weight", "sink/share": "share of the mass"}
     states = _find_states(arrays, *kinds)
     if not states:
@@ -348,7 +348,7 @@ def sink_kinds(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def rank_profile(arrays: Arrays) -> Figure | None:
-    """Draw effective rank and token cosine of the residual stream after each layer, trained and at init."""
+    """Draw effective rank and token cosine of the residual stream after each layer, trained and at the start."""
     kinds = {"hidden/effective_rank": "effective rank (directions)", "hidden/cosine": "mean cosine of two tokens"}
     states = _find_states(arrays, *kinds)
     if not states:

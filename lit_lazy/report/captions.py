@@ -47,7 +47,7 @@ CAPTIONS = {
     ),
     "sparsity_by_layer": (
         "Sparsity by layer",
-        "Compare the zeros with the untrained model and, if there is a threshold, with the null model: Gaussian scores "
+        "Compare the zeros with those at the start and, if there is a threshold, with the null model: Gaussian scores "
         "alone give as many zeros as the null model.",
     ),
     "tau_by_layer": (

@@ -192,7 +192,12 @@ def test_sink_heatmap_shows_the_first_key_raw_and_as_share_trained_and_not():
         written = {text.get_position(): text.get_text() for text in axes.texts}
         for layer, head in ((0, 0), (2, 3)):
             assert written[head, layer] == f"{arrays[key][layer, head, 0]:.2f}"
-    titles = ["weight, trained", "share of the mass, trained", "weight, at init", "share of the mass, at init"]
+    titles = [
+        "weight, trained",
+        "share of the mass, trained",
+        "weight, at the start",
+        "share of the mass, at the start",
+    ]
     assert [axes.get_title() for axes in figure.axes[:4]] == titles
     assert {text.get_position(): text.get_text() for text in figure.axes[1].texts}[2, 1] == "–"
     assert "no mass" in figure.legends[0].get_texts()[0].get_text()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from lit_lazy.attention import Attention, MixerModule, PassInputs
+from lit_lazy.attention import Attention, LearnedBias, MixerModule, PassInputs
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
@@ -50,6 +50,18 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
         mixer.to(select_training_device()).backend_name(documents)
     except ValueError as error:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
+
+
+def list_unreached(cfg: ModelConfig, context_length: int) -> list[str]:
+    """A line for each reach of the attention that exceeds the context. Valid: the model may read longer texts later."""
+    bias = cfg.attention.bias
+    length = bias.length if isinstance(bias, LearnedBias) else None
+    reaches = {"model.attention.window": cfg.attention.window, "model.attention.bias.length": length}
+    return [
+        f"{path}={value}: has no effect beyond the context of {context_length} tokens in the training"
+        for path, value in reaches.items()
+        if value is not None and value > context_length
+    ]
 
 
 def find_backend(cfg: RunConfig, data: Outline) -> str:

@@ -1,6 +1,7 @@
 """A dry run predicts the training's parameters, tokens, FLOPs and memory."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from test_run import LAZY, config
 
 from lit_lazy.attention import AttentionSpec, Entmax15, LearnedBias, Softmax
 from lit_lazy.command.main import main
+from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import experiment, load_experiment
@@ -29,6 +31,7 @@ from lit_lazy.training import cost_estimate
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
+from lit_lazy.training.run import run
 
 
 def test_counts_are_those_of_the_run() -> None:
@@ -94,6 +97,40 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "on each of 8 devices 1 micro-batch of 1 sequence" in out
     assert out.endswith("Nothing was created.\n")
     assert not (tmp_path / "runs").exists()
+
+
+WINDOW, BIAS = "--model.attention.window", "--model.attention.bias"
+
+
+@pytest.mark.parametrize(
+    ("given", "noted"),
+    [
+        ([f"{WINDOW}=16", f"{BIAS}=LearnedBias"], []),
+        ([f"{WINDOW}=17", f"{BIAS}=Fire", f"{BIAS}.length=99"], [f"{WINDOW}=17"]),  # FIRE's length has an effect
+        ([f"{WINDOW}=99", f"{BIAS}=LearnedBias", f"{BIAS}.length=99"], [f"{WINDOW}=99", f"{BIAS}.length=99"]),
+    ],
+    ids=str,
+)
+def test_a_reach_beyond_the_context_is_noted(
+    given: list[str],
+    noted: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, by a training, its dry run and that of a grid, whose two rows have their own biases."""
+    expected = [f"{setting[2:]}: has no effect beyond the context of 16 tokens in the training" for setting in noted]
+    grid = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "0"]
+    for command, wanted in (
+        (["train", "backcopy_tiny", *given], expected),
+        ([*grid, given[0]], [line for line in expected if "window" in line]),
+    ):
+        assert main([*command, "--dry-run"]) == 0
+        found = [line.removeprefix("note:").strip() for line in capsys.readouterr().out.splitlines()]
+        assert [line for line in found if "no effect" in line] == wanted
+    with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
+        run(apply_overrides(experiment("backcopy_tiny"), given)[0], tmp_path)
+    assert [said for said in caplog.messages if "no effect" in said] == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU: the speed of one is known")

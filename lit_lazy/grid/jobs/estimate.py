@@ -10,6 +10,7 @@ from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
+from lit_lazy.training.prepare import list_unreached
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""
@@ -29,12 +30,13 @@ def print_estimate(
     outlines: dict[str, Outline] = {}
     for row, _ in track_progress(chosen, "checking rows"):
         outlines[row.name] = check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
-    total, largest, bases = 0.0, 0, dict[str, None]()
+    total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]
         cost = estimate_cost(config, data, launch.execution)
         seconds, basis = estimate_seconds(config, data, cost, launch.execution)
         bases[basis] = None
+        notes |= dict.fromkeys(list_unreached(config.model, data.context_length))
         total += seconds * len(seeds)
         largest = max(largest, cost.disk)
         numbers = ",".join(map(str, seeds))
@@ -44,6 +46,8 @@ def print_estimate(
             highlight=False,
             soft_wrap=True,
         )
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
     cells = sum(len(seeds) for _, seeds in chosen)
     disk = cells * BYTES_PER_FINISHED_CELL + launch.workers * largest
     console.print(

@@ -281,6 +281,13 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
     require(not missing, f"{part}: row_groups", missing, "has no such positions")
 
 
+def validates_on_training(source: DataSource) -> bool:
+    """Whether the validation begins with the sequences that the training data begin with."""
+    count = min(CHECKED_SEQUENCES, len(source.train), len(source.validation))
+    first, other = (part.sequences[:count].long() for part in (source.train, source.validation))
+    return torch.equal(first, other)
+
+
 def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:
     """Raises ValueError unless explicit targets are tokens of the vocabulary, equally many in each sequence."""
     name, shape = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]

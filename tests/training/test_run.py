@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import lightning as L
@@ -28,6 +28,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -186,6 +187,26 @@ def test_a_run_whose_attention_passes_nothing_says_so(
     said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
     assert len(said) == warned
     assert all("(mass 0): the attention passes nothing and gets no gradient; choose a lower" in line for line in said)
+
+
+@dataclass(frozen=True)
+class Repeated(Backcopy):
+    """A user's data with the same sequences for training and validation."""
+
+    def load(self) -> DataSource:
+        source = super().load()
+        return replace(source, validation=source.train)
+
+
+@pytest.mark.parametrize("data", [Backcopy, Repeated])
+def test_a_run_that_validates_on_its_training_sequences_says_so(
+    data: type[Backcopy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(steps=3)
+    run(replace(cfg, data=data(**asdict(cfg.data))), tmp_path)
+    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+    assert len(said) == (data is Repeated)
+    assert all(line.startswith("data=Repeated: validation begins with the training sequences") for line in said)
 
 
 @pytest.mark.parametrize(

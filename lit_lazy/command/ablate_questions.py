@@ -28,12 +28,15 @@ def add_to(commands: Commands) -> None:
 def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     import torch
 
-    from lit_lazy.support.console import format_duration
+    from lit_lazy.support.console import format_duration, track_progress
 
     names, waiting = list_questions(options.base)
     torch.set_num_threads(options.threads)  # as in a worker
     workers = options.workers or default_workers(options.threads, options.devices or 1)
-    seconds = {name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides)) for name in names}
+    seconds = {
+        name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides))
+        for name in track_progress(names, "pricing questions")
+    }
     order = sorted(names, key=lambda name: seconds[name])
     for name in order:
         print(f"{name:16} about {format_duration(seconds[name] / workers)} with {workers} workers")
@@ -90,17 +93,19 @@ def _make_run_options(options: Namespace, name: str, limit: float | None = None)
 
 
 def _estimate_seconds(grid: "Grid") -> float:
-    """Training time of a grid's missing cells on one worker, from timed steps."""
+    """Training time of a grid's missing cells on one worker and device."""
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.config.serialisation import from_dict
-    from lit_lazy.training.cost_estimate import estimate_training_seconds
+    from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
+    from lit_lazy.training.execution import ONE_DEVICE
     from lit_lazy.training.prepare import load_outline
     from lit_lazy.training.result import RESULT
 
     missing = [cell for cell in grid.cells if not (grid.folder / "cells" / cell.key / RESULT).exists()]
     variants = {cell.variant: cell for cell in missing}
-    configs = {variant: from_dict(RunConfig, cell.config) for variant, cell in variants.items()}
-    seconds = {
-        variant: estimate_training_seconds(config, load_outline(config.data)) for variant, config in configs.items()
-    }
+    seconds = {}
+    for variant, cell in variants.items():
+        config = from_dict(RunConfig, cell.config)
+        data = load_outline(config.data)
+        seconds[variant], _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
     return sum(seconds[cell.variant] for cell in missing)

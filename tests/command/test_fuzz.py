@@ -312,8 +312,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 2**28)
     monkeypatch.setattr(documents, "is_hub_reachable", lambda: False)
-    for module in ("training.cost_estimate", "grid.search.run"):
-        monkeypatch.setattr(f"lit_lazy.{module}.estimate_training_seconds", lambda *_: 1.0)
+    monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place
 

@@ -353,6 +353,20 @@ def test_questions_whose_model_is_missing_stop_no_others(
     assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask"]
 
 
+def test_no_step_of_a_large_model_is_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of SmolLM2 takes many seconds."""
+    monkeypatch.setattr("lit_lazy.training.cost_estimate.MOST_FLOPS_OF_A_TIMED_STEP", 0)
+    monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", None)
+    dry = ["--dry-run", "--workers", "1", "--runs", str(tmp_path)]
+    assert main(["ablate", "search", "lazy_search", *dry]) == 0
+    assert " per point" in capsys.readouterr().out
+    monkeypatch.setattr(named_files, "list_available", lambda _: ["q_mask"])
+    assert main(["ablate", "questions", *dry]) == 0
+    assert "q_mask           about " in capsys.readouterr().out
+
+
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,8 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker
-from lit_lazy.training.cost_estimate import estimate_training_seconds
+from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
+from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline
 
 R = TypeVar("R")
@@ -104,7 +105,8 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
     torch.set_num_threads(threads)
     definition = work.definition
     config = from_dict(RunConfig, definition.base)
-    seconds = estimate_training_seconds(config, load_outline(config.data))
+    data = load_outline(config.data)
+    seconds, _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)

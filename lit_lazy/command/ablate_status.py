@@ -55,7 +55,7 @@ def _describe_edits(options: argparse.Namespace, grid: str, storage: str) -> str
         if declared is not None and file.exists():
             begun = parse_table(file.read_text(), repr(str(file))).declaration
             if begun is not None and begun.digest != declared.digest:
-                return "the question's declaration is another now, with which a verdict is exploratory"
+                return "its claim or rules changed since its run, so another verdict would be exploratory"
     except ValueError as error:
         return str(error)
     return ""

@@ -65,9 +65,9 @@ def require_runs(runs: Path) -> None:
 
 
 def require_results(runs: Path, name: str) -> None:
-    """`require_runs`, and raise one too if no folder, local database or ablation's file knows a name.
+    """Raise a one-line ValueError if a runs folder does not exist, or has no results `name` and no file defines them.
 
-    Reads the databases without MLflow and Optuna, which take seconds to import.
+    It reads the databases without MLflow and Optuna, which take seconds to import.
     """
     require_runs(runs)
     known = {path.name for path in runs.iterdir() if path.is_dir()}
@@ -76,7 +76,7 @@ def require_results(runs: Path, name: str) -> None:
             if (runs / file).is_file():
                 with closing(sqlite3.connect(f"{(runs / file).resolve().as_uri()}?mode=ro", uri=True)) as database:
                     known |= {found for (found,) in database.execute(f"SELECT {columns}")}
-    except sqlite3.Error:  # whoever uses the database says what is wrong with it
+    except sqlite3.Error:  # the command itself names the damaged database
         return
     if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
         listed = ", ".join(sorted(known - {"Default", "mlartifacts"})) or "none"

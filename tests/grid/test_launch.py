@@ -242,7 +242,7 @@ def test_the_status_says_that_a_declaration_was_edited_since_its_run(
     forget(path)
     path.write_text(path.read_text().replace("margin=0.05", "margin=0.04"))
     assert main(command) == 0
-    assert f"{path} was edited: the question's declaration is another now" in capsys.readouterr().out
+    assert f"{path} was edited: its claim or rules changed since its run" in capsys.readouterr().out
 
 
 def forget(path: Path) -> None:

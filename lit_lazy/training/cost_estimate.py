@@ -26,8 +26,9 @@ from lit_lazy.training.optimiser import build_optimizer, find_block_matrices
 from lit_lazy.training.prepare import list_unreached, prepare_outline
 from lit_lazy.training.trainable import freeze_others
 
-UTILISATION = 0.4
-"""Assumed share of the peak FLOP/s; well-tuned trainings of such models reach 0.35 to 0.5."""
+UTILISATION = 0.2
+"""Share of the peak FLOP/s: that of a 340M model with lazy attention at 2,048 tokens on an H200. Softmax attention
+reached 0.27 there, compiled 0.42, and lazy attention at 8,192 tokens 0.16 (docs/results/kernels/gpu-step.md)."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 FLOP/s from the data sheets."""
 ASSUMED = "H200"

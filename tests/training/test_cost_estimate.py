@@ -142,7 +142,7 @@ def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixt
     assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
     here, there = lines["time"].split("; ")
     assert re.fullmatch(r" +here about 0:\d\d, from 5 timed steps on one device", here)
-    assert there == "less than a minute on 1 H200, at 40% of 989 TFLOP/s each"
+    assert there == "less than a minute on 1 H200, at 20% of 989 TFLOP/s each"
 
 
 def test_340m_is_priced_without_a_network(

@@ -123,6 +123,12 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     written = (runs / "q_mine-backcopy_tiny" / "table.md").read_text()
     assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in written
 
+
+@pytest.mark.long
+def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> None:
+    command = [*RUN, str(mine), "--runs", str(runs), "--workers", "2"]
+    done = forked.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
     # Two more questions take its trainings: one that was committed before them, and one that is committed now.
     late = mine.with_name("q_late.py")
     late.write_text(SOURCE.replace("MARGIN", "0.1").replace("q_mine", "q_late"))

@@ -161,10 +161,13 @@ def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
     assert_small_errors(measure, tuple(range(31, 36)))
 
 
-LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in COVER[1::2] + LONGER + ANOTHER_COVER]
+SETTINGS = [
+    pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % 3 or index >= len(COVER) else ())
+    for index, setting in enumerate(COVER + LONGER + ANOTHER_COVER)
+]
 
 
-@pytest.mark.parametrize("setting", COVER[::2] + LATER, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_reference(setting, monkeypatch):
     rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype)

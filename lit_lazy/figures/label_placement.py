@@ -93,7 +93,7 @@ class _LabelLayout:
     def _cost(self, place: Bbox, spot: np.ndarray) -> float:
         """Distance to the point in pixels, plus large penalties for overlaps and for leaving the panel."""
         outside = not all(self.edges.contains(*corner) for corner in place.get_points())
-        cost = _distance(place, spot) + 1000 * (place.count_overlaps(self.taken) + outside)
+        cost = _distance(place, spot) + 3000 * (place.count_overlaps(self.taken) + outside)
         return cost + 30 * place.count_overlaps(self.bars)
 
     def _cost_of_lines(self, place: Bbox, spot: np.ndarray) -> float:

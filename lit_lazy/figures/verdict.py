@@ -30,8 +30,8 @@ NAME_WIDTH = 40
 TINT = 0.13
 """Opacity of the regions."""
 INTERVAL = "simultaneous 95 % interval"
-AROUND, LEAST = 0.9, 0.75
-"""Inches of the axes' title, ticks, label and legend; the least height of the panel between them."""
+AROUND, LEAST = 0.9, 1.15
+"""Inches of the axes' title, ticks, label and a short legend; the least room of the panel and a longer legend."""
 
 
 class _Look(NamedTuple):

@@ -32,6 +32,9 @@ from lit_lazy.command.options import (
     positive_int,
 )
 
+MOST_LISTED = 3
+"""Rows of earlier commands that the end of a command names."""
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -198,6 +201,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         render = render_text if options.verbose else render_summary
         print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
+    if not has_looks(request.question, options) and (others := list_others(table, grid)):
+        more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
+        print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
     if not finished and until is not None:
         queue = Queue(options.storage or default_storage(options.runs), grid.id)
         if waiting := count_waiting(grid, queue):
@@ -217,6 +223,13 @@ def publish_changed(tracker: "Tracker", parent_id: str, folder: Path, is_new: bo
     from lit_lazy.report.publish import publish
 
     return publish(tracker, parent_id, folder, is_new, console)
+
+
+def list_others(table: "Table", grid: "Grid") -> list[str]:
+    """The rows of a table with the seeds that this command did not ask for."""
+    asked = {row.variant: {*row.seeds} for row in grid.plan.rows}
+    others = {row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows}
+    return [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in others.items() if seeds]
 
 
 def format_progress(grid: str, table: "Table") -> str:

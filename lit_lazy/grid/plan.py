@@ -157,15 +157,19 @@ class Plan:
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
         """The declaration with its commit at the beginning of the grid, or marked as changed since.
 
-        A change that was committed later does not make up for a beginning without a commit.
+        A change that was committed later does not make up for a beginning without a commit. One that was undone counts
+        no more.
         """
-        if self.declaration is None:
+        now = self.declaration
+        if now is None:
             return None
-        if former is not None and former.digest == self.declaration.digest:
+        if former is not None and former.digest == now.digest:
             return former
-        begun = former is not None and bool(former.commit)
+        digest, commit = ("", "") if former is None else former.begun or (former.digest, former.commit)
         seen = former is not None and former.seen
-        return replace(self.declaration, changed=True, seen=seen, commit=self.declaration.commit if begun else "")
+        if digest == now.digest:
+            return replace(now, commit=commit, seen=seen)
+        return replace(now, changed=True, begun=(digest, commit), seen=seen, commit=now.commit if commit else "")
 
 
 def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:

@@ -133,6 +133,8 @@ class Declaration:
     """Last commit that changed the declaration before its run; "" if it was uncommitted."""
     changed: bool = False
     """Whether the declaration changed after its run began."""
+    begun: tuple[str, ...] = ()
+    """Digest and commit of the declaration with which the run began; empty if it never changed."""
     seen: bool = False
     """Whether a result may be older than the commit of the declaration: it was taken from elsewhere, or moved aside."""
     earlier: str = ""
@@ -190,18 +192,28 @@ class Declaration:
 
     def differing_fields(self, other: "Declaration") -> list[str]:
         """Names of the fields in which two declarations differ, apart from their provenance."""
-        provenance = ("digest", "commit", "changed", "seen", "earlier", "earlier_seeds")
+        provenance = ("digest", "commit", "changed", "begun", "seen", "earlier", "earlier_seeds")
         ours, theirs = self.to_json(), other.to_json()
         return [name for name in {**ours, **theirs} if name not in provenance and ours.get(name) != theirs.get(name)]
 
     def to_json(self) -> dict[str, Any]:
         """Without the fields of later versions that are at their default: an old declaration keeps its digest."""
-        later = ("rules", "looks", "statements", "few_seeds_because", "after", "seen", "earlier", "earlier_seeds")
+        later = (
+            "rules",
+            "looks",
+            "statements",
+            "few_seeds_because",
+            "after",
+            "begun",
+            "seen",
+            "earlier",
+            "earlier_seeds",
+        )
         return _omit_defaults(self, later)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
-        listed = ("seeds", "pilot_seeds", "looks", "earlier_seeds")
+        listed = ("seeds", "pilot_seeds", "looks", "begun", "earlier_seeds")
         known: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in listed if name in data}
         known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
         return cls(**known)

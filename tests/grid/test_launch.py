@@ -42,6 +42,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "5 cells, 0 already finished, 5 to train" in out
     assert "4/5 cells done, 0 running, 1 failed" in out
+    assert "Also in the table" not in out
     table = json.loads((runs / ID / "table.json").read_text())
     rows = {row["variant"]: row for row in table["rows"]}
     assert rows["softmax"]["n"] == rows["lazy"]["n"] == 2
@@ -59,10 +60,12 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     }
     assert after == done
 
-    chosen = [*command, "--rows", "softmax,lazy"]
+    chosen = [*command, "--rows", "softmax,lazy", "--seeds", "0"]
     started = time.monotonic()
     assert main(chosen) == 0
-    assert "4 cells, all finished: nothing to do" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 cells, all finished: nothing to do" in out
+    assert "\nAlso in the table, by earlier commands: softmax (seeds 1), lazy (seeds 1), wild (seeds 0).\n" in out
     assert time.monotonic() - started < 10
 
     check_mlflow(runs)

@@ -46,6 +46,21 @@ def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
     assert (committed.declaration.commit, committed.declaration.changed) == ("abc", True)
 
 
+def test_a_change_of_the_declaration_that_was_undone_counts_no_more() -> None:
+    declared = Declaration(
+        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a"
+    )
+    first = replace(PLAN, declaration=replace(declared, commit="old", seen=True))
+    second, third = (replace(PLAN, declaration=replace(declared, digest=digest)) for digest in ("b", "c"))
+    edited = second.merge(first, ["softmax", "lazy"], str)
+    again = third.merge(edited, ["softmax", "lazy"], str)
+    kept = Plan.from_json(again.to_json())
+    assert kept.declaration is not None
+    assert (kept.declaration.changed, kept.declaration.commit, kept.declaration.seen) == (True, "", True)
+    undone = replace(first, declaration=replace(declared, commit="new")).merge(kept, ["softmax", "lazy"], str)
+    assert undone.declaration == first.declaration
+
+
 def test_it_survives_json() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
 

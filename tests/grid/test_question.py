@@ -149,6 +149,12 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
     changed = read(runs).verdict
     assert changed is not None
     assert "its declaration changed after its run began" in changed.exploratory
+    git(mine.parent, "checkout", mine.name)
+    restored = forked.run(command)
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    verdict = read(runs).verdict
+    assert verdict is not None
+    assert verdict.exploratory == ()
 
     # What was known is trained again: nothing is taken, but --fresh moved the results aside.
     for name in ("q_mine", "q_early"):

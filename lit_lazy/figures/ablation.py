@@ -153,8 +153,9 @@ def _build_point(row: TableRow, table: Table, loss: Column, sparsity: Column) ->
 
 
 def _find_interval_ends(measure: Measure, column: Column) -> tuple[float, float]:
-    mean, half = (math.nan if measure.mean is None else measure.mean), measure.ci95 or 0.0
-    low, high = column.clip_interval(mean, half)
+    if measure.mean is None:
+        return math.nan, math.nan
+    low, high = column.clip_interval(measure.mean, measure.ci95 or 0.0, measure.values.values())
     return low * column.scale, high * column.scale
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
-from lit_lazy.table.statistics import ALPHA, Effect
+from lit_lazy.table.statistics import ALPHA, RESOLUTION, Effect
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""
@@ -87,10 +87,20 @@ class Column:
         text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
 
-    def clip_interval(self, mean: float, half_width: float) -> tuple[float, float]:
-        """The ends of an interval around a mean, within the bounds of the metric."""
-        low = max([mean - half_width, *(bound for bound in self.bounds if bound <= mean)])
-        return low, min([mean + half_width, *(bound for bound in self.bounds if bound >= mean)])
+    def clip_interval(self, mean: float, half_width: float, values: Collection[float]) -> tuple[float, float]:
+        """The ends of an interval around the mean of values, within the least and the greatest bound of the metric.
+
+        A bound that a value exceeds, as the mass of a custom rule may exceed 1, does not hold for these values.
+        """
+        low, high = mean - half_width, mean + half_width
+        if not self.bounds:
+            return low, high
+        least, greatest = min(self.bounds), max(self.bounds)
+        rounding = RESOLUTION * max(map(abs, (*values, *self.bounds)))
+        return (
+            low if min(values) < least - rounding else max(low, least),
+            high if max(values) > greatest + rounding else min(high, greatest),
+        )
 
     def round_value(self, value: float) -> float:
         """The value in the displayed unit, rounded to the displayed digits."""

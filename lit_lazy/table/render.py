@@ -1,7 +1,7 @@
 """Render a table as plain text, Markdown, LaTeX and HTML."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from lit_lazy.support.console import format_duration
@@ -325,11 +325,11 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
 
 
-def _format_interval(column: Column, mean: float, half_width: float) -> str:
+def _format_interval(column: Column, mean: float, half_width: float, values: Collection[float]) -> str:
     """` ±0.2`, ` [99.1, 100.0]` where that would cross a bound of the metric, ` =` if all seeds have the mean."""
     if not half_width:
         return " ="
-    low, high = column.clip_interval(mean, half_width)
+    low, high = column.clip_interval(mean, half_width, values)
     if (low, high) == (mean - half_width, mean + half_width):
         return f" ±{column.format(half_width)}"
     return f" [{column.format(low)}, {column.format(high)}]"
@@ -341,7 +341,7 @@ def format_estimate(m: Measure, column: Column) -> str:
         return NOT_DEFINED
     text = column.format(m.mean)
     if m.ci95 is not None:
-        return text + _format_interval(column, m.mean, m.ci95)
+        return text + _format_interval(column, m.mean, m.ci95, m.values.values())
     if m.n > 1:
         text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     return text

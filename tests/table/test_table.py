@@ -852,6 +852,24 @@ def test_an_interval_ends_at_the_bounds_of_its_metric():
     assert re.search(r"^low .* 0\.4 \[0\.0, 1\.7\]\*$", text, re.M)
 
 
+def test_a_bound_that_a_value_exceeds_cuts_no_interval() -> None:
+    mass = Column("mass", "mass", bounds=(0.0, 1.0))
+    values = {
+        "lazy": [0.9, 0.99, 1.0 + 1e-7],  # the rounding of a float32 sum is within the bound
+        "tau below 0": [1.1, 1.2, 1.25],
+        "own rule": [0.8, 0.9, 1.0115],
+        "signed": [-0.02, 0.1, 0.05],
+    }
+    seen = [
+        Observation(name, seed, "complete", {"mass": v}) for name, row in values.items() for seed, v in enumerate(row)
+    ]
+    text = render_text(table(rows(*values), seen, (mass,)), Path("table.md"))
+    assert re.search(r"^lazy .* 0\.963 \[0\.827, 1\.000\]$", text, re.M)
+    assert re.search(r"^tau below 0 .* 1\.183 ±0\.190\*$", text, re.M)
+    assert re.search(r"^own rule .* 0\.904 ±0\.263$", text, re.M)
+    assert re.search(r"^signed .* 0\.043 ±0\.150\*$", text, re.M)
+
+
 def test_a_terminal_gets_text_without_markup():
     text = render_text(hostile(), Path("table.md"), width=100)
     assert "\\|" not in text

@@ -157,9 +157,8 @@ def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
     A second stage exports a function that returns the question or ablation. Raises `FirstStageMissing` if the first
     stage has no results yet.
     """
-    question = load_attribute(path, "question")
+    question, ablation = load_attribute(path, "question"), load_attribute(path, "ablation")
     if question is None:
-        ablation = load_attribute(path, "ablation")
         made = _make_second_stage(path, ablation) if inspect.isfunction(ablation) else load_ablation(path)
         if not isinstance(made, Ablation):
             raise ValueError(f"{path}: its `ablation` returns a {type(made).__name__}; return an Ablation(...)")
@@ -168,6 +167,10 @@ def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
         question = _make_second_stage(path, question)
     if not isinstance(question, Question):
         raise ValueError(f"{path}: its `question` is a {type(question).__name__}; make it a Question(...)")
+    if ablation is not None and ablation is not question.ablation:
+        raise ValueError(
+            f"{path}: defines a `question` and another `ablation`; delete one, or import it under another name"
+        )
     return question.full_ablation, question
 
 

@@ -287,6 +287,20 @@ def test_mistakes_are_named(changes: dict[str, object], message: str) -> None:
         question(**changes)
 
 
+def test_a_question_beside_another_ablation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "q_piloted.py").write_text(SOURCE.replace("MARGIN", "0.1"))
+    pilot, same = tmp_path / "pilot.py", tmp_path / "same.py"
+    pilot.write_text(
+        "from dataclasses import replace\nfrom q_piloted import question\n"
+        'ablation = replace(question.ablation, name="pilot")\n'
+    )
+    said = f"{pilot}: defines a `question` and another `ablation`; delete one, or import it under another name"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        load_ablation_or_question(pilot)
+    same.write_text("from q_piloted import question\nablation = question.ablation\n")
+    assert load_ablation_or_question(same)[0].name == "q_mine"
+
+
 def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("question = 3\n")

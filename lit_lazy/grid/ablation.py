@@ -127,8 +127,10 @@ class Ablation:
         check_kinds(here, self)
         if bool(self.rows) == bool(self.axes):
             raise ValueError(f"{here}: give either rows or axes")
-        if both := sorted(self.axes.keys() & self.common.keys()):
-            raise ValueError(f"{here}: common[{both[0]!r}] is an axis too, which replaces it; leave it out of common")
+        set_anyway = [{path for path, value in row.changes.items() if not callable(value)} for row in self.rows]
+        if both := sorted(self.common.keys() & set.intersection(*set_anyway or [{*self.axes}])):
+            where = "an axis" if self.axes else "in every row"
+            raise ValueError(f"{here}: common[{both[0]!r}] is {where} too, which replaces it; leave it out of common")
         check_cell_count(f"{here}: points of its axes", math.prod(map(len, self.axes.values())))
         names = [row.name for row in self.all_rows]
         if twice := _find_twice(names):

@@ -95,6 +95,17 @@ def test_an_axis_is_no_common_setting_too() -> None:
         Ablation("factorial", axes={"train.lr": (0.1, 0.2)}, common={"train.lr": 0.3})
 
 
+def test_a_common_setting_that_every_row_replaces_is_named() -> None:
+    rows = Row("slow", {"train.lr": 0.1}, "ours"), Row("fast", {"train.lr": 0.2}, "ours")
+    with pytest.raises(
+        ValueError, match=r"common\['train\.lr'\] is in every row too, which replaces it; leave it out of"
+    ):
+        Ablation("rates", rows=rows, common={"train.lr": 0.3})
+    Ablation("rates", rows=(*rows, Row("as usual", {}, "ours")), common={"train.lr": 0.3})
+    double = Row("double", {"train.lr": lambda base: 2 * base.train.lr}, "ours")
+    Ablation("rates", rows=(rows[0], double), common={"train.lr": 0.3})
+
+
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
     made = Ablation("factorial", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
     assert made.baseline == "bias=NoBias lr=0.1"

@@ -362,8 +362,8 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     number, seconds = len(verdict.looks) + 1, (table.seconds or 0.0) / max(len(known), 1)
     price = f"{missing} cells, about {format_duration(missing * seconds / workers)} with {workers} workers"
     following = f"look {number} of {len(declared.looks)}: n = {declared.looks[number - 1]}, {price}"
-    chances = f"  {describe_chances(verdict)}"
-    return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), chances, following])
+    lines += [describe_chances(verdict)] if verdict.chances else []
+    return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), following])
 
 
 def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:

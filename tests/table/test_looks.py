@@ -4,11 +4,13 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy.special import betainc
 
+from lit_lazy.command.ablate_run import describe_next_look
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import SEQUENTIAL, Comparison, Declaration, Statement, Verdict
 from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
@@ -188,6 +190,19 @@ def test_a_futile_question_says_so_from_the_second_look_on() -> None:
     assert "Futile to continue" in found.sentence
     assert not judge_rows(declare("lower"), {name: x[:10] for name, x in rows.items()}).futile
     assert not judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": around(0.92, 0.25, 20)}).futile
+
+
+def test_a_look_whose_rows_did_not_learn_has_no_chance_to_tell() -> None:
+    table = table_of(declare("lower"), {"old": around(1, 0.1, 10), "new 0": around(0.5, 0.1, 10)})
+    grid = SimpleNamespace(cells=(), taken={})
+
+    def describe(learned: float) -> list[str]:
+        weighed = replace(table, yardstick=Yardstick("loss", learned, {}))
+        looked = add_verdict(weighed, declare("lower", margin=0.5))
+        return [line.split(":")[0].strip() for line in describe_next_look(looked, grid, workers=1).splitlines()]
+
+    assert describe(learned=2.0) == ["look 1 of 4", "c0", "Probability that it is decided", "look 2 of 4"]
+    assert describe(learned=0.0) == ["look 1 of 4", "c0", "look 2 of 4"]
 
 
 def test_a_question_that_an_earlier_look_would_decide_is_not_futile() -> None:

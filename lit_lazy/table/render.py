@@ -30,7 +30,7 @@ from lit_lazy.table.finding_text import (
 )
 from lit_lazy.table.fixed_rules import has_fixed_rules
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Measure, Table, TableRow, format_state
-from lit_lazy.table.statistics import ALPHA, POWER
+from lit_lazy.table.statistics import ALPHA, POWER, drop_rounding
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,
@@ -339,7 +339,7 @@ def format_estimate(m: Measure, column: Column) -> str:
     """The mean with its 95 % half-width, with `=` if all seeds agree, or with the range of values without a spread."""
     if m.mean is None:
         return NOT_DEFINED
-    text = column.format(m.mean)
+    text = column.format(drop_rounding(m.mean, m.ci95 or 0.0))
     if m.ci95 is not None:
         return text + _format_interval(column, m.mean, m.ci95, m.values.values())
     if m.n > 1:
@@ -365,7 +365,7 @@ def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str
         return NOT_DEFINED
     if effect.test == "tie":
         return "tie"
-    text = column.format(effect.mean, "+")
+    text = column.format(drop_rounding(effect.mean, effect.ci95 or 0.0), "+")
     if effect.test == "saturated" and effect.low is not None and effect.high is not None:
         text += f" ({column.format(effect.low, '+')} to {column.format(effect.high, '+')})"
     if effect.ci95 is not None:

@@ -85,6 +85,11 @@ def is_saturated(values: Collection[float], bounds: Collection[float] = ()) -> b
     return max(values) - min(values) <= scale or all(any(abs(v - bound) <= scale for bound in bounds) for v in values)
 
 
+def drop_rounding(mean: float, half_width: float) -> float:
+    """The mean, or 0 if it is a rounding error beside the half-width of its interval."""
+    return 0.0 if abs(mean) <= RESOLUTION * half_width else mean
+
+
 def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
     """Mean and 95 % half-width t(0.975, n - 1) * s / sqrt(n), s the sample standard deviation (n - 1)."""
     kept = list(drop_undefined(values).values())

@@ -31,6 +31,7 @@ from lit_lazy.table.looks import (
     judge_looks,
 )
 from lit_lazy.table.records import Column, Table
+from lit_lazy.table.statistics import drop_rounding
 
 
 def add_verdict(table: Table, declaration: Declaration | None) -> Table:
@@ -183,9 +184,10 @@ def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Colum
 
 def _format_interval(part: Finding, number: Callable[[float], str]) -> str:
     """The mean and interval of a contrast; the interval's half-width if it vanishes in the column's digits."""
-    mean, low, high = map(number, (part.mean, part.low, part.high))
-    if low == high and part.low < part.high:
-        return f"{mean} ± {(part.high - part.low) / 2:.1g}"
+    half_width = (part.high - part.low) / 2
+    mean, low, high = map(number, (drop_rounding(part.mean, half_width), part.low, part.high))
+    if low == high and half_width:
+        return f"{mean} ± {half_width:.1g}"
     return f"{mean} [{low}, {high}]"
 
 

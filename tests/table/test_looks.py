@@ -192,6 +192,14 @@ def test_a_futile_question_says_so_from_the_second_look_on() -> None:
     assert not judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": around(0.92, 0.25, 20)}).futile
 
 
+def test_a_mean_that_is_rounding_beside_its_interval_is_told_as_zero() -> None:
+    declared = declare("lower")
+    looked = add_verdict(table_of(declared, {"old": [1.0] * 10, "new 0": [0.5, 1.5 + 1e-15] * 5}), declared)
+    assert looked.verdict is not None
+    (told,) = describe_contrasts(declared, looked.verdict, LOSS)
+    assert ": +0.000 [" in told
+
+
 def test_a_look_whose_rows_did_not_learn_has_no_chance_to_tell() -> None:
     table = table_of(declare("lower"), {"old": around(1, 0.1, 10), "new 0": around(0.5, 0.1, 10)})
     grid = SimpleNamespace(cells=(), taken={})

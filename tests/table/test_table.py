@@ -447,6 +447,18 @@ def test_small_values_are_not_shown_as_zero():
     assert SPARSITY.format(0.5958) == "59.6"
 
 
+def test_a_mean_that_is_rounding_beside_its_interval_is_shown_as_zero() -> None:
+    columns = (LOSS, Column("tau", "tau"))
+    losses, noise = (0.5, 0.25, 0.75), (-2.0, 0.0, 2.0 + 4e-16)
+    seen = [cell("lazy", seed, loss, tau=tau) for seed, (loss, tau) in enumerate(zip(losses, noise, strict=True))]
+    shifted = enumerate(zip(losses, noise, strict=True))
+    seen += [cell("other", seed, loss + shift, tau=1.0) for seed, (loss, shift) in shifted]
+    text = render_text(table(rows("lazy", "other"), seen, columns), Path("table.md"))
+    assert "+0.000 ±4.968, p=1.000" in text
+    assert "0.500 ±0.621  0.000 ±4.968\n" in text
+    assert "e-16" not in text
+
+
 def test_percentages_differ_by_points():
     accuracy = Column("accuracy", "accuracy", "higher", 1, "%", 100)
     observations = [

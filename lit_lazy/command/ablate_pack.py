@@ -23,12 +23,20 @@ def add_to(commands: Commands) -> None:
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     with open_tracker(options) as tracker:
         from lit_lazy.grid.packed import CELLS, pack_grid
+        from lit_lazy.support.console import format_count
         from lit_lazy.support.disk import check_writable_file
 
         folder = options.runs / tracker.experiment
         out = choose_output(options, folder / CELLS)
         check_writable_file("--out", out)
-        packed, asked = pack_grid(tracker, folder, out)
-    missing = f"; {asked - packed} are missing" if packed < asked else ""
-    print(f"{out}: {packed} of {asked} cells of {tracker.experiment}{missing}")
+        packed, asked, lost = pack_grid(tracker, folder, out)
+    missing = asked - packed
+    rest = f"; {missing} {'is' if missing == 1 else 'are'} missing" if missing else ""
+    print(f"{out}: {packed} of {asked} cells of {tracker.experiment}{rest}")
+    if lost:
+        print(
+            f"{format_count(len(lost), 'finished cell')} without a readable result.json: "
+            f"{', '.join(map(str, lost))}; if no other machine has it, `lit-lazy ablate run` with "
+            f"`--fresh --results {out}` trains again what is missing and takes the others"
+        )
     return 0

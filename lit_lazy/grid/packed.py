@@ -41,8 +41,10 @@ DECIDING = ("torch", "python")
 STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
 
 
-def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
+def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list[Path]]:
     """Pack the finished cells of the newest grid of an experiment; returns how many, and how many its plan asks for.
+
+    Also returns the folders of cells that MLflow has as finished and that have no readable result here.
 
     folder: the grid's. The file has a header and a line of JSON per cell, compressed by xz; equal cells give equal
     bytes. Raises ValueError if no cell is finished here.
@@ -62,7 +64,8 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
-    return len(lines), len(asked)
+    lost = [folder / "cells" / key_of[cell] for cell, result in found.items() if not result]
+    return len(lines), len(asked), lost
 
 
 def read_end(folder: Path) -> float:

@@ -148,6 +148,28 @@ def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
         kept[1].rename(kept[0])
 
 
+def test_a_finished_cell_whose_result_is_lost_is_named_with_the_way_to_train_it_again(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "cells.xz"
+    shutil.copytree(trained.runs, runs)
+    pack = ["ablate", "pack", ID, "--runs", str(runs), "--out", str(out)]
+    folder = next(iter((runs / ID / "cells").iterdir()))
+    (folder / RESULT).write_text("{")
+    capsys.readouterr()
+    assert main(pack) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{out}: 3 of 4 cells of {ID}; 1 is missing"
+    assert second == (
+        f"1 finished cell without a readable result.json: {folder}; if no other machine has it, `lit-lazy ablate run` "
+        f"with `--fresh --results {out}` trains again what is missing and takes the others"
+    )
+    assert trained.run(runs, "--fresh", "--results", str(out)) == 0
+    assert "4 cells, 0 already finished, 3 taken, 1 to train" in capsys.readouterr().out
+    assert main(pack) == 0
+    assert capsys.readouterr().out == f"{out}: 4 of 4 cells of {ID}\n"
+
+
 def set_at(where: str, name: str, value: Any) -> Callable[[Line], Line]:
     return lambda line: line | {where: line[where] | {name: value}}
 

@@ -49,6 +49,7 @@ from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import CARRIED, check, write
 from lit_lazy.model.generation import generate
 
+CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)
 LAZY = AttentionSpec(Elastic(), LearnedBias(length=7, init_std=1.0))
@@ -143,8 +144,8 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
     # Incrementally, with a cache.
     cache, parts = None, []
     for part in TOKENS.split([5, 1, 6], 1):
-        out = theirs(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = theirs(part, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, 1), logits, **CLOSE)
     # With left padding, which has no effect.
@@ -154,9 +155,11 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(padded, ours(TOKENS[1:, 4:])[0], **CLOSE)
     # Generated, with padding too.
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
     prompts = [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()]
-    assert found.tolist() == generate(ours, prompts, 6)
+    for use_cache in (True, False):
+        options["use_cache"] = use_cache
+        found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
+        assert found.tolist() == generate(ours, prompts, 6)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -224,6 +227,30 @@ def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
             model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
         with pytest.raises(ValueError, match="a DynamicCache"):
             model.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_has_the_name_of_any_version(name: str, tmp_path: Path) -> None:
+    model = load(exported(build(), tmp_path / "out"))
+    whole = model(TOKENS).logits
+    cache = transformers.DynamicCache()
+    parts = [model(part, **{name: cache}).logits for part in TOKENS.split([5, 7], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert cache.get_seq_length() == LENGTH
+
+
+def test_keywords_without_effect_are_refused(tmp_path: Path) -> None:
+    model = load(exported(build(), tmp_path / "out"))
+    cache = transformers.DynamicCache()
+    logits = model(TOKENS, output_attentions=False, output_hidden_states=None).logits
+    assert torch.equal(model(TOKENS, return_dict=False)[0], logits)
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(ValueError, match=rf"{name}.*: not supported; leave them out"):
+            model(TOKENS, **{name: True})
+    with pytest.raises(ValueError, match=r"cache, past_key_values: .*; give one"):
+        model(TOKENS, cache=cache, past_key_values=cache)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kv_store'"):
+        model(TOKENS, kv_store=cache)
 
 
 def test_the_parts_are_those_of_the_modelling_file() -> None:

@@ -25,13 +25,15 @@ except ImportError:
 NARROW = (torch.float16, torch.bfloat16)
 HIDDEN = -1e30
 """Score of a hidden key, finite because -inf times 0 is NaN."""
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+"""What the installed transformers calls a cache: `cache` from 5.24 on."""
 
 
 class LitLazyConfig(PreTrainedConfig):
     """Sizes, and the parts of attention under lit-lazy's names: {"class": "Elastic", "tau_init": 1.0, ...}."""
 
     model_type = "lit_lazy"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = (CACHE,)
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -393,7 +395,7 @@ class _Attention(nn.Module):
             past = cache.get_seq_length(self.layer)
             k, v = cache.update(k, v, self.layer)
             if k.shape[2] != past + q.shape[2]:
-                raise ValueError("past_key_values must be a DynamicCache without a sliding window")
+                raise ValueError(f"{CACHE} must be a DynamicCache without a sliding window")
         with torch.autocast(x.device.type, enabled=False):
             out = self._attend(q, k, v, position, mask)
         return self.out(self.gate(out, x, new_v).transpose(1, 2).flatten(2))
@@ -515,22 +517,30 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
+        cache: DynamicCache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
         """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding.
 
         labels `[B, L]`: each is the target of the previous token, -100 for none. logits_to_keep: number of last tokens
-        with logits, 0 for all.
+        with logits, 0 for all. cache: the new name of past_key_values.
         """
+        if output_attentions or output_hidden_states:
+            raise ValueError("output_attentions, output_hidden_states: not supported; leave them out")
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache, past_key_values: are the new and the old name of one argument; give one")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = past_key_values if cache is None else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        past = 0 if cache is None else cache.get_seq_length()
         length = x.shape[1]
         if attention_mask is not None and attention_mask.shape != (x.shape[0], past + length):
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}; give [B, {past + length}], and a DynamicCache "
-                "as past_key_values"
+                f"as {CACHE}"
             )
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         if position_ids is None:
@@ -540,12 +550,14 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         width = self.config.head_dim // RULES[(self.config.normaliser or {"class": "Softmax"})["class"]].maps
         rotation = self.position.rotation(position_ids, width)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation if self.position.rotates(layer) else None, position_ids, mask, past_key_values)
+            x = block(x, rotation if self.position.rotates(layer) else None, position_ids, mask, cache)
         logits = self.head(self.norm(x)[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        found: dict[str, Any] = {"loss": loss, "logits": logits, CACHE: cache}
+        output = CausalLMOutputWithPast(**found)
+        return output.to_tuple() if return_dict is False else output
 
 
 LitLazyConfig.register_for_auto_class()

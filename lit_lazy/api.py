@@ -229,7 +229,8 @@ class Model:
         """The model under other settings, on its weights where name and shape match; new ones start as in training.
 
         changes: values by dotted path of `config`, below `model` or `data`. The weights are shared, so training one
-        model changes the other. Raises ValueError, in one line, for an unknown path or a value that does not fit.
+        model changes the other. A warning names untrained parameters. Raises ValueError, in one line, for an unknown
+        path or a value that does not fit.
 
         >>> from lit_lazy.attention import Elastic
         >>> model = load(train("backcopy_tiny").checkpoint)

@@ -152,9 +152,9 @@ def require_changeable(paths: Iterable[str]) -> None:
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     """The module with the model of another config, on its own weights where name and shape match; these are shared.
 
-    All other parameters, such as a new tau or bias, have their initial values. Raises a one-line ValueError if one of
-    SIZES or a first value (`CheckedFields.first_values`) differs, if a trained parameter would change its shape, and
-    for positions whose weights were not trained.
+    All other parameters, such as a new tau or bias, have their initial values; a warning names them. Raises a one-line
+    ValueError if one of SIZES or a first value (`CheckedFields.first_values`) differs, if a trained parameter would
+    change its shape, and for positions whose weights were not trained.
     """
     for name in SIZES:
         trained, given = getattr(module.cfg.model, name), getattr(cfg.model, name)
@@ -167,7 +167,8 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
     matching = {name for name, x in target.items() if name in source and source[name].shape == x.shape}
-    for name in sorted((source.keys() & dict(changed.model.named_parameters()).keys()) - matching):
+    parameters = dict(changed.model.named_parameters()).keys()
+    for name in sorted((source.keys() & parameters) - matching):
         shapes = f"{list(source[name].shape)}, not {list(target[name].shape)}"
         raise ValueError(
             f"{name}: is trained with the shape {shapes}; leave the setting that changes it, or train anew"
@@ -177,6 +178,9 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     require(positions <= matching, "model.position", cfg.model.position, fix)
     for name in matching:
         target[name].data = source[name]
+    if new := sorted(parameters - matching):
+        message = "untrained, at their initial values: %s; `init_from` starts a training of them"
+        log.warning(message, _format_names(new))
     return changed
 
 

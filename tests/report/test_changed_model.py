@@ -78,6 +78,7 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(model: Model, rise: flo
 
 def test_a_rise_that_the_largest_tau_does_not_reach_is_said(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     changed = model.with_({NORMALISER: Elastic()})
+    caplog.clear()
     changed.raise_thresholds(0.001)
     assert not caplog.messages
     assert (changed.raise_thresholds(5) == 4).all()
@@ -174,6 +175,36 @@ def test_the_command_shows_the_model_before_and_after(
     assert main([*command, "--rise", "0.1"]) == 2
     assert "has no tau per head" in capsys.readouterr().err
     assert main([*command, "--data.length=16"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model.attention.gate": OutputGate()}, "blocks.0.attention.gate.linear.weight"),
+        ({"model.attention.qk_norm": True}, "blocks.0.attention.k_norm.weight, blocks.0.attention.q_norm.weight"),
+        ({NORMALISER: Elastic(), "model.attention.window": 4}, "blocks.0.attention.normaliser.tau"),
+        ({"model.attention.bias": Alibi()}, None),
+        ({}, None),
+    ],
+)
+def test_untrained_parameters_are_said(
+    changes: dict[str, object], names: str | None, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = model.with_(changes)
+    line = f"untrained, at their initial values: {names}; `init_from` starts a training of them"
+    assert caplog.messages == ([] if names is None else [line])
+    caplog.clear()
+    changed.with_({})
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("command", ["evaluate", "diagnose"])
+def test_commands_say_what_is_untrained(
+    command: str, checkpoint: Path, runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = [] if command == "evaluate" else ["--runs", str(runs), "--sequences", "8"]
+    assert main([command, str(checkpoint), *options, "--threads", "1", "--model.attention.gate=OutputGate"]) == 0
+    assert "untrained, at their initial values: blocks.0.attention.gate." in caplog.text
 
 
 def test_a_bias_that_the_model_did_not_have_moves_its_scores(model: Model) -> None:

@@ -5,8 +5,9 @@ question. The needle among distractors is after RULER's retrieval with several k
 in other words. Both are short so that they fit into contexts of bytes.
 """
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,8 @@ def hide_in_text(tokenizer: Tokenizer, wording: Wording, hiding: Hiding, length:
     """`tokens` and `targets`, int64 `[depths * sequences, T]` with T <= length, depth by depth.
 
     As much filler as fits; shorter sequences are padded on their right. Only the key's tokens are targets. A text
-    begins with the tokenizer's begin token, if there is one. Raises a one-line ValueError if no filler would fit.
+    begins with the tokenizer's begin token, if there is one. Raises a one-line ValueError if no filler would fit, or
+    too little for as many places as depths.
     """
     puzzles = _draw_puzzles(wording, hiding, length)
 
@@ -92,7 +94,25 @@ def hide_in_text(tokenizer: Tokenizer, wording: Wording, hiding: Hiding, length:
 
     least = count_tokens(1)
     require(least <= length, "lengths", length, f"question and keys need {least} tokens; choose a greater length")
-    return _pad(encode(bisect_right(range(length), length, lo=1, key=count_tokens) - 1))
+    fitting = bisect_right(range(length), length, lo=1, key=count_tokens) - 1
+    _require_places(hiding, length, fitting, lambda sentences: f"about {count_tokens(sentences)}")
+    return _pad(encode(fitting))
+
+
+def _require_places(hiding: Hiding, length: int, last: int, describe: Callable[[int], str]) -> None:
+    """Raise a one-line ValueError if two depths are the same of the places 0 to `last`.
+
+    describe: the length that has a given last place, for the message.
+    """
+    depths = len(hiding.depths)
+
+    def count_places(last: int) -> int:
+        return len({round(depth * last) for depth in hiding.depths})
+
+    if (places := count_places(last)) < depths:
+        enough = next(place for place in itertools.count(last) if count_places(place) == depths)
+        fix = f"give {describe(enough)} or more, or fewer depths"
+        require(False, "lengths", length, f"has distinct places for {places} of {depths} depths; {fix}")
 
 
 def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle]:
@@ -149,7 +169,8 @@ def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
 
     A key is hidden behind a marker; the sequence ends in the marker and the key, whose tokens are the only targets.
     Markers are tokens at which the data predict, keys their targets. The first token stays, other occurrences of a
-    sequence's markers are replaced. Raises a one-line ValueError if a sequence is too short or no key can be hidden.
+    sequence's markers are replaced. Raises a one-line ValueError if a sequence is too short, no key can be hidden, or
+    two depths would be the same place.
     """
     validation, width = source.validation, 1 + hiding.digits
     batch = validation.__getitems__(pick_evenly(len(validation), min(hiding.sequences, len(validation))).tolist())
@@ -161,6 +182,7 @@ def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
     require(few > count, f"data={source.name}", few, f"has too few symbols to hide {count} keys")
     room = _count_slots(source.context_length, hiding)
     require(room >= count, "lengths", source.context_length, f"has no room for {count} keys; choose a greater length")
+    _require_places(hiding, source.context_length, room - 1, lambda last: str((last + 2) * width))
     rng = np.random.default_rng((hiding.seed, source.context_length))
     chosen = [sampled[number % len(sampled)] for number in range(hiding.sequences)]
     hidden = np.stack([_hide_keys(sequence, markers, symbols, hiding, rng) for sequence in chosen], axis=1)

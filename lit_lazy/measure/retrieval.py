@@ -1,6 +1,7 @@
 """Retrieval of a key that is hidden in a long sequence, by its depth and the sequence's length."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from lit_lazy.support.checks import require, require_whole
 
 MOST_DIGITS = 18
 """A number of this many digits fits into 64 bits."""
+LEAST_STEP = 0.001
+"""Between two depths, whose metrics have different names."""
 
 
 @torch.no_grad()
@@ -70,6 +73,8 @@ class Passkey(Evaluation):
             require_whole(self._option("lengths"), length, 2)
         for depth in self.depths:
             require(0 <= depth <= 1, self._option("depths"), depth, "must be from 0 to 1")
+        close = any(round(b - a, 9) < LEAST_STEP for a, b in pairwise(sorted(self.depths)))
+        require(not close, self._option("depths"), self.depths, f"must differ by at least {LEAST_STEP}")
         require_whole(self._option("sequences"), self.sequences, 1)
         require_whole(self._option("digits"), self.digits, 1, MOST_DIGITS)
         require_whole(self._option("seed"), self.seed, 0)
@@ -80,7 +85,7 @@ class Passkey(Evaluation):
         return Hiding(self.depths, self.sequences, 0, self.digits, self.seed)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
-        """Raises ValueError if the model does not support a length, or a key does not fit into it."""
+        """Raises ValueError if the model does not support a length, or a key at each depth does not fit into it."""
         for length in self.lengths:
             model.check_length(length)
             self._hide(model, data, length)

@@ -58,7 +58,7 @@ def read(batch, row):
     return tokens, bytes(targets[targets != IGNORED].tolist()).decode()
 
 
-@pytest.mark.parametrize("length", [220, 400, 1000])
+@pytest.mark.parametrize("length", [240, 400, 1000])
 def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
     hiding = HIDING._replace(distractors=0, digits=5)
     batch = hide_in_text(ByteTokenizer(), PASSKEY, hiding, length)
@@ -130,7 +130,7 @@ def test_symbols_are_hidden_behind_a_marker_that_is_nowhere_else(data, digits):
 @pytest.mark.parametrize("kind", [Passkey, Needle])
 def test_an_oracle_finds_every_key_and_ignorance_none(data, kind):
     text = isinstance(data, Stdlib)
-    evaluation = kind((300, 420) if text else (48, 64), sequences=3, digits=5 if text else 3)
+    evaluation = kind((360, 420) if text else (48, 64), sequences=3, digits=5 if text else 3)
     vocabulary = data.load().vocab_size
     oracle, ignorant = build(Copyist, vocabulary), build(DecoderLM, vocabulary)
     torch.nn.init.zeros_(ignorant.embedding.weight)
@@ -180,6 +180,9 @@ def test_means_are_over_depths_and_lengths():
     [
         (Passkey((100,)), Stdlib(), r"lengths=100: question and keys need 2\d\d tokens; choose a greater length"),
         (Needle((16,)), BACKCOPY, r"lengths=16: has no room for 4 keys"),
+        (Passkey((16,)), BACKCOPY, r"lengths=16: has distinct places for 1 of 5 depths; give 36 or more, or fewer"),
+        (Needle((35,)), BACKCOPY, r"lengths=35: has distinct places for 4 of 5 depths; give 36 or more"),
+        (Passkey((256,)), Stdlib(), r"lengths=256: has distinct places for 4 of 5 depths; give about 263 or more"),
         (Passkey((256,)), Recall(), r"Recall has no context_length to change"),
         (Passkey((256,)), Distractors(), r"Distractors has no context_length to change"),
         (Passkey((64,)), Text(path="nowhere", tokenizer="nowhere.json"), r"data\.tokenizer='nowhere\.json'"),
@@ -197,6 +200,7 @@ def test_what_cannot_be_hidden_is_refused_in_a_line(evaluation, data, message):
         (lambda: Passkey(()), r"Passkey\.lengths=\(\): needs at least one"),
         (lambda: Passkey((1,)), r"Passkey\.lengths=1"),
         (lambda: Needle(depths=(1.5,)), r"Needle\.depths=1\.5: must be from 0 to 1"),
+        (lambda: Needle(depths=(0.5, 0, 0.5)), r"Needle\.depths=\(0\.5, 0, 0\.5\): must differ by at least 0\.001"),
         (lambda: Passkey(digits=0), r"Passkey\.digits=0"),
         (lambda: Passkey(sequences=0), r"Passkey\.sequences=0"),
         (lambda: Needle(distractors=99), r"Needle\.distractors=99: must be a whole number from 0 to"),

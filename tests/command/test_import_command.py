@@ -100,8 +100,14 @@ SOURCES = {
     "huge layers": (change_config(num_hidden_layers=10**9), "num_hidden_layers=1000000000: the files have only"),
     "no JSON": (overwrite("config.json", "{"), "config.json: is no JSON"),
     "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
-    "no settings": (remove("config.json"), "config.json: cannot be read (No such file"),
-    "no weights": (remove("model.safetensors"), "model.safetensors: cannot be"),
+    "no settings": (
+        remove("config.json"),
+        "has no config.json; give a folder with config.json and safetensors, a .gguf",
+    ),
+    "no weights": (
+        remove("model.safetensors"),
+        "has no model.safetensors; give a folder with config.json and safetensors",
+    ),
     "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
     "a pickle by another name": (overwrite("model.safetensors", pickle.dumps({})), "is no safetensors file"),
     "cut off": (truncate, "model.safetensors: is no safetensors file"),

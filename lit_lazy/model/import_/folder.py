@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from lit_lazy.model.import_.kinds import PICKLES
+from lit_lazy.model.import_.kinds import KINDS, PICKLES
 from lit_lazy.model.import_.published import PublishedModel, Weight, make_pickle_error, rename
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
@@ -56,6 +56,8 @@ def download(name: str) -> Path:
 
 def read_folder(folder: Path) -> PublishedModel:
     """Raises a one-line ValueError for a missing or damaged file, and for weights of no floating-point type."""
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"has no {CONFIG}; give {KINDS}")
     config = _read_json(folder / CONFIG)
     if not (folder / TOKENIZER).exists():
         raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
@@ -90,8 +92,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _find_files(folder: Path) -> dict[str, Weight]:
     """Every tensor by its own name."""
     if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists() and (pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]):
-            raise make_pickle_error(pickles[0])
+        if not (folder / SINGLE).exists():
+            if pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]:
+                raise make_pickle_error(pickles[0])
+            raise ValueError(f"has no {SINGLE}; give {KINDS}")
         return _read_header(folder / SINGLE)
     listed = _read_json(folder / INDEX).get("weight_map")
     plain = isinstance(listed, dict) and all(isinstance(x, str) and Path(x).name == x for x in listed.values())

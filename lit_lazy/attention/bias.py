@@ -128,7 +128,8 @@ class Alibi(Bias):
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         slopes = alibi_slopes(n_heads) if self.slopes is None else list(self.slopes)
         if len(slopes) not in (1, n_heads):
-            raise ValueError(f"Alibi.slopes={self.slopes}: has {len(slopes)} for {n_heads} heads; give 1 or {n_heads}")
+            fix = f"give one, or one per head (model.n_heads={n_heads})"
+            raise ValueError(f"Alibi.slopes={self.slopes}: has {len(slopes)} slopes; {fix}")
         return _Alibi(slopes if len(slopes) == n_heads else slopes * n_heads)
 
 

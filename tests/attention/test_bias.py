@@ -218,6 +218,13 @@ class TestFire:
         assert torch.equal(build(Fire(c_init=1)).c, torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_slopes_for_another_number_of_heads_are_named(heads):
+    wanted = rf"Alibi.slopes=\(0.5, 0.25\): has 2 slopes; give one, or one per head \(model.n_heads={heads}\)"
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
+        build(Alibi(slopes=(0.5, 0.25)), heads)
+
+
 @pytest.mark.parametrize("spec", [LearnedBias(init_std=0.1), T5Bias(), KerpleLog(), Fire()], ids=str)
 def test_follows_the_model_to_fp64(spec):
     single, double = build(spec), build(spec).double()

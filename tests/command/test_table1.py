@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([*TRAIN, "--model.attention.normaliser=Elastic"], "model.attention.normaliser=Elastic("),
         ([*TRAIN, "--model.backend=reference"], "model.backend='reference': has no effect in model.mixer=RetNet"),
         (["train", "backcopy_tiny", "--model.mixer=Mamba"], "--model.mixer='Mamba': unknown (did you mean Mamba2?)"),
-        ([*TRAIN, "--model.mixer.state=4"], "it is Mamba2's: add --model.mixer=Mamba2"),
+        ([*TRAIN, "--model.mixer.state=4"], "it is Mamba2's: give --model.mixer=Mamba2"),
         (
             ["train", "backcopy_tiny", "--model.mixer=Mamba2", "--model.mixer.head_dim=5"],
             "Mamba2.head_dim=5: must divide 2 * model.d_model=32",

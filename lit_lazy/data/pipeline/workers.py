@@ -66,7 +66,10 @@ def make_shards(jobs: Sequence[FileJob], folder: Path, processes: int, count: Co
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             for worker in workers:
-                worker.end()
+                worker.process.kill()
+            threads.shutdown()  # a thread may have taken its next job before the jobs were cancelled
+            for worker in workers:
+                worker.clean_up()
 
 
 class _Worker:
@@ -101,9 +104,8 @@ class _Worker:
             raise answer
         return answer
 
-    def end(self) -> None:
-        """Kill the process and remove its unfinished files."""
-        self.process.kill()
+    def clean_up(self) -> None:
+        """Reap the killed process and remove its unfinished files."""
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None

@@ -14,6 +14,7 @@ UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
 """Rows that begin as the model that they start from."""
 
 
+@pytest.mark.long
 def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lit_lazy.config.field_docs import format_class
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import find_leaf_classes, get_leaf_class, replace_at
+from lit_lazy.support.checked_fields import require_decorated
 from lit_lazy.support.errors import did_you_mean, one_line
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_group
 
@@ -109,6 +110,7 @@ def _find_chosen_class(path: str, text: str, hint: Any) -> type:
             f"--{path}={text!r}: unknown{did_you_mean(name, known)}; there are {', '.join(sorted(known))}, and any "
             "custom class that the experiment's file defines or imports"
         )
+    require_decorated(known[name])
     return known[name]
 
 

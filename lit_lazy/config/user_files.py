@@ -90,7 +90,8 @@ def _check_neighbour(name: str, file: Path) -> None:
 def read_source(cls: type) -> str:
     """The source of a user's class: its file and all local files that this imports, directly or indirectly.
 
-    Omits the definitions of exported settings. Raises ValueError if a file cannot be read.
+    Omits the definitions of exported settings. Raises ValueError if a file cannot be read, or if a method uses a
+    variable of the function around the class, whose value no source tells.
     """
     try:
         path = Path(inspect.getfile(cls)).resolve()
@@ -98,6 +99,15 @@ def read_source(cls: type) -> str:
         raise ValueError(
             f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
         ) from None
+    for function in filter(inspect.isfunction, vars(cls).values()):
+        outer = sorted({*function.__code__.co_freevars} - {"__class__"})
+        if (
+            outer and Path(function.__code__.co_filename).resolve() == path
+        ):  # a dataclass's own methods come from others
+            raise ValueError(
+                f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
+                "part of the key; make it a field, or define it at the top of the file"
+            )
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
     left_out = SETTINGS if cls.__module__.startswith(USER) else ()

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from lit_lazy.support.checks import require
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
@@ -21,6 +22,10 @@ class CheckedFields:
     first_values: tuple[str, ...] = ()
     """Fields that only begin or guide a training: a trained model has values of its own."""
 
+    def __new__(cls, *_: object, **__: object) -> Self:
+        require_decorated(cls)
+        return super().__new__(cls)
+
     def initial_values(self) -> tuple[str, ...]:
         """Those of the first values that are only initial values of parameters: loaded ones replace them."""
         return self.first_values
@@ -34,6 +39,19 @@ class CheckedFields:
 
     def __post_init__(self) -> None:
         require_kinds(self)
+
+
+@functools.cache
+def require_decorated(cls: type) -> None:
+    """Raise a one-line ValueError if a class of settings has values that are no fields, and so no part of its key."""
+    decorated = "__dataclass_fields__" in vars(cls)
+    typed = {name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
+    if not decorated and (typed or not dataclasses.is_dataclass(cls)):
+        names = f", as its settings are no fields: {', '.join(sorted(typed))}" if typed else ""
+        raise ValueError(f"{cls.__name__}: write @dataclass(frozen=True) above the class{names}")
+    for name in (field.name for field in dataclasses.fields(cls)):
+        if name in vars(cls) and name not in typed:
+            raise ValueError(f"{cls.__name__}.{name}: is a new default without a type; write `{name}: TYPE = VALUE`")
 
 
 def _add_check(own: Callable[..., None]) -> Callable[..., None]:

@@ -454,6 +454,37 @@ def test_the_kind_that_a_field_needs_is_given(cls, settings, message):
         cls(**settings)
 
 
+def test_a_class_whose_values_are_no_fields_is_refused():
+    """They would be no part of the key."""
+
+    class Plain(Bias):
+        def build(self, n_heads, context_length):
+            raise NotImplementedError
+
+    class Typed(Elastic):
+        power: float = 2.0
+        steps: typing.ClassVar[int] = 3
+
+    class Untyped(Elastic):
+        tau_init = 0.5
+
+    @dataclass(frozen=True)
+    class DecoratedUntyped(Elastic):
+        tau_init = 0.5
+
+    class Inherits(Elastic):
+        steps: typing.ClassVar[int] = 3
+
+    with pytest.raises(ValueError, match=r"^Plain: write @dataclass\(frozen=True\) above the class$"):
+        Plain()
+    with pytest.raises(ValueError, match=r"^Typed: write @dataclass\(.* as its settings are no fields: power$"):
+        Typed()
+    for cls in (Untyped, DecoratedUntyped):
+        with pytest.raises(ValueError, match=rf"^{cls.__name__}.tau_init: is .* write `tau_init: TYPE = VALUE`$"):
+            cls()
+    assert Inherits() == Inherits(tau_init=1.0)
+
+
 def test_a_mistake_in_the_checks_of_a_custom_class_stays_its_own():
     @dataclass(frozen=True)
     class Mine(Bias):

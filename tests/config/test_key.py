@@ -318,5 +318,30 @@ def test_a_class_without_a_file_is_refused() -> None:
         hash_user_code(made())
 
 
+def make_rule(scale: float) -> type:
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(Elastic):
+        def build(self, shape):
+            return scale * super().build(shape)
+
+    return Scaled
+
+
+def test_a_value_from_around_a_class_is_refused() -> None:
+    """Rows that differ in it would be one training."""
+    scaled = make_rule(9.0)()
+    with pytest.raises(ValueError, match=r"^Scaled.build: uses 'scale' of the function around .* make it a field"):
+        hash_user_code(scaled)
+
+
+def test_a_method_may_call_that_of_its_base() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Inner(Elastic):
+        def build(self, shape):
+            return super().build(shape)
+
+    assert hash_user_code(Inner())
+
+
 if __name__ == "__main__":
     SHIPPED.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")

@@ -378,6 +378,17 @@ class Typed(Normaliser):
 """
 
 
+def test_a_custom_class_without_the_decorator_says_so(tmp_path):
+    path = tmp_path / "bare.py"
+    path.write_text(
+        "from lit_lazy.attention import Elastic\nfrom lit_lazy.config import experiment\n"
+        "class Bare(Elastic):\n    power: float = 2.0\n"
+        "def config():\n    return experiment('backcopy_tiny')\n"
+    )
+    with pytest.raises(ValueError, match=r"^Bare: write @dataclass\(frozen=True\) .*: power$"):
+        apply(f"--{NORMALISER}=Bare", f"--{NORMALISER}.power=5", base=load_experiment(path))
+
+
 def test_a_class_that_came_from_no_file_is_listed_too():
     def listed() -> list[str]:
         names = {"__name__": "typed_at_a_prompt"}

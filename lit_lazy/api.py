@@ -369,11 +369,11 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     with open_readable(default_uri(folder)) as uri:
         check_store(uri)
         known = list_experiment_names(uri, kind="ablation")
-        has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
         near = did_you_mean(str(name), [*known, *(grid.partition("-")[0] for grid in known)])
         same = find_grids(str(name), known)
-        problem = "has several of this name" if same else f"holds no such ablation{near}"
-        require(len(same) == 1, "results", name, f"{folder} {problem}; {has}")
+        has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+        require(bool(same), "results", name, f"{folder} holds no such ablation{near}; {has}")
+        require(len(same) == 1, "results", name, f"{folder} has several; give one of {', '.join(same)}")
         tracker = Tracker(uri, folder, same[0])
         parent = find_parent(tracker)
         cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])

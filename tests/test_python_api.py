@@ -21,6 +21,7 @@ from lit_lazy import api, load, results, show, train
 from lit_lazy.attention import Elastic, Eviction, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
+from lit_lazy.tracking import links
 
 IMPORT = """
 import sys, time
@@ -269,3 +270,11 @@ class TestShow:
 def test_results_of_what_is_not_there(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         results(*arguments)
+
+
+@pytest.mark.usefixtures("folder")
+def test_results_on_several_experiments_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ["other-backcopy", "table2-backcopy", "table2-backcopy_tiny"]
+    monkeypatch.setattr(links, "list_experiment_names", lambda *_, **__: known)
+    with pytest.raises(ValueError, match=r"^results='table2': runs has several; give one of table2-.*, table2-\w+$"):
+        results("table2")

@@ -114,7 +114,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console, text_width
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
+    check_logger_kinds(options.loggers)
     until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
     execution = make_execution(options)
@@ -165,9 +167,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import default_storage
     from lit_lazy.table.render import render_summary, render_text
-    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
-    check_logger_kinds(options.loggers)
     check_destinations(options, grid.id)
     with allocate_workers(options) as (workers, gpus):
         launch = LaunchOptions(

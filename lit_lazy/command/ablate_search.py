@@ -50,7 +50,9 @@ def add_to(commands: Commands) -> None:
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console, text_width
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
+    check_logger_kinds(options.loggers)
     check_workers(options)
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
@@ -62,9 +64,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from lit_lazy.report.search import publish_search
     from lit_lazy.table.document import to_text
-    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
-    check_logger_kinds(options.loggers)
     check_destinations(options, work.id)
     # The queue may hold further points, from an earlier command with more trials.
     loggers = tuple(options.loggers)

@@ -61,7 +61,9 @@ def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":
         raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.report.publish import recompute_table
-    from lit_lazy.support.named_files import find
+    from lit_lazy.support.named_files import find, list_available
 
-    ablation, question = load_ablation_or_question(find("ablations", options.ablation))
+    name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
+    path = find("ablations", name if name in list_available("ablations") else options.ablation)
+    ablation, question = load_ablation_or_question(path)
     return recompute_table(options.source, ablation, question), options.source.with_suffix(".md")

@@ -129,6 +129,8 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         is_setting = rest[0].startswith(("--model.", "--data.", "--train."))
         ways = "a model as it was trained; evaluate and diagnose measure a changed one, `train --init-from` trains it"
         why = f"; {options.name} takes {ways}" if is_setting and hasattr(options, "checkpoint") else ""
+        if rest[0].partition("=")[0] == "--runs" and hasattr(options, "folder"):
+            return report_user_error(f"unknown argument '--runs'; give the folder alone: `{options.name} FOLDER`")
         return report_user_error(f"unknown argument {rest[0]!r}{why}; see `{options.name} --help`")
     # Batch systems end jobs by SIGTERM: handle it like Ctrl-C.
     if threading.current_thread() is threading.main_thread():

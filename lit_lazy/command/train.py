@@ -42,6 +42,9 @@ def add_to(commands: Commands) -> None:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
+
+    check_logger_kinds(options.loggers)
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.user_files import load_experiment
     from lit_lazy.support.named_files import find
@@ -52,10 +55,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
     execution = make_execution(options)
     if options.dry_run:
-        from lit_lazy.tracking.logger_kinds import check_logger_kinds
         from lit_lazy.training.cost_estimate import format_dry_run
 
-        check_logger_kinds(options.loggers)
         print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
         return 0
     from lit_lazy.training.prepare import outline_loads, prepare_outline

@@ -60,6 +60,9 @@ class Question:
         name = f"question {self.ablation.name!r}" if is_ablation else "question"
         check_kinds(name, self)
         require(not (self.looks and self.fixed_rules), f"{name}: fixed_rules", True, "has no looks; leave one out")
+        bounded = self.rule == "removed" and not self.fixed_rules
+        fix = "is not used by the rule `removed`, whose bounds are `removed` and `kept`; leave it out"
+        require(not (bounded and self.margin), f"{name}: margin", self.margin, fix)
         require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
         few = self.few_seeds_because
         require(not few or bool(few.strip()), f"{name}: few_seeds_because", few, "must be a sentence, or left out")

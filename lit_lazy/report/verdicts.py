@@ -340,7 +340,7 @@ def _build_blocks(result: QuestionResult) -> list[Block]:
     column = table.columns_by_key[declared.primary]
     spent = "" if table.seconds is None else f" Training and evaluation: {format_duration(table.seconds)}."
     rule = ", ".join([declared.rule, *describe_bounds(declared, column)])
-    where = f"in {declared.commit}" if declared.commit else "and not committed"
+    where = f"in {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
         f"Primary outcome: {column.title}. Rule: {rule}. Seeds: {_format_seeds(declared.seeds)}. "
         f"Declared {where} (digest {declared.digest}), run at {table.git_sha}.{spent} "

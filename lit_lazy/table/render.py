@@ -141,7 +141,7 @@ def _build_finding(table: Table) -> list[Block]:
     if verdict is None:
         return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]
-    where = f"in commit {declared.commit}" if declared.commit else "and not committed"
+    where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
         f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -253,9 +254,11 @@ class FinishedTraining:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise a one-line ValueError if a finished run has no saved model."""
-    if not (folder / FINAL_CHECKPOINT).exists():
-        raise ValueError(f"the model of the run in {folder} was not kept; remove that folder to train it again")
+    """Raise a one-line ValueError if a finished run has no saved model, or one that is cut off."""
+    file = folder / FINAL_CHECKPOINT
+    if not zipfile.is_zipfile(file):
+        problem = "is damaged" if file.exists() else "was not kept"
+        raise ValueError(f"the model of the run in {folder} {problem}; remove that folder to train it again")
 
 
 class _Begin(AtStart):

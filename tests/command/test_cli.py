@@ -56,13 +56,15 @@ MISSPELT = [
     "evaluate .", "diagnose .", "generate .", "export . out", "lm-eval .", "train backcopy --init-from .",
     "evaluate own.zip --import nosuch.py", "diagnose own.zip --lengths 9999999",
     "report nosuch --runs full", "ablate table nosuch --runs full", "ablate status nosuch --runs full",
-    "ablate pack nosuch --runs full", "runs rm nosuch --runs full",
+    "ablate pack nosuch --runs full", "runs rm nosuch --runs full", "train backcopy --logger wandb",
+    "ablate run table2 --logger wandb", "ablate search lazy_search --logger wandb", "ablate verdicts --runs full",
 ]  # fmt: skip
 
 
 def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom lit_lazy.command.main import main\n"
+        "import sys\nimport lit_lazy.tracking.logger_kinds as kinds\nfrom lit_lazy.command.main import main\n"
+        "kinds.find_spec = lambda package: None\n"
         "for line in sys.argv[1:]:\n"
         "    try: status = main(line.split())\n"
         "    except SystemExit as stopped: status = stopped.code\n"
@@ -79,6 +81,8 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lit-lazy") >= len(MISSPELT)
     assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
+    assert done.stderr.count("--logger wandb: needs the package wandb; pip install 'lit-lazy[wandb]'") == 3
+    assert "unknown argument '--runs'; give the folder alone: `lit-lazy ablate verdicts FOLDER`" in done.stderr
     assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-queued, duo-tiny") == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 

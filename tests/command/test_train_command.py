@@ -139,3 +139,9 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
     assert api.load(api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint).config == CFG
     assert main(command(runs, "--keep-checkpoint")) == 0
+    damaged = f"the model of the run in {folder} is damaged{again}"
+    (folder / FINAL_CHECKPOINT).write_bytes((folder / FINAL_CHECKPOINT).read_bytes()[:5000])
+    assert main(command(runs)) == 0
+    assert f"checkpoint: {damaged}\n" in capsys.readouterr().out
+    assert main(command(runs, "--keep-checkpoint")) == 2
+    assert capsys.readouterr() == ("", f"lit-lazy: {damaged}\n")

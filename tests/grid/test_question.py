@@ -261,6 +261,7 @@ ABLATION = question().ablation
         ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
         ({"few_seeds_because": " "}, "question 'q': few_seeds_because=' ': must be a sentence, or left out"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
+        ({"rule": "removed"}, "question 'q': margin=0.1: is not used by the rule `removed`, whose bounds are"),
         (
             {"rule": "better"},
             "question 'q': rule='better': must be one of lower, higher, same, no_worse, mostly, removed, alone",

@@ -56,8 +56,9 @@ def test_every_committed_table_has_a_report_or_the_cells_to_make_one_of() -> Non
     assert sorted([*(path.parent for path in REPORTS), *packed]) == [path.parent for path in KEPT]
 
 
+@pytest.mark.parametrize("name", ["rivals", "rivals-stdlib"])
 def test_the_command_writes_every_format_and_figure_in_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     kept = RESULTS / "rivals-stdlib"
@@ -66,7 +67,7 @@ def test_the_command_writes_every_format_and_figure_in_place(
         for measure in row["metrics"].values():
             measure["p"] = measure["p_adj"] = 0.5
     (tmp_path / "table.json").write_text(json.dumps(stale))
-    assert main(["ablate", "table", "rivals", "--from", str(tmp_path / "table.json")]) == 0
+    assert main(["ablate", "table", name, "--from", str(tmp_path / "table.json")]) == 0
     table = Table.from_json(json.loads((kept / "table.json").read_text()))
     expected = render_text(table, tmp_path / "table.md")
     assert capsys.readouterr().out.strip() == expected.strip()

@@ -305,7 +305,10 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
 
 def test_a_table_says_its_verdict_first_or_what_it_still_needs():
     table = table_of({"old": around(2, 0.1), "new": around(1, 0.1)})
-    for commit, where in (("abc", "Declared in commit abc (digest "), ("", "Declared and not committed (digest ")):
+    for commit, where in (
+        ("abc", "Declared in commit abc (digest "),
+        ("", "Declared and not committed before its run (digest "),
+    ):
         assert where in render_markdown(add_verdict(table, dataclasses.replace(DECLARED, commit=commit)))
     done = render_markdown(add_verdict(table, DECLARED)).splitlines()
     assert done[2] == "Supported (n = 5): New is lower than old."

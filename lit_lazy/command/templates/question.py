@@ -25,6 +25,6 @@ question = Question(
     primary="sink/first_key_weight_non_trigger",  # the outcome that decides: the key of a column
     contrasts=(Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),),  # one to five; weights sum to 0
     rule="lower",  # what is claimed of every contrast: lower, higher, same, no_worse or removed (docs/method.md)
-    margin=0.01,  # the largest difference that counts as none, in the outcome's unit
+    margin=0.01,  # the largest difference that counts as none, in the outcome's unit; not for `removed`
     source="ours",  # where the question comes from
 )

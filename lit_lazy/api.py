@@ -276,7 +276,7 @@ class Model:
         except TypeError:  # none that can be counted, or not whole
             numbers = []
         readable = bool(numbers) and all(0 <= token < self._vocabulary for token in numbers)
-        require(readable, what, given, f"must be at least one whole number, each from 0 to {self._vocabulary - 1}")
+        require(readable, what, given, f"must be one list of whole numbers, each from 0 to {self._vocabulary - 1}")
         return numbers
 
 

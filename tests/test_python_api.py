@@ -179,7 +179,7 @@ class TestModel:
 
     @pytest.mark.parametrize("tokens", [[], [99], [-1], [0.5, 1], [[0, 1]], 5, None, torch.tensor([0.5])])
     def test_tokens_that_are_none_are_named(self, model: api.Model, tokens: Any) -> None:
-        fix = r"must be at least one whole number, each from 0 to 16$"
+        fix = r"must be one list of whole numbers, each from 0 to 16$"
         with pytest.raises(ValueError, match=rf"^tokens={re.escape(str(tokens))}: {fix}"):
             model.weights(tokens)
         with pytest.raises(ValueError, match=rf"^prompt={re.escape(str(tokens))}: {fix}"):

@@ -66,7 +66,7 @@ def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
     from lit_lazy.config.user_files import load_attribute, load_experiment
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
-    from lit_lazy.support.named_files import find, list_available
+    from lit_lazy.support.named_files import find, list_available, suggest_file
 
     ready, waiting = [], []
     for name in list_available("ablations"):
@@ -83,7 +83,8 @@ def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
         if start is None or Path(start).exists():
             ready.append(name)
         else:
-            waiting.append(f"{name}: needs the model {start}, from which {experiment.stem} starts")
+            fix = suggest_file(start, "make it, or start from another")
+            waiting.append(f"{name}: needs the model {start}, from which {experiment.stem} starts; {fix}")
     return ready, waiting
 
 

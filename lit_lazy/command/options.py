@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, sanitise
-from lit_lazy.support.named_files import Room, find, find_python_file
+from lit_lazy.support.named_files import Room, find, find_python_file, suggest_file
 from lit_lazy.support.typecheck import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def checkpoint(text: str) -> Path:
         problem = "is no checkpoint, or damaged (no zip archive, as torch writes)"
     else:
         return found
-    fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
+    fix = suggest_file(text, "give a final.ckpt, which `lit-lazy train` writes to its run folder")
     raise argparse.ArgumentTypeError(f"checkpoint {text!r}: {problem}; {fix}")
 
 

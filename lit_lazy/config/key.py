@@ -22,6 +22,7 @@ from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_defa
 from lit_lazy.config.user_files import read_source
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.named_files import suggest_file
 from lit_lazy.support.typecheck import field_types
 
 SCHEMA = 2
@@ -82,7 +83,8 @@ def hash_model(path: str) -> str:
     try:
         return _hash_model(path, *_identify(path))
     except OSError as error:
-        raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
+        fix = suggest_file(path, "give a final.ckpt")
+        raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); {fix}") from None
     except UnknownClassError as error:
         fix = "import the file that defines it in that of the experiment"
         raise ValueError(f"init_from={path!r}: {error.needs}; {fix}") from None

@@ -9,6 +9,8 @@ from lit_lazy.support.errors import did_you_mean
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
+MADE = {"models/smollm2.ckpt": "make smollm2", "models/tokenizer.json": "make smollm2"}
+"""Files of shipped experiments that are no part of a clone -> the command that makes them."""
 LONGEST_NAME = 100
 """Bytes of a name that becomes part of a folder's name; file systems allow 255."""
 
@@ -51,6 +53,11 @@ def require_usable_name(path: Path) -> Path:
             f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
         )
     return path
+
+
+def suggest_file(path: str, otherwise: str) -> str:
+    """What to do about a file that cannot be read: the command that makes it if it is one of `MADE`, or `otherwise`."""
+    return f"`{MADE[path]}` makes it" if path in MADE and not os.path.exists(path) else otherwise
 
 
 def find_grids(name: str, known: Iterable[str]) -> list[str]:

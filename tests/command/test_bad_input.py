@@ -25,6 +25,7 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
+GONE = "cannot be read (No such file or directory)"
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "rivals-stdlib"
@@ -99,6 +100,9 @@ OPTIONS = [
         f"--from '{RESULTS}': is a folder; give the table.json in it, --from {RESULTS}/table.json",
     ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
+    (["train", "smollm2"], f"data.tokenizer='models/tokenizer.json': {GONE}; `make smollm2` makes it"),
+    (["ablate", "run", "adapt"], f"init_from='models/smollm2.ckpt': {GONE}; `make smollm2` makes it"),
+    (["diagnose", "models/smollm2.ckpt"], f"checkpoint 'models/smollm2.ckpt': {GONE}; `make smollm2` makes it"),
     (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give its parent folder"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),

@@ -376,7 +376,8 @@ def test_questions_whose_model_is_missing_stop_no_others(
     monkeypatch.setattr(named_files, "list_available", lambda _: ["q_adapt_loss", "q_mask"])
     assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
     out = capsys.readouterr().out
-    assert "not ready: q_adapt_loss: needs the model models/smollm2.ckpt, from which smollm2 starts" in out
+    reason = "needs the model models/smollm2.ckpt, from which smollm2 starts; `make smollm2` makes it"
+    assert f"not ready: q_adapt_loss: {reason}" in out
     assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask"]
 
 

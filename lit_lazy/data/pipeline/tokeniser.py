@@ -14,6 +14,7 @@ import numpy as np
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
+from lit_lazy.support.named_files import suggest_file
 
 BYTES = "bytes"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -69,10 +70,8 @@ class TokenizerSpec:
                 content = file.read()
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             why = getattr(error, "strerror", None) or one_line(error)
-            raise ValueError(
-                f"data.tokenizer={self.name!r}: cannot be read ({why}); give 'bytes' or a JSON file of "
-                "the tokenizers library"
-            ) from None
+            fix = suggest_file(self.name, "give 'bytes' or a JSON file of the tokenizers library")
+            raise ValueError(f"data.tokenizer={self.name!r}: cannot be read ({why}); {fix}") from None
         return hashlib.sha256(content).hexdigest()
 
     def build(self) -> Tokenizer:

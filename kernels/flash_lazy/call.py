@@ -1,5 +1,6 @@
 """Shared by the backends: the arguments of a call, their checks, dtype rules, and the returned records."""
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -204,6 +205,44 @@ def show(value: object) -> str:
 def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
     """The jvp of a backend that has none. torch's own error names no way out."""
     raise NotImplementedError("this backend has no forward mode (jvp, hessian); choose backend='reference'")
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Passes gradients on; the other arguments are what they depend on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing to keep: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError("this backend has no second derivatives; choose backend='reference'")
+
+
+def differentiate_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A Function's `backward` whose gradients raise NotImplementedError when they are differentiated.
+
+    Under torch's `once_differentiable` they are constants to `torch.autograd.grad`: a Hessian is 0 without an error.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        present = [x for x in found if x is not None]
+        causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None]
+        tied = iter(_SecondDerivative.apply(len(present), *present, *causes))
+        return tuple(None if x is None else next(tied) for x in found)
+
+    return run
 
 
 def check_flag(name: str, value: object) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import (
     CALL_SCHEMA,
@@ -22,6 +21,7 @@ from flash_lazy.call import (
     Call,
     Stats,
     compute_dtype,
+    differentiate_once,
     refuse_forward_mode,
     tau_divisor,
     tau_gradient,
@@ -91,8 +91,7 @@ class _ChunkedFunction(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
-    @once_differentiable  # its stub drops the parameters' names
-    # pyrefly: ignore [bad-override]
+    @differentiate_once
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         return _leaf_gradients(_ChunkedGradients.apply, ctx, *grad_outputs)
 

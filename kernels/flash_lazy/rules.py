@@ -11,10 +11,19 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Stats, prepare, refuse_forward_mode, require_values, show, type_name
+from flash_lazy.call import (
+    TENSORS,
+    Call,
+    Stats,
+    differentiate_once,
+    prepare,
+    refuse_forward_mode,
+    require_values,
+    show,
+    type_name,
+)
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
 from flash_lazy.vmap import is_transformed
@@ -324,8 +333,7 @@ class _RuleFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # its stub drops the parameters' names
-    # pyrefly: ignore [bad-override]
+    @differentiate_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing refuses a second reading
         parameters, call = saved[TENSORS:], Call(*saved[:TENSORS], *ctx.settings)

@@ -466,7 +466,7 @@ def test_second_backward_is_refused():
     q = case.q.requires_grad_()
     out = lazy_attention(q, case.k, case.v, case.tau, backend="chunked")
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
         grad.sum().backward()
 
 
@@ -544,5 +544,5 @@ class TestCompiled:
         for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
             q = case.q.detach().requires_grad_()
             (grad,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
-            with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+            with pytest.raises(RuntimeError, match=r"no second derivatives|double backward"):
                 grad.sum().backward()

@@ -1,5 +1,6 @@
 """torch.func's transforms, and tensors without values: `chunked` against `reference` and against loops."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from flash_lazy import attention_weights, lazy_attention, rule_attention
+from flash_lazy import LazyAttention, attention_weights, lazy_attention, rule_attention
 
 Leaves = tuple[Tensor, ...]
 SETTINGS = [
@@ -90,6 +91,72 @@ def test_the_reference_has_what_chunked_lacks() -> None:
     assert vmap(partial(masked, backend="reference"))(masks).shape == (3, *x[0].shape)
     with pytest.raises(ValueError, match="key_mask is mapped by vmap; share it"):
         vmap(partial(masked, backend="chunked"))(masks)
+
+
+ONCE = r"^this backend has no second derivatives; choose backend='reference'$"
+
+
+def differentiate_twice(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Callable[[], object]]:
+    """Ways to a second derivative of f; in the third it is a part of the gradient, which the rest would hide."""
+    x = x.clone().requires_grad_()
+    w = torch.eye(x.shape[-1], dtype=x.dtype, requires_grad=True)
+
+    def penalise() -> Tensor:
+        (slope,) = torch.autograd.grad(f(x @ w), x, create_graph=True)
+        slope.square().sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    return [
+        lambda: torch.autograd.functional.hessian(f, x.detach()),
+        lambda: torch.autograd.functional.hvp(f, x.detach(), torch.ones_like(x))[1],
+        penalise,
+    ]
+
+
+@pytest.mark.parametrize("inputs", ["q", "every leaf"])
+@pytest.mark.parametrize("backend", ["auto", "chunked", "cpu"])
+def test_second_derivatives_are_refused(backend: str, inputs: str) -> None:
+    """They were 0, as torch's once_differentiable makes gradients constants."""
+    q, *others = (leaf[0].float() for leaf in leaves())
+    others = others if inputs == "q" else [x.requires_grad_() for x in others]
+    f = lambda x: loss(x, *others, backend=backend)  # noqa: E731
+    for second in differentiate_twice(f, q):
+        with pytest.raises(NotImplementedError, match=ONCE):
+            second()
+
+
+def test_second_derivatives_under_torch_func_are_refused() -> None:
+    x = tuple(leaf[0] for leaf in leaves())
+    slope = lambda q, backend: grad(loss)(q, *x[1:], backend=backend)  # noqa: E731
+    exact = jacrev(partial(slope, backend="reference"))(x[0])
+    assert exact.norm() > 1
+    for way in (jacrev, lambda f: grad(lambda q: f(q).square().sum())):
+        with pytest.raises(NotImplementedError, match=ONCE):
+            way(partial(slope, backend="chunked"))(x[0])
+
+
+def test_second_derivatives_of_a_rule_and_of_a_layer_are_refused() -> None:
+    layer, x = LazyAttention(16, heads=2, reach=4), torch.randn(1, 6, 16)
+    rule = lambda x: rule_attention(lambda s, _: s.softmax(-1), x[:, None], x[:, None], x[:, None])  # noqa: E731
+    for f in (lambda x: layer(x).square().sum(), lambda x: rule(x).square().sum()):
+        for second in differentiate_twice(f, x):
+            with pytest.raises(NotImplementedError, match=ONCE):
+                second()
+
+
+def test_the_reference_has_second_derivatives() -> None:
+    q, *others = (leaf[0] for leaf in leaves())
+    f = lambda x: loss(x, *others, backend="reference")  # noqa: E731
+    for second in differentiate_twice(f, q):
+        assert torch.as_tensor(second()).norm() > 1
+
+
+def test_a_gradient_that_is_kept_for_a_second_derivative_is_the_same() -> None:
+    for backend in ("chunked", "cpu"):
+        x = tuple(leaf[0].float().requires_grad_() for leaf in leaves())
+        kept, plain = (torch.autograd.grad(loss(*x, backend=backend), x, create_graph=c) for c in (True, False))
+        assert all(map(torch.equal, kept, plain))
 
 
 def test_a_rule_names_the_backend_that_torch_func_can_transform() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import THRESHOLDS, Stats, Threshold
 from flash_lazy.cpu import library
@@ -139,9 +138,9 @@ class _StepFunction(torch.autograd.Function):
         return x.new_tensor(loss)
 
     @staticmethod
-    @once_differentiable  # its stub drops the parameters' names
-    # pyrefly: ignore [bad-override]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # its gradients are not functions of anything that it keeps
+            raise NotImplementedError("a compiled step has no second derivatives; leave create_graph out")
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of a compiled step were already used; call it again")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import (
     CALL_SCHEMA,
@@ -16,6 +15,7 @@ from flash_lazy.call import (
     THRESHOLDS,
     Call,
     Stats,
+    differentiate_once,
     mark_constant,
     refuse_forward_mode,
     slice_documents,
@@ -224,8 +224,7 @@ class _CompiledFunction(torch.autograd.Function):
         return out, stats
 
     @staticmethod
-    @once_differentiable  # its stub drops the parameters' names
-    # pyrefly: ignore [bad-override]
+    @differentiate_once
     def backward(ctx: Any, grad: Tensor | None, dstats: Tensor | None) -> tuple[Tensor | None, ...]:
         return _leaf_gradients(_gradients, ctx, grad, dstats)
 

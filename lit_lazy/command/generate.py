@@ -150,13 +150,16 @@ def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 def print_generation(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:
     """Stream the text of one prompt, or print several at the end; print time and memory on standard error."""
-    started, count = time.perf_counter(), 0
+    started = last = time.perf_counter()
+    reading = 0.0
     found: list[list[int]] = [[] for _ in texts]
 
     def tokens() -> Iterator[int]:
-        nonlocal count
+        nonlocal reading, last
         for prompt, token in generation:
-            count += 1
+            now = time.perf_counter()
+            reading += 0 if found[prompt] else now - last  # its first token comes with the pass through the prompt
+            last = now
             found[prompt].append(token)
             yield token
 
@@ -168,9 +171,12 @@ def print_generation(generation: "Generation", prompts: "Prompts", texts: list[t
         for i, (option, _) in enumerate(texts):
             print_pieces([f"== {option}"])
             print_pieces(prompts.decode(found[i], generation.prompts[i]))
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - reading
+    read, made = (sum(map(len, lists)) for lists in (generation.prompts, found))
+    further = made - sum(map(bool, found))
+    rate = f", {further / seconds:.1f} tokens/s" if further else ""
     evicted = f", {generation.evicted} tokens evicted" if generation.eviction else ""
-    speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
+    speed = f"{read:,} tokens read in {reading:.2f} s, {made} generated in {seconds:.2f} s{rate}"
     print(f"{speed}; cache {generation.cache_bytes:,} bytes{evicted}", file=sys.stderr)
 
 

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -13,6 +14,7 @@ from subwords import bpe
 from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
+from lit_lazy.command import generate as generate_command
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
@@ -31,7 +33,10 @@ LAZY = {
 BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
 NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
 __all__ = ["bpe"]
-SAID = r"(\d+) tokens in [\d.]+ s, [\d.]+ tokens/s; cache ([\d,]+) bytes(, \d+ tokens evicted)?\n"
+SAID = (
+    r"[\d,]+ tokens read in [\d.]+ s, (\d+) generated in [\d.]+ s(?:, [\d.]+ tokens/s)?; "
+    r"cache ([\d,]+) bytes(, \d+ tokens evicted)?\n"
+)
 
 
 @pytest.fixture
@@ -47,6 +52,15 @@ def said(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, r
     found = re.fullmatch(SAID, printed.err)
     assert found, printed.err
     return printed.out, found
+
+
+def test_reading_a_prompt_is_no_part_of_the_rate(
+    of_bytes: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 10.0, 10.5, 11.0, 11.5, 12.0])  # at the start, at each of four tokens, at the end
+    monkeypatch.setattr(generate_command, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    assert main(["generate", of_bytes, "--prompt", "abc", "--tokens", "4"]) == 0
+    assert capsys.readouterr().err.startswith("3 tokens read in 10.00 s, 4 generated in 2.00 s, 1.5 tokens/s; cache ")
 
 
 def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling = GREEDY) -> list[str]:

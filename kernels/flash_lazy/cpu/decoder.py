@@ -138,12 +138,13 @@ class _StepFunction(torch.autograd.Function):
         return x.new_tensor(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # its gradients are not functions of anything that it keeps
             raise NotImplementedError("a compiled step has no second derivatives; leave create_graph out")
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of a compiled step were already used; call it again")
+        (grad,) = grad_outputs
         if grad.item() != 1:
             gradients = [None if x is None else x.mul_(grad) for x in gradients]
         return None, None, *gradients

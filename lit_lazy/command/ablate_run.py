@@ -410,11 +410,16 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     ablation, base, chosen = request.ablation, request.base, request.chosen
     prepared = prepare_rows(chosen, base, request.overridden)
     cells = expand(chosen, prepared)
+    from lit_lazy.training.prepare import load_data
+
+    if request.question is not None:
+        from lit_lazy.measure.evaluation import require_measured
+
+        require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan
     from lit_lazy.support.secrets import format_command_line
-    from lit_lazy.training.prepare import load_data
 
     # The table always has a row for the baseline, even if this command does not run it.
     names_chosen = {row.name for row, _ in chosen}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,12 @@ from lit_lazy.support.checks import require
 
 VARIED_BATCH = 32
 """Batch size of `Varied`."""
+
+
+OF_ROWS = ("loss/excess", "loss/bits_per_byte", "accuracy/", "mass/", "sink/first_key_", "sink/fixed_key_weight")
+"""How the metrics in `list_metrics_of_rows` begin."""
+ELSEWHERE = ("mass/empty_rows", "mass/dead_heads")
+"""Metrics of all data that begin like them."""
 
 
 @torch.no_grad()
@@ -51,6 +57,29 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
         one, other = source.row_contrast
         measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
     return measured | compute_tau_metrics(model)
+
+
+def list_metrics_of_rows(source: DataSource) -> set[str]:
+    """Names that `evaluate` gives losses, accuracy, mass and weights on a key, on rows that depend on the data."""
+    with_oracle = "oracle_nll" in source.validation.__getitems__([0])
+    found = {"loss/val"} | ({"loss/excess"} if with_oracle else set())
+    found |= {"loss/bits_per_byte"} if "bytes_per_token" in source.info else set()
+    for group in source.row_groups or ("all",):
+        suffix = "" if group == "all" else f"_{group}"
+        keys = ("first_key_weight", "first_key_share", *(("fixed_key_weight",) if source.watched_key else ()))
+        found |= {f"mass/{group}", *(f"sink/{key}{suffix}" for key in keys)}
+        if with_oracle and suffix:
+            found |= {f"loss/excess{suffix}", f"accuracy/{group}"}
+    return found | ({"mass/{}_minus_{}".format(*source.row_contrast)} if source.row_contrast else set())
+
+
+def require_measured(key: str, sources: Sequence[DataSource]) -> None:
+    """Raise a one-line ValueError for the name of a metric of rows, or of a loss, that none of these data has."""
+    found, name = set().union(*map(list_metrics_of_rows, sources)), key.removeprefix("init/")
+    if name.startswith(OF_ROWS) and name not in {*found, *ELSEWHERE}:
+        kind = name.partition("/")[0]
+        there = ", ".join(sorted(one for one in found if one.startswith(f"{kind}/"))) or "none of its kind"
+        raise ValueError(f"primary={key!r}: is not measured on {sources[0].name}, which has {there}")
 
 
 def iter_validation(model: DecoderLM, source: DataSource, batch_size: int) -> Iterator[Batch]:

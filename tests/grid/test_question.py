@@ -14,12 +14,15 @@ import pytest
 from first_stage import use_stand_in
 
 from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.command import templates
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute
+from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.plan import find_parent, read_plan
 from lit_lazy.grid.question import Question, load_ablation_or_question
+from lit_lazy.grid.stages import RESULTS
+from lit_lazy.measure.evaluation import require_measured
 from lit_lazy.support import named_files
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.named_files import find, list_available
@@ -300,6 +303,31 @@ def test_a_question_beside_another_ablation_is_refused(tmp_path: Path) -> None:
         load_ablation_or_question(pilot)
     same.write_text("from q_piloted import question\nablation = question.ablation\n")
     assert load_ablation_or_question(same)[0].name == "q_mine"
+
+
+TEMPLATE = Path(templates.__file__).with_name("question.py")
+
+
+def test_an_outcome_that_the_data_do_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells would be trained, and an amended declaration would be exploratory."""
+    path, runs = tmp_path / "q_moved.py", tmp_path / "runs"
+    path.write_text(TEMPLATE.read_text().replace('base="backcopy_tiny"', 'base="recall_tiny"'))
+    assert main(["ablate", "run", str(path), "--runs", str(runs)]) == 2
+    said = (
+        "primary='sink/first_key_weight_non_trigger': is not measured on recall, which has sink/first_key_share_absent"
+    )
+    assert said in capsys.readouterr().err
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*-backcopy/table.json")), ids=lambda path: path.parent.name)
+def test_what_tables_hold_is_taken_for_measured(path: Path) -> None:
+    """On the data of some row: rows may change it."""
+    table = Table.from_json(json.loads(path.read_text()))
+    source = load_experiment(find("experiments", "backcopy")).data.load()
+    watched = replace(source, watched_key=4)
+    for key in {key for row in table.rows for key in row.metrics}:
+        require_measured(key, [source, watched])
 
 
 def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:

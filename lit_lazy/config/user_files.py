@@ -101,9 +101,8 @@ def read_source(cls: type) -> str:
         ) from None
     for function in filter(inspect.isfunction, vars(cls).values()):
         outer = sorted({*function.__code__.co_freevars} - {"__class__"})
-        if (
-            outer and Path(function.__code__.co_filename).resolve() == path
-        ):  # a dataclass's own methods come from others
+        # What a dataclass adds comes from no file, or from the standard library.
+        if outer and Path(function.__code__.co_filename).resolve() == path:
             raise ValueError(
                 f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
                 "part of the key; make it a field, or define it at the top of the file"

@@ -61,6 +61,7 @@ def swap_tokens(file: Path) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.long
 def test_a_replaced_tokenizer_is_refused(place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("text.txt", "held.txt"):
         (place / name).write_text("the cat sat on the mat, äußerst ✓ on that " * 100 + name)

@@ -27,6 +27,7 @@ def results(folder: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("result.json")}
 
 
+@pytest.mark.long
 def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same run as on one that accumulates: its key, its metrics; MLflow shows how it was executed."""
     assert main(["train", "backcopy_tiny", *TWO, "--runs", str(runs)]) == 0

@@ -184,7 +184,7 @@ LOADS = {
     "sys.exit(3)": "data=Mine: SystemExit (e.py",
     "return self.load()": "data=Mine: RecursionError (e.py",
     "raise MemoryError": "data=Mine: MemoryError (e.py",
-    "open('/nonexistent')": "data=Mine: FileNotFoundError (e.py",
+    "open('/proc/nonexistent')": "data=Mine: FileNotFoundError (e.py",
     "return but(vocab_size=-1)": "data=Mine: vocab_size=-1: must be a whole number of at least 1",
     "return but(vocab_size=10**12)": MEMORY,
     "return but(vocab_size=3)": "tokens must be 0 to 2",

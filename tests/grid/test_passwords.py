@@ -38,7 +38,7 @@ TYPED = "hunter2%3A%C3%A9"
 TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()).rstrip(b"="), b"hunter2"]
 
 
-@pytest.fixture(params=[0o002, 0o077])
+@pytest.fixture(params=[0o002, pytest.param(0o077, marks=pytest.mark.long)])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     """The umask of this test."""
     former = os.umask(request.param)

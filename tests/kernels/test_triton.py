@@ -143,8 +143,11 @@ def one_key_rounding(case, dtype, exact, grad):
 @pytest.mark.parametrize("renormalise", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "setting",
-    [{"bias_width": 20, "slopes": True, "group": 3}, {"layout": "ragged"}, {"layout": "packed", "window": 17}],
-    ids=["plain", "ragged", "packed"],
+    [
+        pytest.param({"bias_width": 20, "slopes": True, "group": 3}, id="plain", marks=pytest.mark.long),
+        pytest.param({"layout": "ragged"}, id="ragged", marks=pytest.mark.long),
+        pytest.param({"layout": "packed", "window": 17}, id="packed"),
+    ],
 )
 def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
     use_small_blocks(monkeypatch, 32, 16)
@@ -162,7 +165,7 @@ def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
 
 
 SETTINGS = [
-    pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % 3 or index >= len(COVER) else ())
+    pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % 4 or index >= len(COVER) else ())
     for index, setting in enumerate(COVER + LONGER + ANOTHER_COVER)
 ]
 
@@ -475,7 +478,7 @@ def operator_arguments(case):
 class TestOperators:
     @pytest.fixture(
         params=[
-            pytest.param(case, id=name, marks=() if name in ("everything", "packed") else pytest.mark.long)
+            pytest.param(case, id=name, marks=() if name == "everything" else pytest.mark.long)
             for name, case in OPERATOR_CASES.items()
         ]
     )
@@ -571,7 +574,8 @@ def draw_setting(seed):
     }
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 200))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(200))
 def test_any_options(seed, monkeypatch):
     setting, dtype = apply_setting(draw_setting(seed), monkeypatch)
     case = draw(seed, **setting).to(dtype)

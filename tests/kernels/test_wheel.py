@@ -173,6 +173,7 @@ def test_it_compiles_for_arm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_library_of_other_sources_is_not_run(tmp_path):
     """As after a change of the C++ files in an editable installation, before it is installed again."""
     require_library()

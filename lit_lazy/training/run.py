@@ -38,7 +38,14 @@ from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_unreached, prepare, validates_on_training
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints
-from lit_lazy.training.trainer import BackendMonitor, MissedValidation, build_module, fit, make_trainer
+from lit_lazy.training.trainer import (
+    BackendMonitor,
+    MissedValidation,
+    TimeMonitor,
+    build_module,
+    fit,
+    make_trainer,
+)
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "
@@ -117,15 +124,21 @@ def _run(
                 "at the start no query after the first gives a key weight (mass 0): the attention passes nothing and "
                 "gets no gradient; choose a lower threshold"
             )
-        started = time.perf_counter()
+        started, time_monitor = time.perf_counter(), TimeMonitor()
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
             settings = to_dict(cfg), asdict(execution), list_imported_files(), source.fingerprint
             group.send_spec(RunSpec(*settings, folder, checkpoint, final))
-        kept = BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses), monitor
+        kept = (
+            time_monitor,
+            BackendMonitor(describe_backend(backend)),
+            MissedValidation(source, monitor.losses),
+            monitor,
+        )
         trainer = make_trainer(cfg, folder, logger, (*kept, *callbacks), show_progress, execution, group, interrupts)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
+        train_seconds = time_monitor.seconds
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
@@ -139,7 +152,7 @@ def _run(
         metrics=metrics | {name: value for found in evaluated.values() for name, value in found.items()},
         labels={"backend": backend},
         timings={
-            "train_seconds": trained - started,
+            "train_seconds": train_seconds,
             "evaluate_seconds": time.perf_counter() - trained,
             "tokens_per_second": tokens / (trained - started),
         },

@@ -1,6 +1,7 @@
 """Lightning's trainer, set up so that a resumed run is bit-identical."""
 
 import logging
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -189,6 +190,30 @@ class BackendMonitor(Callback):
                 former,
                 self.backend,
             )
+
+
+class TimeMonitor(Callback):
+    """Counts the seconds of a training, from now and before the checkpoint that it resumes from."""
+
+    def __init__(self) -> None:
+        self._earlier, self._begun = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Those of this process and of those before it."""
+        return self._earlier + time.perf_counter() - self._begun
+
+    @property
+    def state_key(self) -> str:
+        """Constant, so that checkpoints survive a rename of the class."""
+        return "Time"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not called for checkpoints of earlier versions, which have no such state."""
+        self._earlier = state_dict["seconds"]
 
 
 class MissedValidation(AtStart):

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -102,9 +103,9 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
+def run_until_killed(cfg: RunConfig, folder: Path, step: int, *callbacks: Callback) -> None:
     process = multiprocessing.get_context("fork").Process(
-        target=run, args=(cfg, folder), kwargs={"callbacks": [Kill(step)]}
+        target=run, args=(cfg, folder), kwargs={"callbacks": [*callbacks, Kill(step)]}
     )
     process.start()
     process.join()
@@ -130,6 +131,26 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSp
         run_until_killed(cfg, tmp_path / "killed", step)
     run(cfg, tmp_path / "killed", keep_checkpoint=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+class Wait(Callback):
+    """Waits at the start of a step."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        self.step, self.seconds = step, seconds
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            time.sleep(self.seconds)
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
+    """Up to each checkpoint, from which the next process resumes; the rate is that of the last."""
+    run_until_killed(config(), tmp_path, 11, Wait(3, 3.0))
+    timings = run(config(), tmp_path).timings
+    assert 3.0 < timings["train_seconds"] < 30.0
+    steps = config().train.steps - 8
+    assert timings["tokens_per_second"] > steps * config().train.batch_size * 16 / (timings["train_seconds"] - 3.0)
 
 
 def test_a_run_that_resumes_on_another_backend_says_so(

@@ -228,17 +228,19 @@ class _SecondDerivative(torch.autograd.Function):
 def differentiate_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
     """A Function's `backward` whose gradients raise NotImplementedError when they are differentiated.
 
+    backward: takes the saved tensors after ctx; activation checkpointing refuses a second reading.
     Under torch's `once_differentiable` they are constants to `torch.autograd.grad`: a Hessian is 0 without an error.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found
         present = [x for x in found if x is not None]
-        causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None]
+        causes = [x for x in (*saved, *grads) if x is not None]
         tied = iter(_SecondDerivative.apply(len(present), *present, *causes))
         return tuple(None if x is None else next(tied) for x in found)
 

@@ -7,8 +7,7 @@ weights are max(e - theta * sum, 0), and the rows of the output, or of its gradi
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,12 +69,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _leaf_gradients(
     gradients: Callable[..., tuple[Tensor, ...]],
     ctx: Any,
+    saved: Sequence[Any],
     grad: Tensor | None,
     dlse: Tensor | None = None,
     *_: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """One gradient for each argument of the forward pass; None where none is needed."""
-    call, needed = Call(*ctx.saved_tensors, *ctx.settings), ctx.needs_input_grad
+    call, needed = Call(*saved, *ctx.settings), ctx.needs_input_grad
     grad = torch.zeros_like(call.q) if grad is None else grad
     found = gradients(*call, grad, dlse, needed[4] or needed[5])
     leaves = (x if is_needed else None for x, is_needed in zip(found, needed[:LEAVES], strict=True))
@@ -92,8 +92,8 @@ class _ChunkedFunction(torch.autograd.Function):
 
     @staticmethod
     @differentiate_once
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _leaf_gradients(_ChunkedGradients.apply, ctx, *grad_outputs)
+    def backward(ctx: Any, saved: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _leaf_gradients(_ChunkedGradients.apply, ctx, saved, *grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, ...]:
@@ -143,7 +143,13 @@ _backward = torch.library.custom_op(
     schema=f"({CALL_SCHEMA}, Tensor grad, Tensor? dlse, bool with_bias) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-_forward.register_autograd(partial(_leaf_gradients, _backward), setup_context=_setup_context)
+
+
+def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _leaf_gradients(_backward, ctx, ctx.saved_tensors, *grads)
+
+
+_forward.register_autograd(_operator_gradients, setup_context=_setup_context)
 
 
 @_forward.register_fake

@@ -334,8 +334,7 @@ class _RuleFunction(torch.autograd.Function):
 
     @staticmethod
     @differentiate_once
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing refuses a second reading
+    def backward(ctx: Any, saved: Sequence[Any], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         parameters, call = saved[TENSORS:], Call(*saved[:TENSORS], *ctx.settings)
         with torch.autocast(call.q.device.type, enabled=False):
             found = _RuleSweep(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])

@@ -61,16 +61,18 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
 
 def list_metrics_of_rows(source: DataSource) -> set[str]:
     """Names that `evaluate` gives losses, accuracy, mass and weights on a key, on rows that depend on the data."""
-    with_oracle = "oracle_nll" in source.validation.__getitems__([0])
-    found = {"loss/val"} | ({"loss/excess"} if with_oracle else set())
-    found |= {"loss/bits_per_byte"} if "bytes_per_token" in source.info else set()
-    for group in source.row_groups or ("all",):
-        suffix = "" if group == "all" else f"_{group}"
-        keys = ("first_key_weight", "first_key_share", *(("fixed_key_weight",) if source.watched_key else ()))
-        found |= {f"mass/{group}", *(f"sink/{key}{suffix}" for key in keys)}
-        if with_oracle and suffix:
-            found |= {f"loss/excess{suffix}", f"accuracy/{group}"}
-    return found | ({"mass/{}_minus_{}".format(*source.row_contrast)} if source.row_contrast else set())
+    attention = AttentionMetrics(source.row_groups, can_zero=False, renormalised=False).ratios.keys()
+    found = {"loss/val", *attention}
+    if source.watched_key is not None:
+        found |= {name.replace("first_key_weight", "fixed_key_weight") for name in attention}
+    if source.row_contrast is not None:
+        found.add("mass/{}_minus_{}".format(*source.row_contrast))
+    if "bytes_per_token" in source.info:
+        found.add("loss/bits_per_byte")
+    if "oracle_nll" in source.validation.__getitems__([0]):
+        found.add("loss/excess")
+        found |= {name + group for name in ("loss/excess_", "accuracy/") for group in source.row_groups}
+    return found
 
 
 def require_measured(key: str, sources: Sequence[DataSource]) -> None:

@@ -1,5 +1,6 @@
 """The compiled attention as PyTorch operators, with support for autograd, torch.compile and fake tensors."""
 
+from collections.abc import Sequence
 from itertools import chain
 from struct import Struct
 from typing import Any
@@ -203,9 +204,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _leaf_gradients(gradients: Any, ctx: Any, grad: Tensor | None, dstats: Tensor | None) -> tuple[Tensor | None, ...]:
+def _leaf_gradients(
+    gradients: Any, ctx: Any, saved: Sequence[Any], grad: Tensor | None, dstats: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """One gradient for each argument of the forward pass; None where none is needed."""
-    *tensors, sums = ctx.saved_tensors
+    *tensors, sums = saved
     call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
     grad = torch.zeros_like(call.q) if grad is None else grad
     found = gradients(*call, sums, grad, None if dstats is None else dstats[0], *needed[4:LEAVES])
@@ -225,8 +228,8 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     @differentiate_once
-    def backward(ctx: Any, grad: Tensor | None, dstats: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _leaf_gradients(_gradients, ctx, grad, dstats)
+    def backward(ctx: Any, saved: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _leaf_gradients(_gradients, ctx, saved, *grads)
 
 
 _forward = torch.library.custom_op(
@@ -247,7 +250,7 @@ _backward = torch.library.custom_op(
 def _operator_gradients(
     ctx: Any, grad: Tensor | None, _dsums: Tensor | None, dstats: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return _leaf_gradients(_backward, ctx, grad, dstats)
+    return _leaf_gradients(_backward, ctx, ctx.saved_tensors, grad, dstats)
 
 
 _forward.register_autograd(_operator_gradients, setup_context=_setup_context)

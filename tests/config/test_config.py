@@ -461,7 +461,7 @@ def test_a_class_whose_values_are_no_fields_is_refused():
         def build(self, n_heads, context_length):
             raise NotImplementedError
 
-    class Typed(Elastic):
+    class Undecorated(Elastic):
         power: float = 2.0
         steps: typing.ClassVar[int] = 3
 
@@ -477,8 +477,8 @@ def test_a_class_whose_values_are_no_fields_is_refused():
 
     with pytest.raises(ValueError, match=r"^Plain: write @dataclass\(frozen=True\) above the class$"):
         Plain()
-    with pytest.raises(ValueError, match=r"^Typed: write @dataclass\(.* as its settings are no fields: power$"):
-        Typed()
+    with pytest.raises(ValueError, match=r"^Undecorated: write @dataclass\(.* as its settings are no fields: power$"):
+        Undecorated()
     for cls in (Untyped, DecoratedUntyped):
         with pytest.raises(ValueError, match=rf"^{cls.__name__}.tau_init: is .* write `tau_init: TYPE = VALUE`$"):
             cls()

@@ -11,10 +11,10 @@ from typing import Any
 
 from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
-from lit_lazy.support.errors import describe_exception, one_line
+from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.columns import STARTS
+from lit_lazy.table.columns import COLUMNS, STARTS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
@@ -31,6 +31,8 @@ SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
+THEN = ", then "
+"""Between the commands of a plan."""
 FORMAT = 2
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
@@ -45,6 +47,7 @@ class Plan:
     base: str
     baseline: str
     command: str
+    """The commands that asked for rows or seeds, in their order."""
     rows: tuple[RowInfo, ...]
     """The rows requested so far, and the baseline."""
     columns: tuple[Column, ...]
@@ -96,6 +99,13 @@ class Plan:
         variants = {row.variant for row in self.rows}
         measured = {name for observation in observations for name in observation.metrics}
         columns = _explain_by_start(self.columns, observations)
+        shared = {column.key for column in COLUMNS}
+        absent = [
+            f"{column.key!r}{did_you_mean(column.key, measured)}"
+            for column in columns
+            if measured and column.key not in measured | shared
+        ]
+        left_out = [f"Left out, as no cell reports them: {', '.join(absent)}."] if absent else []
         return TableSpec(
             ablation=self.ablation,
             base=self.base,
@@ -107,7 +117,7 @@ class Plan:
             command=self.command,
             labels=("backend",),
             alternatives=ALTERNATIVES,
-            warnings=warnings,
+            warnings=[*warnings, *left_out],
             primary=self.primary,
             declaration=self.declaration,
             yardstick=make_yardstick(self.facts),
@@ -142,13 +152,16 @@ class Plan:
                 changes[row.variant] = find_changes(row.variant)
         if changes:
             raise ChangedRowError(changes)
-        rows = {row.variant: row for row in former.rows}
+        rows, command = {row.variant: row for row in former.rows}, former.command
         for row in self.rows:
-            known = rows.get(row.variant, row)
+            known = rows.get(row.variant, replace(row, seeds=()))
             rows[row.variant] = replace(row, seeds=tuple(sorted({*row.seeds, *known.seeds})))
+            if rows[row.variant].seeds != known.seeds and self.command not in command.split(THEN):
+                command += THEN + self.command
         axes = tuple(dict.fromkeys([*former.axes, *self.axes]))
         return replace(
             self,
+            command=command,
             rows=tuple(rows[name] for name in order if name in rows),
             axes=axes,
             declaration=self._merge_declaration(former.declaration),

@@ -12,7 +12,7 @@ from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import Contrast, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
 
 PLAN = Plan(
@@ -81,6 +81,25 @@ def test_rows_and_seeds_are_joined_in_the_order_of_the_ablation() -> None:
     former = replace(PLAN, rows=(RowInfo("softmax", "ours", (3,), "backcopy_tiny"),))
     rows = PLAN.merge(former, ["softmax", "lazy"], str).rows
     assert [(row.variant, row.seeds) for row in rows] == [("softmax", (0, 3)), ("lazy", (0, 1))]
+
+
+def test_a_table_names_the_commands_that_asked_for_its_cells() -> None:
+    order = ["softmax", "lazy"]
+    shown = replace(PLAN, command="ablate run pair --verbose").merge(PLAN, order, str)
+    assert shown.command == PLAN.command
+    more = replace(PLAN, rows=(replace(PLAN.rows[1], seeds=(1,)),), command="ablate run pair --seeds 1")
+    both = f"{PLAN.command}, then ablate run pair --seeds 1"
+    assert more.merge(shown, order, str).command == both
+    assert PLAN.merge(more.merge(shown, order, str), order, str).command == both
+
+
+def test_an_own_column_that_no_cell_reports_is_named() -> None:
+    own = (*COLUMNS, Column("sink/ratt", "own", "lower", 2))
+    observations = [Observation("lazy", seed, "complete", {"sink/rate": 0.5}) for seed in range(2)]
+    warnings = replace(PLAN, columns=own).make_table_spec(observations, ["Another."]).warnings
+    assert warnings == ["Another.", "Left out, as no cell reports them: 'sink/ratt' (did you mean sink/rate?)."]
+    assert replace(PLAN, columns=own).make_table_spec([], []).warnings == []
+    assert PLAN.make_table_spec(observations, []).warnings == []
 
 
 def test_a_row_that_is_another_training_is_refused() -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import sqlalchemy
 import torch
 
-from lit_lazy.config.user_files import USER
+from lit_lazy.support.class_source import USER
 
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "make_cheap", "run", "run_in_fork"]
 

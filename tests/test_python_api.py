@@ -278,3 +278,35 @@ def test_results_on_several_experiments_are_listed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(links, "list_experiment_names", lambda *_, **__: known)
     with pytest.raises(ValueError, match=r"^results='table2': runs has several; give one of table2-.*, table2-\w+$"):
         results("table2")
+
+
+EDITED = """
+from lit_lazy.attention import Normaliser, NormaliserModule
+from lit_lazy.config import experiment, replace_at
+
+class EditedRule(Normaliser):
+    def build(self, shape):
+        return EditedModule()
+
+class EditedModule(NormaliserModule):
+    def weights(self, scores, rows):
+        return scores.softmax(-1)
+
+def config():
+    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": EditedRule(), "train.steps": 4})
+"""
+
+
+def test_a_file_that_was_edited_in_one_session_is_trained_as_it_is_now(tmp_path: Path) -> None:
+    """The first rule's numbers stood under the second one's key, also for later sessions."""
+    file, runs = tmp_path / "rule.py", tmp_path / "runs"
+    found = []
+    for text in (EDITED, EDITED.replace("(-1)", "(-1) / 2"), EDITED.replace("4})", "5})"), EDITED):
+        file.write_text(text)
+        found.append(train(str(file), runs=runs))
+    first, halved, longer, again = found
+    assert halved.metrics["init/mass/trigger"] == pytest.approx(0.5)
+    assert first.metrics["init/mass/trigger"] == pytest.approx(1)
+    assert len({done.folder for done in found}) == 3
+    assert (longer.metrics["init/loss/val"], again.folder) == (first.metrics["init/loss/val"], first.folder)
+    assert again.metrics["loss/val"] == first.metrics["loss/val"] != longer.metrics["loss/val"]

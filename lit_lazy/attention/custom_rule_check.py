@@ -66,24 +66,31 @@ def probe_attention(
 ) -> None:
     """Raises a one-line ValueError with the fix if a normaliser's attention violates its contract.
 
-    Checks the shape of `output`, causality, and a gradient for each trained parameter.
+    Checks the shape of `output`, causality, and a gradient for queries and keys, if they count, and for each trained
+    parameter.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device, dtype)
     with torch.enable_grad():
-        out = attend(q, k, v)
+        out = attend(q.requires_grad_(), k.requires_grad_(), v)
         if not isinstance(out, Tensor) or out.shape != q.shape:
             got = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise ValueError(f"{name}.output returns {got} for heads {list(q.shape)}; return the same shape")
         changed = (torch.cat([x[:, :, :-1], 1 - 3 * x[:, :, -1:]], 2) for x in (q, k, v))
         if not torch.allclose(out[:, :, :-1], attend(*changed)[:, :, :-1], rtol=1e-4, atol=1e-6):
             raise ValueError(f"{name} lets a later token change an earlier row; compute each row from its own scores")
-        if not parameters:
-            return
-        if out.requires_grad:
-            found = torch.autograd.grad(out.sum(), list(parameters.values()), allow_unused=True)
+        negated = attend(-q, k, v)
+        asked, both = [q, k, *parameters.values()], (out + 2 * negated).sum()  # one of them may be 0 everywhere
+        if both.requires_grad:
+            of_query, of_key, *found = torch.autograd.grad(both, asked, allow_unused=True)
         else:
-            found = (None,) * len(parameters)
+            of_query, of_key, *found = [None] * len(asked)
+        learned = any(gradient is not None and gradient.any() for gradient in (of_query, of_key))
+        if not learned and not torch.equal(out, negated):
+            raise ValueError(
+                f"{name} passes no gradient to the scores, so queries and keys would learn nothing: compute the "
+                "weights from the scores in torch, without detaching them"
+            )
     for parameter, gradient in zip(parameters, found, strict=True):
         if gradient is None:
             raise ValueError(

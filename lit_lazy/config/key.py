@@ -19,7 +19,7 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
-from lit_lazy.config.user_files import read_source
+from lit_lazy.support.class_source import read_source
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import suggest_file

@@ -5,6 +5,7 @@ import functools
 import importlib
 import numbers
 import pkgutil
+import sys
 import types
 import typing
 from abc import ABC
@@ -60,9 +61,19 @@ def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     found: dict[str, type[T]] = {}
     for sub in base.__subclasses__():
         found.update(find_leaf_classes(sub))
-        if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
-            raise ValueError(f"{base.__name__}: two classes have the name {sub.__name__}; rename the custom one")
+        if dataclasses.is_dataclass(sub):
+            former = found.get(sub.__name__, sub)
+            if (former.__module__, former.__qualname__) != (sub.__module__, sub.__qualname__):
+                places = " and ".join(_describe_place(cls) for cls in (former, sub))
+                problem = f"two classes have the name {sub.__name__}, in {places}"
+                raise ValueError(f"{base.__name__}: {problem}; rename a custom one and restart Python")
+            found[sub.__name__] = sub  # of a file that was imported again, the newest
     return found
+
+
+def _describe_place(cls: type) -> str:
+    """The file that defines a class, or the module if it comes from none."""
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
 @functools.cache

@@ -1,38 +1,37 @@
 """Imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
-import ast
 import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.class_source import USER, collect_local_files, iter_imports
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import find_last_commit
 
-SETTINGS = ("config", "ablation", "search", "question")
-"""Names that a file exports. A cell's key includes their values, so it omits their source."""
-OWN = ("lit_lazy", "flash_lazy")
-"""This project's packages, which may be next to a user's file without being part of it."""
-USER = "lit_lazy_user_"
-"""Prefix of the module names of users' files."""
+_imported: WeakKeyDictionary[ModuleType, dict[Path, bytes]] = WeakKeyDictionary()
+"""Content of each user's file, and of those next to it that it imports, when it was imported."""
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file by its path, once per process. It and the files next to it may import each other.
+    """Import a file by its path, once per process, and anew once it, or a file next to it that it imports, was edited.
+
+    It and the files next to it may import each other.
 
     Raises a one-line ValueError if that fails or if an imported file next to it is shadowed by another module.
     """
     name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     for known in (sys.modules.get(name), sys.modules.get(path.stem)):
-        if known is not None and getattr(known, "__file__", None) == str(path):
+        if known is not None and getattr(known, "__file__", None) == str(path) and not _forget_edited(known, path):
             return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -47,14 +46,30 @@ def load_module(path: Path) -> ModuleType:
     sys.modules.update(dict.fromkeys(names, module))
     try:
         with _disable_bytecode(), locate_errors(path):
+            _imported[module] = {path: path.read_bytes()}
             spec.loader.exec_module(module)
-            for imported, file in _iter_imports(collect_local_files(path, path.parent), path.parent):
+            local = collect_local_files(path, path.parent)
+            _imported[module] = {file: file.read_bytes() for file in local} | _imported[module]
+            for imported, file in iter_imports(local, path.parent):
                 _check_neighbour(imported, file)
     except BaseException:
         for registered in names:
             sys.modules.pop(registered, None)
         raise
     return module
+
+
+def _forget_edited(module: ModuleType, path: Path) -> bool:
+    """Forget a module and the imported files next to it, so that they are imported anew, if one of them was edited."""
+    former = _imported.setdefault(module, {path: path.read_bytes()})
+    if all(file.is_file() and file.read_bytes() == content for file, content in former.items()):
+        return False
+    files = {str(file) for file in former}
+    for name, known in list(sys.modules.items()):
+        if str(getattr(known, "__file__", None)) in files:
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    return True
 
 
 @contextmanager
@@ -87,33 +102,6 @@ def _check_neighbour(name: str, file: Path) -> None:
         raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
 
 
-def read_source(cls: type) -> str:
-    """The source of a user's class: its file and all local files that this imports, directly or indirectly.
-
-    Omits the definitions of exported settings. Raises ValueError if a file cannot be read, or if a method uses a
-    variable of the function around the class, whose value no source tells.
-    """
-    try:
-        path = Path(inspect.getfile(cls)).resolve()
-    except (TypeError, OSError):
-        raise ValueError(
-            f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
-        ) from None
-    for function in filter(inspect.isfunction, vars(cls).values()):
-        outer = sorted({*function.__code__.co_freevars} - {"__class__"})
-        # What a dataclass adds comes from no file, or from the standard library.
-        if outer and Path(function.__code__.co_filename).resolve() == path:
-            raise ValueError(
-                f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
-                "part of the key; make it a field, or define it at the top of the file"
-            )
-    # The folder from which its module is imported.
-    root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
-    left_out = SETTINGS if cls.__module__.startswith(USER) else ()
-    files = sorted(collect_local_files(path, root))
-    return "\n\n".join(_read_statements(file, left_out if file == path else ()) for file in files)
-
-
 def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
     """The first 12 hex digits of the SHA-256 of user files, and of those next to them that they import, by name.
 
@@ -122,61 +110,6 @@ def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
     every = {local for file in files for local in collect_local_files(file.resolve(), file.resolve().parent)}
     uncommitted = sorted(file for file in every if not find_last_commit(file))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in uncommitted}
-
-
-def collect_local_files(path: Path, root: Path) -> set[Path]:
-    """A file and the files below `root` that it imports, directly or indirectly."""
-    found, ahead = {path}, [path]
-    while ahead:
-        new = {file for _, file in _iter_imports({ahead.pop()}, root)} - found
-        found |= new
-        ahead += new
-    return found
-
-
-def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each module below `root` that the files import."""
-    for path in files:
-        for name in _iter_imported_names(path, root):
-            place = root.joinpath(*name.split("."))
-            for file in (place.with_suffix(".py"), place / "__init__.py"):
-                if file.is_file() and name.partition(".")[0] not in OWN:
-                    yield name, file.resolve()
-
-
-def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            named = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = path.parents[node.level - 1].relative_to(root).parts if node.level else ()
-            module = ".".join([*package, *([node.module] if node.module else [])])
-            named = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-        else:
-            continue
-        for name in named:
-            parts = name.split(".")
-            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-
-
-def _read_statements(path: Path, left_out: Sequence[str]) -> str:
-    """The top-level statements of a file without the definitions of some names: editing a row changes no class."""
-    text = path.read_text()
-    lines, kept = text.splitlines(), []
-    for node in ast.parse(text, str(path)).body:
-        if _get_defined_name(node) not in left_out:
-            first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
-            kept += lines[first - 1 : node.end_lineno]
-    return "\n".join(kept)
-
-
-def _get_defined_name(node: ast.stmt) -> str | None:
-    """The name that a statement defines, if it is a function or an assignment of one name."""
-    if isinstance(node, ast.FunctionDef):
-        return node.name
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-    return target.id if isinstance(target, ast.Name) else None
 
 
 @contextmanager

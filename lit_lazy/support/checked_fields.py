@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from lit_lazy.support.checks import require
+from lit_lazy.support.class_source import keep_file
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 
@@ -32,6 +33,7 @@ class CheckedFields:
 
     def __init_subclass__(cls, prefix: str | None = None) -> None:
         super().__init_subclass__()
+        keep_file(cls)
         if prefix is not None:
             cls._prefix = prefix
         if "__post_init__" in vars(cls):
@@ -44,13 +46,20 @@ class CheckedFields:
 @functools.cache
 def require_decorated(cls: type) -> None:
     """Raise a one-line ValueError if a class of settings has values that are no fields, and so no part of its key."""
+    # What a dataclass adds comes from no file.
+    if "__init__" in vars(cls) and cls.__init__.__code__.co_filename != "<string>":
+        raise ValueError(
+            f"{cls.__name__}: has an __init__ of its own, whose values are no fields; write @dataclass(frozen=True) "
+            "above the class, and each value as `NAME: TYPE = VALUE` in it"
+        )
     decorated = "__dataclass_fields__" in vars(cls)
     typed = {name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
     if not decorated and (typed or not dataclasses.is_dataclass(cls)):
         names = f", as its settings are no fields: {', '.join(sorted(typed))}" if typed else ""
         raise ValueError(f"{cls.__name__}: write @dataclass(frozen=True) above the class{names}")
     for name in (field.name for field in dataclasses.fields(cls)):
-        if name in vars(cls) and name not in typed:
+        # Slots are no defaults.
+        if name in vars(cls) and name not in typed and not inspect.ismemberdescriptor(vars(cls)[name]):
             raise ValueError(f"{cls.__name__}.{name}: is a new default without a type; write `{name}: TYPE = VALUE`")
 
 

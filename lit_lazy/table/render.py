@@ -51,8 +51,9 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
     """
     blocks = [*_build_opening(table), *_build_primary_means(table), *_build_primary_contrasts(table)]
     failures = [BulletList(tuple(items)) for items in [_list_unfinished(table, ["failed"])] if items]
-    shown = [part.metrics[c.key] for part in (*table.rows, *table.contrasts) for c in table.main_columns[:1]]
-    legend = [Paragraph("* p < 0.05 after Holm.")] if any(measure.separated for measure in shown) else []
+    shown = [row.metrics[c.key].difference for row in table.rows for c in table.main_columns[:1]]
+    shown += [contrast.metrics[c.key] for contrast in table.contrasts for c in table.main_columns[:1]]
+    legend = [Paragraph(_SUMMARY_LEGEND)] if any(measure.p_adj is not None for measure in shown) else []
     return _render_short([*blocks, *legend, *failures], whole, width)
 
 
@@ -185,6 +186,7 @@ _LEGEND = (
     "of one that is always at a bound: no spread was measured; – not defined; * differs from the baseline (p < 0.05 "
     "after Holm over the rows of the metric). ↓ lower, ↑ higher is better."
 )
+_SUMMARY_LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
 _EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
 _SYMBOLS = (
     "p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same difference in every seed: exact "

@@ -72,6 +72,14 @@ BROKEN = {
         module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),
         "Mine.scale gets no gradient",
     ),
+    "detached scores": (
+        module(lambda _, s, _rows: s.detach().softmax(-1)),
+        "Mine passes no gradient to the scores, so queries and keys would learn nothing",
+    ),
+    "computed elsewhere": (
+        module(lambda _, s, _rows: torch.from_numpy(s.detach().numpy()).softmax(-1)),
+        "Mine passes no gradient to the scores",
+    ),
 }  # fmt: skip
 
 

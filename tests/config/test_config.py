@@ -472,6 +472,19 @@ def test_a_class_whose_values_are_no_fields_is_refused():
     class DecoratedUntyped(Elastic):
         tau_init = 0.5
 
+    class OwnInit(Elastic):
+        def __init__(self, power=2.0):
+            self.power = power
+
+    @dataclass(frozen=True)
+    class DecoratedInit(Elastic):
+        def __init__(self, power=2.0):
+            object.__setattr__(self, "power", power)
+
+    @dataclass(frozen=True, slots=True)
+    class Slotted(Elastic):
+        power: float = 2.0
+
     class Inherits(Elastic):
         steps: typing.ClassVar[int] = 3
 
@@ -479,10 +492,14 @@ def test_a_class_whose_values_are_no_fields_is_refused():
         Plain()
     with pytest.raises(ValueError, match=r"^Undecorated: write @dataclass\(.* as its settings are no fields: power$"):
         Undecorated()
+    for cls in (OwnInit, DecoratedInit):
+        with pytest.raises(ValueError, match=rf"^{cls.__name__}: has an __init__ of its own, .* write @dataclass\("):
+            cls(3.0)
     for cls in (Untyped, DecoratedUntyped):
         with pytest.raises(ValueError, match=rf"^{cls.__name__}.tau_init: is .* write `tau_init: TYPE = VALUE`$"):
             cls()
     assert Inherits() == Inherits(tau_init=1.0)
+    assert Slotted(tau_init=0.5) == Slotted(power=2.0, tau_init=0.5)
 
 
 def test_a_mistake_in_the_checks_of_a_custom_class_stays_its_own():

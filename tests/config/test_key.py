@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import lzma
 import sys
@@ -10,6 +11,7 @@ from abc import ABC
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
@@ -196,13 +198,16 @@ def config():
 """
 
 
+NUMBERS = itertools.count()
+
+
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "factors.py").write_text("from deeper import BASE\n\nFACTOR = 2 * BASE\n")
     (tmp_path / "deeper.py").write_text("BASE = 1\n")
     (tmp_path / "unrelated.py").write_text("X = 1\n")
     path = tmp_path / "mine.py"
-    path.write_text(RULE)
+    path.write_text(RULE.replace("Times", f"Times{next(NUMBERS)}"))  # classes of earlier tests are still known
     yield path
     for name in ("factors", "deeper", "mine"):
         sys.modules.pop(name, None)
@@ -214,29 +219,84 @@ def test_the_users_code_is_in_the_key(mine: Path) -> None:
     assert len(hash_user_code(cfg)) == 1
     first = cell_key(cfg, "x")
 
-    def key_after(name: str, old: str, new: str) -> str:
+    def key_after(name: str, old: str, new: str, again: bool = False) -> str:
         file = mine.with_name(name)
         text = file.read_text()
         assert old in text
         file.write_text(text.replace(old, new))
-        changed = cell_key(cfg, "x")
+        changed = cell_key(load_experiment(mine) if again else cfg, "x")
         file.write_text(text)
         return changed
 
     changed = [
-        key_after("mine.py", "build(shape)  #", "build(shape).half()  #"),
-        key_after("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
-        key_after("factors.py", "2 * BASE", "3 * BASE"),
-        key_after("deeper.py", "BASE = 1", "BASE = 7"),
+        key_after("mine.py", "build(shape)  #", "build(shape).half()  #", again=True),
+        key_after("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)", again=True),
+        key_after("factors.py", "2 * BASE", "3 * BASE", again=True),
+        key_after("deeper.py", "BASE = 1", "BASE = 7", again=True),
     ]
     assert len({first, *changed}) == 5
     unchanged = [
-        key_after("mine.py", "Times()})", "Times(), 'seed': 1})"),  # made settings are in the key already
+        key_after("mine.py", "()})", "(), 'seed': 1})"),  # made settings are in the key already
         key_after("mine.py", "\n\ndef config", "\n\n# a remark between statements\ndef config"),
         key_after("unrelated.py", "X = 1", "X = 2"),
     ]
     assert set(unchanged) == {first}
     assert hash_user_code(load_experiment(find("experiments", "backcopy_tiny"))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("mine.py", "# times", "* 2 # times"), ("factors.py", "2 *", "3 *"), ("deeper.py", "1", "2")],
+)
+def test_what_was_edited_since_its_import_is_imported_again(mine: Path, name: str, old: str, new: str) -> None:
+    """A key of new code for a model of old code would spoil the runs folder for good."""
+    former = load_experiment(mine)
+    key = cell_key(former, "x")
+    file = mine.with_name(name)
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=rf"^Times\d+: {name} was edited after it was imported; .* restart Python$"):
+        cell_key(former, "x")
+    now = load_experiment(mine)
+    assert cell_key(now, "x") != key
+    assert type(now.model.attention.normaliser) is not type(former.model.attention.normaliser)
+    assert cell_key(load_experiment(mine), "x") == cell_key(now, "x")
+    assert load_module(mine) is load_module(mine)
+
+
+def test_the_newest_class_of_a_file_has_its_name(mine: Path) -> None:
+    def edit() -> bool:
+        former = load_experiment(mine)
+        mine.write_text(mine.read_text().replace("# times", "* 2 # times"))
+        now = load_experiment(mine)
+        return from_dict(RunConfig, to_dict(former)) == now != former
+
+    assert forked.run_in_fork(edit)  # this process is not to know two
+
+
+def test_an_edit_before_the_first_key_is_seen(mine: Path) -> None:
+    former = load_experiment(mine)
+    mine.write_text(mine.read_text().replace("# times", "* 2 # times"))
+    with pytest.raises(ValueError, match=r"^Times\d+: mine\.py was edited after it was imported"):
+        cell_key(former, "x")
+
+
+def test_edited_settings_of_a_file_are_read_again_and_no_other_code(mine: Path) -> None:
+    former = load_experiment(mine)
+    mine.write_text(mine.read_text().replace("()})", "(), 'train.steps': 7})"))
+    assert load_experiment(mine).train.steps == 7
+    assert cell_key(former, "x") != cell_key(load_experiment(mine), "x")
+    assert hash_user_code(former) == hash_user_code(load_experiment(mine))
+
+
+def test_a_module_that_is_imported_by_python_is_noticed_too(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mine.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.import_module("mine")
+    mine.write_text(mine.read_text().replace("# times", "* 2 # times"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^Times\d+: mine\.py was edited after it was imported"):
+            cell_key(module.config(), "x")
+    assert hash_user_code(importlib.reload(module).config())
 
 
 def made(folder: Path, files: dict[str, str], module: str) -> object:
@@ -270,11 +330,10 @@ PACKAGE = {
 @pytest.mark.parametrize("edited", ["deeprules/b.py", "deeprules/c.py", "deeprules/d.py", "lit_lazy/__init__.py"])
 def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
     """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
-    deep = made(tmp_path, PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}, module)
-    before = hash_user_code(deep)
-    file = tmp_path / edited
-    file.write_text(file.read_text().replace("return 1", "return 2"))
-    assert (hash_user_code(deep) == before) == edited.startswith("lit_lazy")
+    files = PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}
+    before = hash_user_code(made(tmp_path, files, module))
+    after = hash_user_code(made(tmp_path, files | {edited: files[edited].replace("return 1", "return 2")}, module))
+    assert (after == before) == edited.startswith("lit_lazy")
 
 
 @pytest.fixture
@@ -345,3 +404,15 @@ def test_a_method_may_call_that_of_its_base() -> None:
 
 if __name__ == "__main__":
     SHIPPED.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")
+
+
+def test_classes_of_one_name_are_named_with_their_files(mine: Path) -> None:
+    other = mine.with_name("other.py")
+    other.write_text(mine.read_text())
+
+    def load_both() -> None:
+        to_dict(load_experiment(mine))
+        from_dict(RunConfig, to_dict(load_experiment(other)))
+
+    with pytest.raises(RuntimeError, match=rf"two classes have the name Times\d+, in {mine} and {other}; rename a cus"):
+        forked.run_in_fork(load_both)

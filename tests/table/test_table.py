@@ -890,16 +890,29 @@ def test_a_terminal_gets_text_without_markup():
     assert max(map(len, text.splitlines())) <= 100
 
 
+LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
+
+
 def test_a_summary_has_the_finding_and_the_primary_column():
     text = render_summary(weighed(), Path("table.md"))
     finding, grid = text.split("\n\nVariant")
     assert finding.startswith("Did not learn the task (in so many cells): dead (4 of 5).")
     header, *lines, space, legend = f"Variant{grid}".splitlines()
-    assert (space, legend) == ("", "* p < 0.05 after Holm.")
+    assert (space, legend) == ("", LEGEND)
     assert re.split(r"  +", header) == ["Variant", "State", "n", "excess loss (nats) ↓", "Δ to lazy"]
     assert [line.split()[0] for line in lines] == ["lazy", "good", "dead"]
     assert re.split(r"  +", lines[0])[-1] == "baseline"
     assert re.search(r"\+0\.0099 ±0\.000\d, p<0\.001\*$", lines[1])
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_a_summary_explains_p_where_it_shows_one(seeds: int) -> None:
+    noise = np.random.default_rng(0).normal
+    observations = [cell(name, s, 1 + 0.1 * noise()) for name in ("lazy", "b") for s in range(seeds)]
+    text = render_summary(
+        table(rows("lazy", "b", seeds=range(seeds)), observations, primary=("loss",)), Path("table.md")
+    )
+    assert ("p=" in text, "*" in text.replace(LEGEND, ""), LEGEND in text) == (seeds > 1, False, seeds > 1)
 
 
 def test_a_summary_has_the_primary_outcome_s_contrasts_and_names_the_rest_exploratory():

@@ -54,6 +54,7 @@ def print_estimate(
         f"\n{cells} cells of {grid}: about {format_duration(total / launch.workers)} of training with "
         f"{format_count(launch.workers, 'worker')} of "
         f"{format_count(launch.threads, 'thread')}, from {' and '.join(bases)}; memory of each device without "
-        f"libraries; about {disk / 1e6:.0f} MB of disk.\nNothing was created.",
+        f"libraries; about {disk / 1e6:.0f} MB of disk.\n"
+        "Each cell's start, evaluation and diagnosis come on top. Nothing was created.",
         highlight=False,
     )

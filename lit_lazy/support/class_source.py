@@ -1,0 +1,115 @@
+"""The source of users' classes as it was imported, which tells one training from another."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+SETTINGS = ("config", "ablation", "search", "question")
+"""Names that a file exports. A cell's key includes their values, so it omits their source."""
+OWN = ("lit_lazy", "flash_lazy")
+"""This project's packages, which may be next to a user's file without being part of it."""
+USER = "lit_lazy_user_"
+"""Prefix of the module names of users' files."""
+
+_imported: WeakKeyDictionary[type, dict[Path, bytes]] = WeakKeyDictionary()
+"""What `read_source` has read of each class's files; of its own file, what was there when the class was defined."""
+
+
+def keep_file(cls: type) -> None:
+    """Keep the content of the file that is being imported and defines a user's class."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is not None and file.endswith(".py") and cls.__module__.partition(".")[0] not in OWN:
+        path = Path(file).resolve()
+        _imported[cls] = {path: path.read_bytes()}
+
+
+def read_source(cls: type) -> str:
+    """The source of a user's class: its file and all local files that this imports, directly or indirectly.
+
+    Omits the definitions of exported settings. Raises ValueError if a file cannot be read or was edited since it was
+    imported, or if a method uses a variable of the function around the class, whose value no source tells.
+    """
+    try:
+        path = Path(inspect.getfile(cls)).resolve()
+    except (TypeError, OSError):
+        raise ValueError(
+            f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
+        ) from None
+    for function in filter(inspect.isfunction, vars(cls).values()):
+        outer = sorted({*function.__code__.co_freevars} - {"__class__"})
+        # What a dataclass adds comes from no file, or from the standard library.
+        if outer and Path(function.__code__.co_filename).resolve() == path:
+            raise ValueError(
+                f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
+                "part of the key; make it a field, or define it at the top of the file"
+            )
+    # The folder from which its module is imported.
+    root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
+    kept, sources = _imported.setdefault(cls, {}), []
+    for file in sorted(collect_local_files(path, root)):
+        left_out = SETTINGS if file == path and cls.__module__.startswith(USER) else ()
+        content = file.read_bytes()
+        sources.append(_keep_statements(content, file, left_out))
+        if _keep_statements(kept.setdefault(file, content), file, left_out) != sources[-1]:
+            raise ValueError(
+                f"{cls.__name__}: {file.name} was edited after it was imported; import it again, or restart Python"
+            )
+    return "\n\n".join(sources)
+
+
+def collect_local_files(path: Path, root: Path) -> set[Path]:
+    """A file and the files below `root` that it imports, directly or indirectly."""
+    found, ahead = {path}, [path]
+    while ahead:
+        new = {file for _, file in iter_imports({ahead.pop()}, root)} - found
+        found |= new
+        ahead += new
+    return found
+
+
+def iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
+    """Name and file of each module below `root` that the files import."""
+    for path in files:
+        for name in _iter_imported_names(path, root):
+            place = root.joinpath(*name.split("."))
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                if file.is_file() and name.partition(".")[0] not in OWN:
+                    yield name, file.resolve()
+
+
+def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
+    """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = path.parents[node.level - 1].relative_to(root).parts if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            named = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+        else:
+            continue
+        for name in named:
+            parts = name.split(".")
+            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _keep_statements(content: bytes, path: Path, left_out: Sequence[str]) -> str:
+    """The top-level statements of a file without the definitions of some names: editing a row changes no class."""
+    text = content.decode()
+    lines, kept = text.splitlines(), []
+    for node in ast.parse(text, str(path)).body:
+        if _get_defined_name(node) not in left_out:
+            first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+            kept += lines[first - 1 : node.end_lineno]
+    return "\n".join(kept)
+
+
+def _get_defined_name(node: ast.stmt) -> str | None:
+    """The name that a statement defines, if it is a function or an assignment of one name."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    return target.id if isinstance(target, ast.Name) else None

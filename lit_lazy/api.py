@@ -211,15 +211,14 @@ class Model:
     def diagnose(self, sequences: int = SAMPLE) -> Diagnostics:
         """Sinks, mass, sparsity and collapse of its heads and hidden states, on so many validation sequences at most.
 
-        `.arrays` are all arrays `[layers, H, ...]` by name. `.scalars()` are means of some over layers and heads; mass,
-        zeros and tau are only in `.arrays`.
+        `.arrays` are all arrays `[layers, H, ...]` by name, `.metrics()` their means over layers and heads.
         Raises ValueError, in one line, where the data of the training cannot be had.
 
         >>> model = load(train("backcopy_tiny").checkpoint)
         >>> found = model.diagnose(sequences=8)
         >>> found.arrays["sink/weight"].shape
         (1, 1, 8)
-        >>> 0 <= found.scalars()["sink/rate"] <= 1
+        >>> 0 <= found.metrics()["sink/rate"] <= 1
         True
         """
         require_whole("sequences", sequences, 1)

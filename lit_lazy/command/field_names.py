@@ -29,6 +29,8 @@ def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> 
             meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
             given = value if equals else following
             raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
+        if nearly := get_close_matches(f"--{parts[-1]}", options, n=1, cutoff=0.8):
+            raise ValueError(f"{path}: no such field (did you mean the option {nearly[0]}?); {FIX}")
 
 
 def _read_fields() -> dict[str, list[str]]:

@@ -81,6 +81,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         print_metrics(trained.metrics)
     else:
         print("\n".join(format_summary(trained.metrics, trained.result.before)))
+        if cfg.evaluations:
+            names = ", ".join(type(evaluation).__name__ for evaluation in cfg.evaluations)
+            print(f"\n{names}: the same command with --verbose prints what they measured")
     print(f"\n{format_locations(trained)}")
     return 0
 

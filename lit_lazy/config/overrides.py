@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import json
 import types
@@ -22,6 +23,8 @@ LONGEST_VALUE = 4096
 DEEPEST_VALUE = 20
 """Upper bound on brackets of one kind in a value; the JSON parser fails at a few thousand."""
 NONE = ("None", "null", "Null", "NULL", "~")
+SYNONYMS = {"learning_rate": "lr", "epochs": "steps", "layers": "n_layers", "heads": "n_heads"}
+"""Names that others give a field -> its name here."""
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -127,8 +130,7 @@ def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:
             raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
         return
     if not is_exchangeable(part):
-        known = [f"--{known}" for known, field in fields.items() if not is_group(field.hint)]
-        fix = did_you_mean(f"--{path}", known)
+        fix = _guess_path(path, [known for known, field in fields.items() if not is_group(field.hint)])
     else:
         cls: Any = fields[parent].chosen or type(fields[parent].value)
         own = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
@@ -139,6 +141,18 @@ def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:
         fix += f"; {cls.__name__} has {', '.join(own) or 'no fields'}" if cls is not type(None) else ""
     raise ValueError(
         f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists the fields, --help the options"
+    )
+
+
+def _guess_path(path: str, known: Sequence[str]) -> str:
+    """` (did you mean ...?)` with a known path that ends in this name, begins like it, or is most similar; or ""."""
+    name = path.rpartition(".")[2]
+    name = SYNONYMS.get(name, name)
+    by_name = {one.rpartition(".")[2]: one for one in sorted(known, key=len, reverse=True)}  # the shortest stays
+    begun = [other for other in by_name if other.startswith(f"{name}_")]
+    nearly = [name] * (name in by_name) or difflib.get_close_matches(name, by_name, n=1, cutoff=0.75) or begun[-1:]
+    return (
+        f" (did you mean --{by_name[nearly[0]]}?)" if nearly else did_you_mean(f"--{path}", map("--{}".format, known))
     )
 
 
@@ -159,9 +173,8 @@ def _parse_parts(path: str, text: str, base: type) -> tuple[Any, ...]:
         parts = []
         for call in calls:
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-                raise ValueError(
-                    f"{ast.unparse(call)} is no class with its settings in brackets, as in NAME(FIELD=VALUE)"
-                )
+                get_leaf_class(base, ast.unparse(call))  # a misspelt name is told first
+                raise ValueError(f"write {ast.unparse(call)}(), with settings in the brackets, as in NAME(FIELD=VALUE)")
             arguments = map(_read_literal, call.args)
             settings = {str(keyword.arg): _read_literal(keyword.value) for keyword in call.keywords}
             parts.append(get_leaf_class(base, call.func.id)(*arguments, **settings))

@@ -1,6 +1,6 @@
 """`Diagnostics`, the arrays measured on a model. Imports no torch, which those who read them do not need."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +43,16 @@ SCALARS = {
     "bias/alibi_distance": ("bias/alibi_distance", lambda x: x),
 }
 """Metric of a run -> its array, and the part of it that is averaged over layers and heads."""
+SAMPLED = {
+    "loss/sample": ("loss/by_position", lambda x: x),
+    "mass/all": ("mass/row", lambda x: x),
+    "sparsity/zero": ("sparsity/zero", lambda x: x),
+    "sparsity/null": ("sparsity/null", lambda x: x),
+    "tau/mean": ("tau", lambda x: x),
+    "sink/weight": ("sink/weight", lambda x: x[..., 0]),
+    "sink/share": ("sink/share", lambda x: x[..., 0]),
+}
+"""The same of metrics that a run measures on its full validation set instead."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,16 @@ class Diagnostics:
 
     def scalars(self) -> dict[str, float]:
         """The finite metrics of a run computed from these arrays, with their measurement's prefix."""
+        return self._average(SCALARS)
+
+    def metrics(self) -> dict[str, float]:
+        """What `lit-lazy diagnose` prints: `scalars`, and of the sample what a run measures on its full validation set."""
+        return self._average(SCALARS | SAMPLED)
+
+    def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:
         found = {}
         for prefix in self.prefixes:
-            for name, (source, part) in SCALARS.items():
+            for name, (source, part) in parts.items():
                 if (array := self.arrays.get(prefix + source)) is not None:
                     found[prefix + name] = _nanmean(part(array))
         return {name: value for name, value in found.items() if np.isfinite(value)}

@@ -40,14 +40,6 @@ from lit_lazy.training.result import FINAL_CHECKPOINT
 
 EXPERIMENT = "diagnose"
 """MLflow experiment of the diagnoses."""
-SAMPLED = {
-    "loss/sample": "loss/by_position",
-    "mass/all": "mass/row",
-    "sparsity/zero": "sparsity/zero",
-    "sparsity/null": "sparsity/null",
-    "tau/mean": "tau",
-}
-"""Metrics that are the mean of an array, by metric."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -122,7 +114,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
     reference = build_reference(request.checkpoint, trained) if same else {"before/": trained}
     measured = measure_all({"": module} | reference, sources, taus, request, console)
-    metrics = measured.scalars() | compute_metrics(measured)
+    metrics = compute_metrics(measured)
     files = write_results(measured, metrics, sources, request)
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
@@ -263,23 +255,11 @@ class _Progress:
 
 
 def compute_metrics(measured: Diagnostics) -> dict[str, float]:
-    """Metrics of the sample under each measurement's prefix, named as a run's metrics of its full validation set.
-
-    They are means over layers, heads and positions; undefined metrics are left out.
-    """
-    metrics = {
-        prefix + name: float(np.nanmean(values, dtype=np.float64))
-        for prefix in measured.prefixes
-        for name, source in SAMPLED.items()
-        if (values := measured.arrays.get(prefix + source)) is not None and np.isfinite(values).any()
-    }
+    """Metrics of the sample under each measurement's prefix: means over layers, heads and positions, and of lengths."""
+    metrics = measured.metrics()
     for prefix in measured.prefixes:
         arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
         metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
-        for name in ("weight", "share"):
-            first = measured.arrays.get(f"{prefix}sink/{name}")
-            if first is not None and np.isfinite(first[..., 0]).any():
-                metrics[f"{prefix}sink/{name}"] = float(np.nanmean(first[..., 0], dtype=np.float64))
     return metrics
 
 

@@ -96,7 +96,8 @@ def describe_kind(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin is tuple and parts[1:] == (Ellipsis,):
-        return f"a tuple, each item {describe_kind(parts[0])}"
+        example = {str: ", for example ('a','b')", int: ", for example (1,2)", float: ", for example (0.5,1.0)"}
+        return f"a tuple, each item {describe_kind(parts[0])}{example.get(parts[0], '')}"
     if origin is tuple:
         return f"{len(parts)} numbers in brackets, for example [{','.join('0.5' for _ in parts)}]"
     if origin in (Mapping, dict):

@@ -82,7 +82,8 @@ def run(
     """
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
-    fix = f"its code or data have changed since, its key is {key} now; give the same command again"
+    now = f"its code or data have changed since, its key is {key} now"
+    fix = f"{now}; undo the edit, or train it under another name= or with --fresh"
     require(expected_key in (None, key), "cell", expected_key, fix)
     folder.mkdir(parents=True, exist_ok=True)
     try:

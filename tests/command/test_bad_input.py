@@ -113,6 +113,8 @@ OPTIONS = [
     (["evaluate", DEVICE, "--import", "mine.py"], "argument --import: file 'mine.py': no such file; give the path"),
 ]
 FIELDS = [
+    (["--train.device=cuda"], "--train.device: no such field (did you mean the option --devices?); `lit-lazy fields"),
+    (["--train.trainable=tau"], "must be a tuple, each item text, for example ('a','b')"),
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
     (
         ["--thread", "2"],

@@ -145,3 +145,11 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert f"checkpoint: {damaged}\n" in capsys.readouterr().out
     assert main(command(runs, "--keep-checkpoint")) == 2
     assert capsys.readouterr() == ("", f"lit-lazy: {damaged}\n")
+
+
+def test_what_evaluations_measured_is_told_on_demand(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(runs, "--evaluations=Int8()")) == 0
+    out = capsys.readouterr().out
+    assert "\nInt8: the same command with --verbose prints what they measured\n" in out
+    assert main(command(runs, "--evaluations=Int8()", "--verbose")) == 0
+    assert re.search(r"^int8/loss_rise +-?\d", capsys.readouterr().out, re.M)

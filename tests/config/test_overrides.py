@@ -141,7 +141,9 @@ def test_evaluations_are_given_as_calls(text, value):
     ("text", "message"),
     [
         ("Passkeys()", "Evaluation='Passkeys': unknown (did you mean Passkey?); known are"),
-        ("Passkey", "Passkey is no class with its settings in brackets, as in NAME(FIELD=VALUE)"),
+        ("Passkey", "write Passkey(), with settings in the brackets, as in NAME(FIELD=VALUE)"),
+        ("Paskey", "Evaluation='Paskey': unknown (did you mean Passkey?); known are"),
+        ("Passkey().x", "Evaluation='Passkey().x': unknown"),
         ("Passkey(", "'(' was never closed"),
         ("Passkey(lengths=(0,))", "Passkey.lengths=0: must be a whole number of at least 2"),
         ("Passkey(depth=1)", "unexpected keyword argument 'depth'"),
@@ -283,6 +285,11 @@ def test_other_fields_are_left_to_the_settings(arguments):
         (["--model.width=3"], ["--model.width='3': no such field", "`lit-lazy fields EXPERIMENT` lists the fields"]),
         # No abbreviations: their path would not be what was set.
         (["--train.step=5"], ["--train.step='5': no such field (did you mean --train.steps?)"]),
+        (["--lr=5"], ["--lr='5': no such field (did you mean --train.lr?)"]),
+        (["--learning_rate=5"], ["(did you mean --train.lr?)"]),
+        (["--epochs=5"], ["(did you mean --train.steps?)"]),
+        (["--batch=5"], ["(did you mean --train.batch_size?)"]),
+        (["--normalizer=Softmax"], ["(did you mean --model.attention.normaliser?)"]),
         (["--see=5"], ["--see='5': no such field (did you mean --seed?)"]),
         (["steps=5"], ["unknown argument 'steps=5'; a field is set by --FIELD=VALUE"]),
         (["--train.steps"], ["--train.steps: has no value; give one as in --train.steps=VALUE"]),

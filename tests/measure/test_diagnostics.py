@@ -502,6 +502,8 @@ def test_arrays_survive_the_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read.arrays[name], array)
     assert read.prefixes == ["", "init/"]
     assert read.scalars() == joined.scalars()
+    assert joined.metrics().items() > joined.scalars().items()
+    assert joined.metrics()["init/mass/all"] == pytest.approx(float(np.nanmean(joined.arrays["init/mass/row"])))
     initial = {f"init/{name}": value for name, value in parts["init/"].scalars().items()}
     assert joined.scalars() == parts[""].scalars() | initial
     assert "init/maps/weights" not in joined.arrays

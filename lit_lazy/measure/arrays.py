@@ -110,7 +110,7 @@ class Diagnostics:
         return self._average(SCALARS)
 
     def metrics(self) -> dict[str, float]:
-        """What `lit-lazy diagnose` prints: `scalars`, and of the sample what a run measures on its full validation set."""
+        """What `lit-lazy diagnose` prints: `scalars`, and those that a run measures on its full validation set."""
         return self._average(SCALARS | SAMPLED)
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:

@@ -121,6 +121,7 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
         assert text in shown
 
 
+@pytest.mark.long
 def test_mlflow_makes_its_database_in_an_odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     runs = tmp_path / FOLDER

@@ -335,6 +335,7 @@ def test_an_ablation_is_removed_by_its_short_name(runs: Path, capsys: pytest.Cap
     assert not (runs / DUO).exists()
 
 
+@pytest.mark.long
 def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = next((runs / "train-backcopy_tiny").glob("*/final.ckpt"))
     assert main(["diagnose", str(model), "--sequences", "2", "--threads", "1"]) == 0

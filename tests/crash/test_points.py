@@ -13,13 +13,14 @@ POINTS = Path(__file__).with_name("points.py")
 REQUIRED = "LIT_LAZY_REQUIRE_CC"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "effects"),
     [
         ("SIGKILL of the process", (r"^rename .*/\.result\.json",)),
-        pytest.param("SIGKILL of the process", (r"^create .*/\.table\.csv",), marks=pytest.mark.long),
-        pytest.param("SIGKILL of all", (r"^rename .*/\.plan\.json", r"^mkdir .*/checkpoints"), marks=pytest.mark.long),
-        pytest.param("SIGTERM twice", (r"^rename .*/\.last\.ckpt", r"^rename .*/\.report"), marks=pytest.mark.long),
+        ("SIGKILL of the process", (r"^create .*/\.table\.csv",)),
+        ("SIGKILL of all", (r"^rename .*/\.plan\.json", r"^mkdir .*/checkpoints")),
+        ("SIGTERM twice", (r"^rename .*/\.last\.ckpt", r"^rename .*/\.report")),
     ],
 )
 def test_the_same_command_finishes_what_was_ended(way: str, effects: tuple[str, ...], tmp_path: Path) -> None:

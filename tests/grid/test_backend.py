@@ -80,6 +80,7 @@ def test_a_portable_grid_stays_portable_until_it_starts_again(
     assert read_labels(runs) == ["cpu", "cpu"]
 
 
+@pytest.mark.long
 def test_a_compiled_grid_is_refused_without_the_library_unless_it_is_finished(
     runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
 ) -> None:

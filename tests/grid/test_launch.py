@@ -76,6 +76,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     assert (runs / ID / "table.md").read_text() == written
 
 
+@pytest.mark.long
 def test_the_command_imports_little() -> None:
     """Only workers and `train` train, only a new table is drawn: Lightning takes as long to import as all else."""
     code = (

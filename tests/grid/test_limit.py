@@ -58,6 +58,7 @@ def test_a_grid_ends_between_cells_and_resumes(
     assert [run.info.status for run in client.search_runs([number], "tags.kind = 'ablation'")] == ["FINISHED"]
 
 
+@pytest.mark.long
 def test_a_limit_that_the_preparation_takes_lets_each_worker_start_a_cell(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
         kept[1].rename(kept[0])
 
 
+@pytest.mark.long
 def test_a_finished_cell_whose_result_is_lost_is_named_with_the_way_to_train_it_again(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -410,6 +410,7 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(
     assert claimed(queue).cell.key == "k1"
 
 
+@pytest.mark.long
 def test_what_a_cell_costs_does_not_grow_with_the_grid(tmp_path: Path) -> None:
     """Compare the median time of claims and counts at 200 and at 4,000 cells."""
     seconds = {}

@@ -190,13 +190,8 @@ def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made,
     assert (made.runs / ID / "report.html").stat().st_size == pytest.approx(sizes[0], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "databases",
-    [
-        ("mlflow.db",),
-        *(pytest.param(names, marks=pytest.mark.long) for names in (("queue.db",), ("mlflow.db", "queue.db"))),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("databases", [("mlflow.db",), ("queue.db",), ("mlflow.db", "queue.db")])
 def test_an_older_database_that_is_put_back_loses_nothing(databases: tuple[str, ...], made: Made, capsys: Any) -> None:
     """A grid's own message advises it; what a cell left in its folder is sent again, and nothing is trained."""
     results, table = made.results(), (made.runs / ID / "table.csv").read_text()

@@ -192,6 +192,7 @@ def test_one_worker_draws_the_same_points_again_also_when_interrupted(tmp_path: 
     assert all(1e-4 <= point[LR] <= 1e-1 and 0 <= point[TAU] <= 2 for point in first)
 
 
+@pytest.mark.long
 def test_tpe_looks_where_the_good_points_are(tmp_path: Path) -> None:
     queue = begun(tmp_path, 20, startup=5)
     with Membership(tmp_path / "workers") as member:

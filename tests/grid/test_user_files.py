@@ -128,6 +128,7 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert refuse(mine, runs) == "'mine': its code or data changed"
 
 
+@pytest.mark.long
 def test_changed_settings_are_named_also_by_a_dry_run(mine: Path, runs: Path) -> None:
     assert forked.run(command(mine, runs, "--rows", "mine"), cwd=mine.parent).returncode == 0
     mine.write_text(ABLATION.replace("tau_init=TAU", "tau_init=0.25"))

@@ -198,7 +198,7 @@ def test_untrained_parameters_are_said(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("command", ["evaluate", "diagnose"])
+@pytest.mark.parametrize("command", ["evaluate", pytest.param("diagnose", marks=pytest.mark.long)])
 def test_commands_say_what_is_untrained(
     command: str, checkpoint: Path, runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

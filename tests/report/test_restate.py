@@ -56,7 +56,7 @@ def test_every_committed_table_has_a_report_or_the_cells_to_make_one_of() -> Non
     assert sorted([*(path.parent for path in REPORTS), *packed]) == [path.parent for path in KEPT]
 
 
-@pytest.mark.parametrize("name", ["rivals", "rivals-stdlib"])
+@pytest.mark.parametrize("name", ["rivals", pytest.param("rivals-stdlib", marks=pytest.mark.long)])
 def test_the_command_writes_every_format_and_figure_in_place(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 
 from lit_lazy.grid.ablation import Row
 from lit_lazy.support.errors import describe_exception
@@ -34,7 +35,7 @@ def find_best_rates(folder: str) -> dict[str, float]:
     first, _, base = folder.partition("-")
     command = f"lit-lazy ablate run {first} --base {base}"
     try:
-        table = Table.from_json(json.loads(path.read_text()))
+        table = _parse_table(path.read_text())
     except FileNotFoundError:
         raise FirstStageMissing(f"needs {where}; run `{command}` and commit its table there") from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -48,6 +49,12 @@ def find_best_rates(folder: str) -> dict[str, float]:
     if undecided := [name for name, means in found.items() if not means]:
         raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `{command}`")
     return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
+
+
+@lru_cache(maxsize=8)
+def _parse_table(text: str) -> Table:
+    """Cached: each row of a second stage reads its rate from the same table."""
+    return Table.from_json(json.loads(text))
 
 
 def at_best_rate(row: Row, of: str, folder: str) -> Row:

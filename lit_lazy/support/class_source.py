@@ -20,9 +20,8 @@ _imported: WeakKeyDictionary[type, dict[Path, bytes]] = WeakKeyDictionary()
 
 def keep_file(cls: type) -> None:
     """Keep the content of the file that is being imported and defines a user's class."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if file is not None and file.endswith(".py") and cls.__module__.partition(".")[0] not in OWN:
-        path = Path(file).resolve()
+    path = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "").resolve()
+    if path.suffix == ".py" and path.is_file() and cls.__module__.partition(".")[0] not in OWN:
         _imported[cls] = {path: path.read_bytes()}
 
 

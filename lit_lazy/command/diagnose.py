@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 
 from lit_lazy.command.options import (
+    CHANGES,
     Commands,
     add_checkpoint,
     add_command,
@@ -26,6 +27,7 @@ MOST_TOKENS = 2**17
 def add_to(commands: Commands) -> None:
     summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
     parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
+    parser.epilog = CHANGES
     add_checkpoint(parser)
     parser.add_argument(
         "--data",

@@ -3,6 +3,7 @@
 import argparse
 
 from lit_lazy.command.options import (
+    CHANGES,
     Commands,
     add_checkpoint,
     add_command,
@@ -16,6 +17,7 @@ from lit_lazy.command.options import (
 def add_to(commands: Commands) -> None:
     summary = "measure a trained model on its validation data"
     parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
+    parser.epilog = CHANGES
     add_checkpoint(parser)
     parser.add_argument(
         "--evaluations",

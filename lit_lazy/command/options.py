@@ -29,6 +29,10 @@ OVERRIDES = """\
 Any field of the experiment can be overridden, for example
   --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2
 `lit-lazy fields EXPERIMENT` describes every field."""
+CHANGES = """\
+Fields of the trained model and of its data can be changed where its weights still fit, for example
+  --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=0
+`lit-lazy fields EXPERIMENT` describes every field."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,9 @@ USER = "lit_lazy_user_"
 """Prefix of the module names of users' files."""
 
 _imported: WeakKeyDictionary[type, dict[Path, bytes]] = WeakKeyDictionary()
-"""What `read_source` has read of each class's files; of its own file, what was there when the class was defined."""
+"""Content of the files of each user's class: of its own when it was defined, of others when they were first read."""
+_seen: dict[Path, tuple[ModuleSpec, bytes]] = {}
+"""The import of each other file, and its content when it was first read since: a reload makes another spec."""
 
 
 def keep_file(cls: type) -> None:
@@ -51,12 +54,30 @@ def read_source(cls: type) -> str:
     for file in sorted(collect_local_files(path, root)):
         left_out = SETTINGS if file == path and cls.__module__.startswith(USER) else ()
         content = file.read_bytes()
+        if file not in kept:
+            kept[file] = _get_imported(file, root, content)
         sources.append(_keep_statements(content, file, left_out))
-        if _keep_statements(kept.setdefault(file, content), file, left_out) != sources[-1]:
-            raise ValueError(
-                f"{cls.__name__}: {file.name} was edited after it was imported; import it again, or restart Python"
-            )
+        if _keep_statements(kept[file], file, left_out) != sources[-1]:
+            raise ValueError(f"{cls.__name__}: {file.name} was edited after it was imported; {_tell_reload(cls, file)}")
     return "\n\n".join(sources)
+
+
+def _get_imported(file: Path, root: Path, content: bytes) -> bytes:
+    """The content of a file below `root` when it was first read after its import; `content` if it is not imported."""
+    name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None:
+        return content
+    if file not in _seen or _seen[file][0] is not spec:
+        _seen[file] = spec, content
+    return _seen[file][1]
+
+
+def _tell_reload(cls: type, file: Path) -> str:
+    if cls.__module__.startswith(USER):
+        return f"make the config anew from {inspect.getfile(cls)}, or restart Python"
+    first = "" if file.stem == cls.__module__.rpartition(".")[2] else f"importlib.reload {file.stem}, then "
+    return f"{first}importlib.reload({cls.__module__}) and take {cls.__name__} from it again, or restart Python"
 
 
 def collect_local_files(path: Path, root: Path) -> set[Path]:

@@ -10,6 +10,7 @@ import torch
 from lit_lazy.api import Model, load, train
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.command.main import main
+from lit_lazy.command.options import CHANGES
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.model.loss import mean_nll, token_nll
@@ -205,6 +206,12 @@ def test_commands_say_what_is_untrained(
     options = [] if command == "evaluate" else ["--runs", str(runs), "--sequences", "8"]
     assert main([command, str(checkpoint), *options, "--threads", "1", "--model.attention.gate=OutputGate"]) == 0
     assert "untrained, at their initial values: blocks.0.attention.gate." in caplog.text
+
+
+def test_the_examples_of_the_help_can_be_given(checkpoint: Path) -> None:
+    examples = [word for word in CHANGES.split() if word.startswith("--")]
+    assert len(examples) == 2
+    assert main(["evaluate", str(checkpoint), "--threads", "1", *examples]) == 0
 
 
 def test_a_bias_that_the_model_did_not_have_moves_its_scores(model: Model) -> None:

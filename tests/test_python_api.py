@@ -22,6 +22,7 @@ from lit_lazy.attention import Elastic, Eviction, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.tracking import links
+from lit_lazy.training.head_monitor import HeadMonitor
 
 IMPORT = """
 import sys, time
@@ -297,16 +298,42 @@ def config():
 """
 
 
-def test_a_file_that_was_edited_in_one_session_is_trained_as_it_is_now(tmp_path: Path) -> None:
+def test_a_file_that_was_edited_in_one_session_is_trained_as_it_is_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first rule's numbers stood under the second one's key, also for later sessions."""
     file, runs = tmp_path / "rule.py", tmp_path / "runs"
     found = []
     for text in (EDITED, EDITED.replace("(-1)", "(-1) / 2"), EDITED.replace("4})", "5})"), EDITED):
         file.write_text(text)
+        if found:
+            load(found[-1].checkpoint)  # its class is still the one that was trained
+            assert not caplog.messages
         found.append(train(str(file), runs=runs))
+    load(found[1].checkpoint)
+    assert "the code of EditedRule has changed since its training" in caplog.text
     first, halved, longer, again = found
     assert halved.metrics["init/mass/trigger"] == pytest.approx(0.5)
     assert first.metrics["init/mass/trigger"] == pytest.approx(1)
     assert len({done.folder for done in found}) == 3
     assert (longer.metrics["init/loss/val"], again.folder) == (first.metrics["init/loss/val"], first.folder)
     assert again.metrics["loss/val"] == first.metrics["loss/val"] != longer.metrics["loss/val"]
+
+
+def test_a_file_may_be_edited_while_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checkpoints and its result hold the digest of the code that runs."""
+    file = tmp_path / "rule.py"
+    (tmp_path / "later.py").write_text("")
+    file.write_text(EDITED.replace("EditedRule", "EditedLater"))
+
+    def edit(*_: object) -> None:
+        file.write_text(file.read_text() + "import later\n")
+
+    monkeypatch.setattr(HeadMonitor, "on_train_batch_end", edit)
+    done = train(str(file), runs=tmp_path / "runs")
+    assert file.read_text().count("later") == 4
+    assert done.result.training_key == done.result.key
+    load(done.checkpoint)
+    assert not caplog.messages

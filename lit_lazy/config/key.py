@@ -19,7 +19,7 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
-from lit_lazy.support.class_source import read_source
+from lit_lazy.support.class_source import read_source, require_unedited
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import suggest_file
@@ -150,11 +150,20 @@ def hash_user_code(config: Any) -> list[str]:
 
 
 def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
-    """Name of each custom class in a config, and 12 hex digits of its source."""
+    """Name of each custom class in a config, and 12 hex digits of its source when it was imported."""
+    for cls in _find_user_classes(config):
+        yield cls.__name__, hashlib.sha256(read_source(cls).encode()).hexdigest()[:12]
+
+
+def require_unedited_code(config: Any) -> None:
+    """Raise a one-line ValueError if a custom class's file was edited since its import: the user means the new code."""
+    for cls in _find_user_classes(config):
+        require_unedited(cls)
+
+
+def _find_user_classes(config: Any) -> list[type]:
     own = __name__.partition(".")[0]
-    for cls in _iter_classes(config):
-        if cls.__module__.partition(".")[0] != own:
-            yield cls.__name__, hashlib.sha256(read_source(cls).encode()).hexdigest()[:12]
+    return [cls for cls in _iter_classes(config) if cls.__module__.partition(".")[0] != own]
 
 
 def _iter_classes(config: Any) -> Iterator[type]:

@@ -106,7 +106,10 @@ def list_changes(
 
 def _give_example(value: Any, hint: Any) -> str:
     if is_exchangeable(hint):
-        return f", such as {min(_iter_leaves(hint), default=hint.__name__)}()"
+        known = sorted(_iter_leaves(hint))
+        given = value.__name__ if isinstance(value, type) else str(value)
+        meant = [name for name in known if name.lower() == given.lower()]
+        return f", such as {[*meant, *known, hint.__name__][0]}()"
     if is_part(hint):
         return f", such as {hint.__name__}()"
     return ", within 64 bits" if type(value) is int and int in (hint, *typing.get_args(hint)) else ""

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -29,17 +29,17 @@ def keep_file(cls: type) -> None:
 
 
 def read_source(cls: type) -> str:
-    """The source of a user's class: its file and all local files that this imports, directly or indirectly.
+    """The source of a user's class when it was imported: its file and all local files that this imports, at any depth.
 
-    Omits the definitions of exported settings. Raises ValueError if a file cannot be read or was edited since it was
-    imported, or if a method uses a variable of the function around the class, whose value no source tells.
+    Omits the definitions of exported settings. Raises ValueError if a file cannot be read, or if a method uses a
+    variable of the function around the class, whose value no source tells.
     """
     try:
         path = Path(inspect.getfile(cls)).resolve()
     except (TypeError, OSError):
-        raise ValueError(
-            f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
-        ) from None
+        path = Path()
+    if path not in _imported.get(cls, {}) and not path.is_file():
+        raise ValueError(f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file")
     for function in filter(inspect.isfunction, vars(cls).values()):
         outer = sorted({*function.__code__.co_freevars} - {"__class__"})
         # What a dataclass adds comes from no file, or from the standard library.
@@ -48,28 +48,40 @@ def read_source(cls: type) -> str:
                 f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
                 "part of the key; make it a field, or define it at the top of the file"
             )
+    return "\n\n".join(text for _, text, _ in _iter_imported(cls, path))
+
+
+def require_unedited(cls: type) -> None:
+    """Raise a one-line ValueError if one of the files of `read_source` was edited since it was imported."""
+    for file, text, left_out in _iter_imported(cls, Path(inspect.getfile(cls)).resolve()):
+        if _keep_statements(file.read_bytes(), file, left_out) != text:
+            raise ValueError(f"{cls.__name__}: {file.name} was edited after it was imported; {_tell_reload(cls, file)}")
+
+
+def _iter_imported(cls: type, path: Path) -> Iterator[tuple[Path, str, Sequence[str]]]:
+    """Each file of a class that `path` defines, its statements when it was imported, and the names left out of them."""
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
-    kept, sources = _imported.setdefault(cls, {}), []
-    for file in sorted(collect_local_files(path, root)):
-        left_out = SETTINGS if file == path and cls.__module__.startswith(USER) else ()
-        content = file.read_bytes()
+    kept = _imported.setdefault(cls, {})
+
+    def read(file: Path) -> bytes:
         if file not in kept:
-            kept[file] = _get_imported(file, root, content)
-        sources.append(_keep_statements(content, file, left_out))
-        if _keep_statements(kept[file], file, left_out) != sources[-1]:
-            raise ValueError(f"{cls.__name__}: {file.name} was edited after it was imported; {_tell_reload(cls, file)}")
-    return "\n\n".join(sources)
+            kept[file] = _get_imported(file, root)
+        return kept[file]
+
+    for file in sorted(collect_local_files(path, root, read)):
+        left_out = SETTINGS if file == path and cls.__module__.startswith(USER) else ()
+        yield file, _keep_statements(read(file), file, left_out), left_out
 
 
-def _get_imported(file: Path, root: Path, content: bytes) -> bytes:
-    """The content of a file below `root` when it was first read after its import; `content` if it is not imported."""
+def _get_imported(file: Path, root: Path) -> bytes:
+    """The content of a file below `root` when it was first read after its import; that of now if it is not imported."""
     name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if spec is None:
-        return content
+        return file.read_bytes()
     if file not in _seen or _seen[file][0] is not spec:
-        _seen[file] = spec, content
+        _seen[file] = spec, file.read_bytes()
     return _seen[file][1]
 
 
@@ -80,29 +92,31 @@ def _tell_reload(cls: type, file: Path) -> str:
     return f"{first}importlib.reload({cls.__module__}) and take {cls.__name__} from it again, or restart Python"
 
 
-def collect_local_files(path: Path, root: Path) -> set[Path]:
+def collect_local_files(path: Path, root: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> set[Path]:
     """A file and the files below `root` that it imports, directly or indirectly."""
     found, ahead = {path}, [path]
     while ahead:
-        new = {file for _, file in iter_imports({ahead.pop()}, root)} - found
+        new = {file for _, file in iter_imports({ahead.pop()}, root, read)} - found
         found |= new
         ahead += new
     return found
 
 
-def iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
+def iter_imports(
+    files: Iterable[Path], root: Path, read: Callable[[Path], bytes] = Path.read_bytes
+) -> Iterator[tuple[str, Path]]:
     """Name and file of each module below `root` that the files import."""
     for path in files:
-        for name in _iter_imported_names(path, root):
+        for name in _iter_imported_names(path, root, read(path)):
             place = root.joinpath(*name.split("."))
             for file in (place.with_suffix(".py"), place / "__init__.py"):
                 if file.is_file() and name.partition(".")[0] not in OWN:
                     yield name, file.resolve()
 
 
-def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
+def _iter_imported_names(path: Path, root: Path, content: bytes) -> Iterator[str]:
     """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(ast.parse(content, str(path))):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -15,7 +15,7 @@ import torch
 from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 
 from lit_lazy.attention import NoBias
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.key import cell_key, require_unedited_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.support.console import get_program_name
@@ -289,6 +289,7 @@ def train_tracked(
     check_logger_kinds(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
+    require_unedited_code(cfg)
     source = prepare(cfg, execution)
     require_fit(estimate_cost(cfg, source.outline, execution), execution)
     check_init_from(cfg, source.outline)

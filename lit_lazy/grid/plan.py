@@ -11,6 +11,7 @@ from typing import Any
 
 from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
+from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.table.build import TableSpec, build_table
@@ -99,11 +100,12 @@ class Plan:
         variants = {row.variant for row in self.rows}
         measured = {name for observation in observations for name in observation.metrics}
         columns = _explain_by_start(self.columns, observations)
-        shared = {column.key for column in COLUMNS}
+        # Metrics that some models or data lack are left out silently.
+        known = measured | {column.key for column in COLUMNS} | SCALARS.keys()
         absent = [
             f"{column.key!r}{did_you_mean(column.key, measured)}"
             for column in columns
-            if measured and column.key not in measured | shared
+            if measured and column.key.removeprefix("init/") not in known
         ]
         left_out = [f"Left out, as no cell reports them: {', '.join(absent)}."] if absent else []
         return TableSpec(

@@ -94,7 +94,11 @@ def test_a_table_names_the_commands_that_asked_for_its_cells() -> None:
 
 
 def test_an_own_column_that_no_cell_reports_is_named() -> None:
-    own = (*COLUMNS, Column("sink/ratt", "own", "lower", 2))
+    short = (
+        Column("sparsity/block_64", "of longer texts", None),
+        Column("init/mass/non_trigger", "of other data", None),
+    )
+    own = (*COLUMNS, *short, Column("sink/ratt", "own", "lower", 2))
     observations = [Observation("lazy", seed, "complete", {"sink/rate": 0.5}) for seed in range(2)]
     warnings = replace(PLAN, columns=own).make_table_spec(observations, ["Another."]).warnings
     assert warnings == ["Another.", "Left out, as no cell reports them: 'sink/ratt' (did you mean sink/rate?)."]

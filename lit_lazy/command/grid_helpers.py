@@ -79,7 +79,8 @@ def require_results(runs: Path, name: str) -> None:
     except sqlite3.Error:  # the command itself names the damaged database
         return
     if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
-        listed = ", ".join(sorted(known - {"Default", "mlartifacts"})) or "none"
+        others = ("Default", "mlartifacts", "train-", "diagnose")  # no ablation or search
+        listed = ", ".join(sorted(one for one in known if not one.startswith(others))) or "none"
         raise ValueError(f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has {listed}")
 
 

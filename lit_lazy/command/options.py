@@ -31,7 +31,7 @@ Any field of the experiment can be overridden, for example
 `lit-lazy fields EXPERIMENT` describes every field."""
 CHANGES = """\
 Fields of the trained model and of its data can be changed where its weights still fit, for example
-  --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=0
+  `--model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=0`
 `lit-lazy fields EXPERIMENT` describes every field."""
 
 

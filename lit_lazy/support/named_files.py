@@ -26,6 +26,8 @@ def find(room: Room, name: str) -> Path:
         path = root / room / f"{name}.py"
         if os.path.isfile(path):  # also False for invalid file names
             return require_usable_name(path.resolve())
+    if os.path.isfile(f"{name}.py"):
+        raise ValueError(f"{room[:-1]} {name!r}: unknown (did you mean {name}.py?); a path ends in .py")
     known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
     raise ValueError(

@@ -756,3 +756,18 @@ def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, "argv", ["lit-lazy", "ablate", "run", "table2", *words])
         assert PASSWORD not in format_command_line()
         assert "postgresql://me:***@host/x" in format_command_line()
+
+
+@pytest.mark.parametrize("words", [["train"], ["ablate", "run"]])
+def test_a_file_without_its_ending_is_guessed(
+    words: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "my_softpick.py").write_text("")
+    assert "'my_softpick': unknown (did you mean my_softpick.py?)" in expect_refusal([*words, "my_softpick"], capsys)
+
+
+def test_trainings_are_not_offered_as_ablations(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train-own", "diagnose-own", "mlartifacts", "duo-tiny"):
+        (place / "runs" / name).mkdir(parents=True)
+    said = expect_refusal(["ablate", "status", "nothing"], capsys)
+    assert said.endswith("'nothing': 'runs' has no such results; it has duo-tiny\n")

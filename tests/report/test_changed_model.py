@@ -209,7 +209,7 @@ def test_commands_say_what_is_untrained(
 
 
 def test_the_examples_of_the_help_can_be_given(checkpoint: Path) -> None:
-    examples = [word for word in CHANGES.split() if word.startswith("--")]
+    examples = re.findall(r"--[\w.]+=\w+", CHANGES)
     assert len(examples) == 2
     assert main(["evaluate", str(checkpoint), "--threads", "1", *examples]) == 0
 

@@ -21,6 +21,7 @@ from lit_lazy import api, load, results, show, train
 from lit_lazy.attention import Elastic, Eviction, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.tracking import links
 from lit_lazy.training.head_monitor import HeadMonitor
 
@@ -318,6 +319,27 @@ def test_a_file_that_was_edited_in_one_session_is_trained_as_it_is_now(
     assert len({done.folder for done in found}) == 3
     assert (longer.metrics["init/loss/val"], again.folder) == (first.metrics["init/loss/val"], first.folder)
     assert again.metrics["loss/val"] == first.metrics["loss/val"] != longer.metrics["loss/val"]
+
+
+@pytest.mark.parametrize(("state", "text"), [("Cut", "def ("), ("Other", ""), ("Gone", None)])
+def test_the_config_of_a_class_that_was_edited_is_refused(state: str, text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "rule.py"
+    file.write_text(EDITED.replace("EditedRule", f"{state}Rule"))
+    config = load_experiment(file)
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{state}Rule: rule\.py was edited after it was imported; make the config"):
+        train(config, runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_class_that_comes_from_no_file_is_refused(tmp_path: Path) -> None:
+    names = {"__name__": "__typed_at_a_prompt__"}
+    exec(EDITED.replace("EditedRule", "TypedRule"), names)
+    with pytest.raises(ValueError, match=r"^TypedRule: its source cannot be read, .* define it in a \.py file$"):
+        train(names["config"](), runs=tmp_path / "runs")
 
 
 def test_a_file_may_be_edited_while_it_is_trained(

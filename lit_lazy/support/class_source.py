@@ -52,9 +52,13 @@ def read_source(cls: type) -> str:
 
 
 def require_unedited(cls: type) -> None:
-    """Raise a one-line ValueError if one of the files of `read_source` was edited since it was imported."""
+    """Raise a one-line ValueError if a file of `read_source`, which can be read, was edited since it was imported."""
     for file, text, left_out in _iter_imported(cls, Path(inspect.getfile(cls)).resolve()):
-        if _keep_statements(file.read_bytes(), file, left_out) != text:
+        try:
+            edited = _keep_statements(file.read_bytes(), file, left_out) != text
+        except (OSError, SyntaxError, ValueError):  # moved away, or not finished yet
+            edited = True
+        if edited:
             raise ValueError(f"{cls.__name__}: {file.name} was edited after it was imported; {_tell_reload(cls, file)}")
 
 

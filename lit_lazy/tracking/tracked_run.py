@@ -289,11 +289,11 @@ def train_tracked(
     check_logger_kinds(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
-    require_unedited_code(cfg)
     source = prepare(cfg, execution)
     require_fit(estimate_cost(cfg, source.outline, execution), execution)
     check_init_from(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
+    require_unedited_code(cfg)
     check_writable_folder("--runs", runs)
     uri = default_uri(runs)
     check_store(uri)

@@ -64,8 +64,8 @@ def add_to(commands: Commands) -> None:
         "--rise",
         metavar="NATS",
         type=positive_float,
-        help="raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model with "
-        "Elastic-Softmax, or one changed to it by --model.attention.normaliser=Elastic",
+        help="raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model that was "
+        "trained without thresholds and is changed by --model.attention.normaliser=Elastic",
     )
     parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
     add_threads(parser)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.user_files import load_attribute, locate_errors
+from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_errors
 from lit_lazy.grid.ablation import Ablation, Row, load_ablation
 from lit_lazy.grid.stages import RESULTS, FirstStageMissing
 from lit_lazy.support.checks import require
@@ -108,7 +108,8 @@ class Question:
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
         """The declaration on an experiment, with the commit of the first file, the question's.
 
-        files: all files that define it. The commit is empty if any of them has uncommitted changes.
+        files: all files that define it. The commit is empty if one of them, or of the files that they import from their
+        folders, has uncommitted changes.
         """
         rows = {}
         for row in self.ablation.all_rows:
@@ -118,8 +119,8 @@ class Question:
         bounds = [[ALPHA, *declared.weights]] if declared.looks else []
         content = json.dumps([declared.to_json(), base_name, rows, *bounds], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        commits = list(map(find_last_commit, files))
-        declared = replace(declared, digest=digest, commit=commits[0] if all(commits) else "")
+        commit = "" if hash_uncommitted(files) else find_last_commit(files[0])
+        declared = replace(declared, digest=digest, commit=commit)
         return _add_earlier_verdict(declared) if self.after else declared
 
     @property

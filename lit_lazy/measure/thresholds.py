@@ -28,7 +28,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
     by less. They are left in the model.
 
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
-    per head (`Elastic`, with another threshold than per_token).
+    per head (`Elastic`, with another threshold than per_token), or if the loss at its own taus is lower by that.
     """
     require(fits(rise, float) and rise > 0, "rise", rise, "must be a number above 0, in nats a token")
     taus = [_get_tau(attention.normaliser) for attention in model.attentions]
@@ -38,7 +38,9 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
             parameter.requires_grad_(any(parameter is tau for tau in taus))
         with evaluation_mode(model):
             on_device = {name: part.to(model.device) for name, part in batch.items()}
-            return _raise(_Loss(model, on_device, taus), rise, largest)
+            loss = _Loss(model, on_device, taus)
+            _require_untrained(loss, rise)
+            return _raise(loss, rise, largest)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)
@@ -67,6 +69,17 @@ class _Loss:
         hidden = self.model.compute_hidden(self.batch["tokens"], self.batch.get("place"))
         loss = mean_nll(head_nll(hidden, self.model.head.weight, self.batch["targets"]), self.batch["targets"])
         return loss.item(), torch.stack(torch.autograd.grad(loss, self.taus))
+
+
+def _require_untrained(loss: _Loss, rise: float) -> None:
+    """Raise ValueError if the model was trained with thresholds: from 0 on, no rise is one over the model."""
+    own = torch.stack([tau.detach().clone() for tau in loss.taus])
+    at_zero, at_own = (loss.measure(at)[0] for at in (loss.zeros, own))
+    if at_own < at_zero - rise:
+        raise ValueError(
+            f"rise={rise:g}: thresholds rise from 0, where the loss is {at_zero:.4f}; with its own the model has "
+            f"{at_own:.4f}, so it was trained with them; give a model that was trained without"
+        )
 
 
 def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:

@@ -135,10 +135,16 @@ def _iter_imported_names(path: Path, root: Path, content: bytes) -> Iterator[str
 
 
 def _keep_statements(content: bytes, path: Path, left_out: Sequence[str]) -> str:
-    """The top-level statements of a file without the definitions of some names: editing a row changes no class."""
+    """The top-level statements of a file without the definitions of some names: editing a row changes no class.
+
+    Raises a one-line ValueError if a class is defined twice: the text is the same with either.
+    """
     text = content.decode()
-    lines, kept = text.splitlines(), []
-    for node in ast.parse(text, str(path)).body:
+    lines, kept, body = text.splitlines(), [], ast.parse(text, str(path)).body
+    names = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{path.name}: defines the class {twice[0]} twice, and a key cannot tell which; rename one")
+    for node in body:
         if _get_defined_name(node) not in left_out:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]

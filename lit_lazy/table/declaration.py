@@ -28,6 +28,7 @@ FIXED, SEQUENTIAL = 1, 2
 """Versions of the rules: all seeds at once (`fixed_rules`), and looks in sequence (`looks`)."""
 SAFE_FIRST_LOOK = 10
 """Seeds below which a first look errs too often if outcomes are skewed (docs/results/looks.md)."""
+UNCOMMITTED = "its declaration, its experiment or a file that they import was not committed before its run"
 BY_STATEMENT = ("mostly", "alone")
 """Rules of looks that count the seeds in which a statement holds."""
 
@@ -182,7 +183,7 @@ class Declaration:
     def exploratory(self) -> tuple[str, ...]:
         """Reasons why the verdict is exploratory; empty if it tests a prior declaration."""
         reasons = {
-            "its declaration, or its experiment, was not committed before its run": not self.commit,
+            UNCOMMITTED: not self.commit,
             "its declaration changed after its run began": self.changed,
             "some of its results may have been known before its declaration was committed": self.seen,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),

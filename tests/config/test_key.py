@@ -399,6 +399,13 @@ def test_a_class_without_a_file_is_refused() -> None:
         hash_user_code(made())
 
 
+def test_a_file_that_defines_a_class_twice_is_refused(mine: Path) -> None:
+    """As an exported notebook may: the text would be the same for both."""
+    mine.write_text(mine.read_text() + "\n\nclass Helper:\n    x = 1\n\n\nclass Helper:\n    x = 2\n")
+    with pytest.raises(ValueError, match=r"^mine\.py: defines the class Helper twice, .*; rename one$"):
+        hash_user_code(load_experiment(mine))
+
+
 def test_a_class_that_was_piped_to_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     piped = types.ModuleType("piped")
     piped.__file__ = "<stdin>"

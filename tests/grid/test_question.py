@@ -233,6 +233,14 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
     (mine.parent / "base.py").touch()
     assert asked.declare("base", BASE, [mine, mine.parent / "base.py"]).commit == "", "its experiment is in none"
+    (mine.parent / "rule.py").touch()
+    mine.write_text(f"import rule\n{mine.read_text()}")
+    git(mine.parent, "commit", "-am", "Import")
+    assert find_last_commit(mine)
+    assert asked.declare("base", BASE, [mine]).commit == "", "the rule that it imports is in none"
+    git(mine.parent, "add", "rule.py")
+    git(mine.parent, "commit", "-m", "Add the rule")
+    assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
     row = Row("b", {"model.attention.normaliser": Elastic(tau_init=0.5)}, "ours")
     others = (
         replace(asked, claim="B is much lower."),

@@ -11,6 +11,7 @@ from lit_lazy.api import Model, load, train
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.command.options import CHANGES
+from lit_lazy.measure import thresholds
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.model.loss import mean_nll, token_nll
@@ -132,6 +133,16 @@ def test_what_would_do_nothing_or_undo_training_is_refused(
     assert lazy.with_({"model.attention.window": 4}).config.model.attention.window == 4
     with pytest.raises(ValueError, match=message):
         lazy.with_(changes)
+
+
+def test_thresholds_of_a_model_that_was_trained_with_some_do_not_rise(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = model.with_({NORMALISER: Elastic(tau_init=1.0)})
+    monkeypatch.setattr(thresholds._Loss, "measure", lambda _, at: (float((at - 1).square().sum()), 2 * (at - 1)))
+    with pytest.raises(ValueError, match=r"^rise=0\.1: thresholds rise from 0, .* its own .* 0\.0000, "):
+        changed.raise_thresholds(0.1)
+    assert bool((changed.decoder.attentions[0].normaliser.tau == 1).all())
 
 
 def test_thresholds_need_a_tau_per_head(model: Model) -> None:

@@ -283,7 +283,10 @@ def test_there_is_no_verdict_while_a_declared_seed_is_missing():
     ("changes", "reasons"),
     [
         ({}, ()),
-        ({"commit": ""}, ("its declaration, or its experiment, was not committed before its run",)),
+        (
+            {"commit": ""},
+            ("its declaration, its experiment or a file that they import was not committed before its run",),
+        ),
         ({"changed": True}, ("its declaration changed after its run began",)),
         ({"pilot_seeds": (3, 12)}, ("some of its seeds were used in a pilot",)),
     ],

@@ -244,9 +244,8 @@ class Model:
     def raise_thresholds(self, rise: float, sequences: int = SAMPLE) -> Tensor:
         """Raise tau of each head from 0 until the loss on validation sequences is `rise` nats higher: `[layers, H]`.
 
-        The taus stay in the model. No tau exceeds 4: a warning says so if the loss then rises by less. For a model that
-        was trained without thresholds; ValueError, in one line, if its own have a lower loss.
-        Raises ValueError, in one line, where it has no tau per head or no data.
+        The taus stay in the model. No tau exceeds 4: a warning says so if the loss then rises by less.
+        Raises ValueError, in one line, where it has no tau per head, or was trained with it, or has no data.
 
         >>> from lit_lazy.attention import Elastic
         >>> changed = load(train("backcopy_tiny").checkpoint).with_({"model.attention.normaliser": Elastic()})

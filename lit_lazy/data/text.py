@@ -214,8 +214,8 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
     if len(validation) < config.validation_windows:
         raise ValueError(
             f"data.validation_windows={config.validation_windows}: the validation text has {len(corpus.validation)} "
-            f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, a "
-            "larger data.validation_share, or set data.validation"
+            f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, or "
+            f"{'a longer data.validation' if config.validation else 'a larger data.validation_share'}"
         )
     chosen = pick_evenly(len(validation), config.validation_windows)
     corpus.check("validation", chosen * length, length + 1)

@@ -17,8 +17,8 @@ class ChangedRowError(ValueError):
         (variant, change), *others = changes.items()
         also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
         super().__init__(
-            f"row {variant!r}: {change} since this grid began{also}; --fresh moves the former results away, another "
-            "name= in the ablation keeps both"
+            f"row {variant!r}: {change} since this grid began{also}; another name= in the ablation keeps both and "
+            "takes the results of other rows, --fresh moves all former results away"
         )
 
 

@@ -108,13 +108,13 @@ def test_an_own_column_that_no_cell_reports_is_named() -> None:
 
 def test_a_row_that_is_another_training_is_refused() -> None:
     former = replace(PLAN, definitions={"lazy": "a", "softmax": "c"})
-    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; --fresh"):
+    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; another name= in"):
         PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 def test_all_rows_that_are_another_training_are_named() -> None:
     former = replace(PLAN, definitions={"lazy": "x", "softmax": "c"})
-    also = r" since this grid began \(also changed: 'softmax'\); --fresh"
+    also = r" since this grid began \(also changed: 'softmax'\); another name= in"
     with pytest.raises(ValueError, match=f"^row 'lazy': lazy{also}"):
         PLAN.merge(former, ["softmax", "lazy"], str)
     with pytest.raises(ValueError, match=f"^row 'lazy': was removed from the ablation{also}"):

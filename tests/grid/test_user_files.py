@@ -89,7 +89,10 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
 def refuse(mine: Path, runs: Path, *more: str) -> str:
     """What a command says that changed in a row since its grid began."""
     done = forked.run(command(mine, runs, *more), cwd=mine.parent)
-    fix = " since this grid began; --fresh moves the former results away, another name= in the ablation keeps both\n"
+    fix = (
+        " since this grid began; another name= in the ablation keeps both and takes the results of other rows, --fresh "
+        "moves all former results away\n"
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("lit-lazy: row "), done.stderr
     assert done.stderr.endswith(fix)

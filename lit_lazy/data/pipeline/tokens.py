@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
-from lit_lazy.support.console import plain_console
+from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.disk import quarantine, write_atomically, write_text
 from lit_lazy.support.errors import one_line
 
@@ -281,10 +281,10 @@ def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
     if all(facts["documents"]):
         return ""
     there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
-    return (
-        f"data.validation_share={plan.validation_share}: none of the {there} documents is for {empty}; "
-        "choose another share, give more documents, or set data.validation"
-    )
+    problem = f"data.validation_share={plan.validation_share}: of {format_count(there, 'document')} none is for {empty}"
+    # A document is never divided, so no share would help with one.
+    fix = "choose another share, give more documents" if there > 1 else "divide the text into more files"
+    return f"{problem}; {fix}, or set data.validation"
 
 
 def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:

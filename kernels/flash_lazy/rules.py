@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.call import (
@@ -138,7 +139,7 @@ def rule_attention(
 
     Args:
         rule: computes the weights of a block of rows.
-        parameters: the tensors used by the rule that receive gradients; tensors not listed receive none.
+        parameters: the tensors used by the rule that receive gradients; "chunked" refuses others that require one.
         maps: score maps per head. q and k are split into this many parts along D, one per map; the rule combines the
             maps into one weight matrix. scale is 1 / sqrt(D / maps) by default.
         renormalise: divides a row's weights by their sum if it is above 0.
@@ -256,6 +257,23 @@ def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renorma
     w = call_rule(rule, scores, passed if scores.dim() == 4 else passed.with_maps()).masked_fill(~rows.visible, 0)
     mass = w.sum(-1, keepdim=True)
     return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
+
+
+def _require_listed(rule: Rule, w: Tensor, listed: Sequence[Tensor]) -> None:
+    """Raise a one-line ValueError if weights depend on a tensor that requires a gradient and would receive none."""
+    known = {get_gradient_edge(x).node for x in listed if x.requires_grad}
+    ahead = [] if w.grad_fn is None else [w.grad_fn]
+    seen = {*known, *ahead}
+    while ahead:
+        node = ahead.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            raise ValueError(
+                f"{rule_name(rule)} uses a tensor {list(leaf.shape)} that requires a gradient and would get none: list "
+                "it in `parameters` (a module's is an nn.Parameter), or detach it"
+            )
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        ahead += new
 
 
 def _attend_reference(
@@ -426,6 +444,8 @@ class _RuleSweep(Sweep):
                 leaves = [scores, *(parameters[index] for index in wanted)]
                 with torch.enable_grad():
                     w, _ = _apply(self.rule, scores, rows, blind, self.call.renormalise)
+                if part is self.parts[0] and block is self.blocks[0]:
+                    _require_listed(self.rule, w, [scores, *parameters])
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
                 dv_part[:, block.keys].baddbmm_(self._flatten_heads(w.detach()).transpose(1, 2), do)
                 none = [None] * len(leaves)  # a rule may ignore its inputs

@@ -28,7 +28,8 @@ def probe_weights(
     """Raises a one-line ValueError with the fix if a rule violates the contract of `flash_lazy.Rule`.
 
     Checks shape and dtype, finite weights for finite scores, no weight at hidden keys, independence of the number of
-    hidden keys, no negative weight unless `signed`, and no weight of exactly 0 for small scores unless `can_zero`.
+    hidden keys and of other rows and sequences, no negative weight unless `signed`, and no weight of exactly 0 for
+    small scores unless `can_zero`.
     """
     rows, name = _make_rows(device, dtype), rule_name(rule)
     for size in (1.0, LARGE):
@@ -39,6 +40,8 @@ def probe_weights(
             w = _weights(rule, scores, rows)
             again = _weights(rule, scores, rows)
             wider = _weights(rule, *_prepend_hidden_keys(scores, rows))[..., EXTRA:]
+            alone = _weights(rule, scores[1:], _map_rows(rows, lambda x: x[-1:]))
+            last = _weights(rule, scores[..., 1:, :], _map_rows(rows, lambda x: x[..., 1:, :]))
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
             problem = f"is not finite for scores of size {size:g}"
@@ -49,6 +52,9 @@ def probe_weights(
             raise ValueError(f"{name} gives other weights for the same scores; draw nothing at random in it")
         if not torch.allclose(w, wider, rtol=1e-4, atol=1e-6):
             raise ValueError(f"{name} depends on the number of hidden keys; exclude them by rows.visible")
+        for part, whole, others in ((alone, w[1:], "sequences of the batch"), (last, w[..., 1:, :], "rows")):
+            if not torch.allclose(part, whole, rtol=1e-4, atol=1e-6):
+                raise ValueError(f"{name} depends on the other {others}; compute each row from its own scores")
         if not signed and (w < 0).any():
             raise ValueError(f"{name} gives a weight below 0; declare signed = True, or clip it at 0")
         if size == 1.0 and not (can_zero or signed) and (w[seen] == 0).any():
@@ -107,6 +113,10 @@ def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
     visible = torch.stack((causal, masked))[:, None].to(device)
     n = visible.sum(-1, keepdim=True).to(dtype)
     return Rows(visible, n, (position + 1).view(1, 1, -1, 1).to(device))
+
+
+def _map_rows(rows: Rows, cut: Callable[[Tensor], Tensor]) -> Rows:
+    return Rows(cut(rows.visible), cut(rows.n), cut(rows.position))
 
 
 def _prepend_hidden_keys(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:

@@ -56,7 +56,20 @@ BROKEN = {
     ),
     "looks ahead": (
         module(lambda _, s, _rows: s.relu() * (s.amax(-2, keepdim=True) > 1), can_zero=True),
-        "Mine lets a later token change an earlier row; compute each row from its own scores",
+        "Mine.weights depends on the other rows; compute each row from its own scores",
+    ),
+    "mean over the rows": (
+        module(lambda _, s, rows: (s - s.where(rows.visible, 0).mean(-2, keepdim=True)).softmax(-1)),
+        "Mine.weights depends on the other rows",
+    ),
+    "mean over the batch": (
+        module(lambda _, s, rows: (s / s.where(rows.visible, 0).abs().mean(0, keepdim=True).amax()).softmax(-1)),
+        "Mine.weights depends on the other sequences of the batch",
+    ),
+    "no parameter": (
+        module(lambda self, s, _rows: (s * self.plain.exp()).softmax(-1), plain=torch.zeros(2, 1, 1).requires_grad_()),
+        "Mine.weights uses a tensor [2, 1, 1] that requires a gradient and would get none: list it in `parameters` (a "
+        "module's is an nn.Parameter), or detach it",
     ),
     "looks ahead in queries": (
         module(plain, queries=lambda _, call: call.q + call.q.mean(2, keepdim=True)),
@@ -120,7 +133,7 @@ def test_the_global_generator_is_left_alone():
 def test_check_normaliser_names_the_check():
     class Leaky(Normaliser):
         def build(self, shape):  # noqa: ARG002
-            return module(lambda _, s, rows: s.softmax(-1) * s.shape[-2] / rows.n.sum())
+            return module(lambda _, s, _rows: s.softmax(-1) / (1 if s.shape[-2] < 6 else 2))
 
     with pytest.raises(AssertionError, match=r"^Leaky: blocks_equal_the_whole fails: "):
         check_normaliser(Leaky())

@@ -157,6 +157,21 @@ def test_parameters_get_gradients_through_the_recomputation():
     assert not rule_attention(scaled, Q, K, V).requires_grad  # it is not in parameters
 
 
+@pytest.mark.parametrize("known", ["nothing", "another", "made of it"])
+def test_a_tensor_that_would_get_no_gradient_is_refused(known):
+    scale, other, q = (x.clone().requires_grad_() for x in (torch.ones(4, 1, 1), torch.ones(1), Q))
+    half = scale / 2
+    listed = {"nothing": [], "another": [other], "made of it": [half]}[known]
+    out = rule_attention(lambda s, _: (s * half * other.detach()).softmax(-1), q, K, V, parameters=listed)
+    if known == "made of it":
+        out.sum().backward()
+        assert scale.grad is not None
+        assert scale.grad.any()
+        return
+    with pytest.raises(ValueError, match=r"^<lambda> uses a tensor \[4, 1, 1\] that requires a gradient and would get"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [

@@ -137,20 +137,20 @@ def measure_in_process(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
         pool.shutdown()
 
 
-def make_cases(lengths: Iterable[int]) -> list[Case]:
-    """Both attentions in turn, uncompiled first."""
-    return [
-        Case(attention, length, compiled) for compiled, length, attention in product((False, True), lengths, ATTENTION)
-    ]
+def make_cases(lengths: Iterable[int], kinds: Iterable[bool] = (False, True)) -> list[Case]:
+    """Both attentions in turn, uncompiled first. kinds: whether they are compiled."""
+    return [Case(attention, length, compiled) for compiled, length, attention in product(kinds, lengths, ATTENTION)]
 
 
-def bench_gpu_step(out: Path, sizes: Sizes, device: str, console: Callable[[str], None] = print) -> None:
-    """Measure every case; `out`/gpu-step.json and .md are rewritten after each."""
-    command = f"python3 -m {PROGRAM} --out {out}"
+def bench_gpu_step(
+    out: Path, sizes: Sizes, device: str, console: Callable[[str], None] = print, compiled: bool = False
+) -> None:
+    """Measure every case, or the compiled ones; `out`/gpu-step.json and .md are rewritten after each."""
+    command = f"python3 -m {PROGRAM} --out {out}" + " --compiled" * compiled
     rows: list[dict[str, Any]] = []
     result = {**collect_provenance(out / "gpu-step.json"), "command": command, "sizes": sizes._asdict(), "rows": rows}
     out.mkdir(parents=True, exist_ok=True)
-    for case in make_cases(sizes.lengths):
+    for case in make_cases(sizes.lengths, (True,) if compiled else (False, True)):
         row = measure_in_process(case, sizes, device)
         rows.append(row)
         (out / "gpu-step.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -192,10 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"python3 -m {PROGRAM}", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for gpu-step.json and .md")
-    out = parser.parse_args(argv).out
+    parser.add_argument("--compiled", action="store_true", help="only the cases with torch.compile")
+    options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        bench_gpu_step(out, FULL if device == "cuda" else TINY, device)
+        sizes = FULL if device == "cuda" else TINY
+        bench_gpu_step(options.out, sizes, device, compiled=options.compiled)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

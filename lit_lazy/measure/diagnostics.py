@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall, Cache
+from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.arrays import Diagnostics
@@ -156,18 +157,26 @@ def _take_sequences(batches: Iterable[Batch], sample: int) -> Batch:
 def evaluation_mode(model: DecoderLM) -> Iterator[None]:
     """Evaluation mode, fp32 and a backend that supports key masks in the block; restores the former state."""
     modes = [(part, part.training) for part in model.modules()]
-    backends = [(attention, attention.backend) for attention in model.attentions]
     model.eval()
-    for attention, _ in backends:
-        attention.backend = "auto"
     try:
-        with torch.autocast(model.device.type, enabled=False):
+        with torch.autocast(model.device.type, enabled=False), use_backend(model, "auto"):
             yield
     finally:
         for part, training in modes:
             part.training = training
-        for attention, backend in backends:
-            attention.backend = backend
+
+
+@contextmanager
+def use_backend(model: DecoderLM, backend: AttentionBackend) -> Iterator[None]:
+    """Another backend of all layers in the block; restores their own."""
+    former = [(attention, attention.backend) for attention in model.attentions]
+    for attention, _ in former:
+        attention.backend = backend
+    try:
+        yield
+    finally:
+        for attention, own in former:
+            attention.backend = own
 
 
 @contextmanager
@@ -284,7 +293,8 @@ class _Accumulator:
         if self.evicted:
             seen = torch.ones_like(tokens, dtype=torch.bool)
             seen[:, :evicted] = False
-        nll = token_nll(self.model(tokens, key_mask=seen), targets)
+        with use_backend(self.model, "auto" if self.model.device.type == "cpu" else "chunked"):  # no other takes masks
+            nll = token_nll(self.model(tokens, key_mask=seen), targets)
         self.nll[row] += nll.double().sum(0)
 
     def _add_repeated_gap(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:

@@ -19,7 +19,7 @@ from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.memory import measure_total_memory
-from lit_lazy.training.devices import find_missing_gpu
+from lit_lazy.training.devices import find_missing_gpu, select_training_device
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import build_optimizer, find_block_matrices
@@ -124,7 +124,8 @@ def measure_block_activations(
     trained: names of the block's trained parameters; the others save fewer inputs. Under bf16 the constant part
     includes the matrices cast to bf16.
     """
-    block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
+    backend = "auto" if select_training_device().type == "cpu" else "chunked"  # which saves what a GPU's kernels do
+    block = Block(dataclasses.replace(cfg, backend=backend), context_length, layer=0)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(name in trained)
     rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation

@@ -38,7 +38,7 @@ def test_flops_are_those_of_the_products():
 def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
     monkeypatch.setattr(
-        gpu_step, "make_cases", lambda lengths: [Case(n, *lengths, False) for n in ("nonsense", "lazy")]
+        gpu_step, "make_cases", lambda lengths, _: [Case(n, *lengths, False) for n in ("nonsense", "lazy")]
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--out", str(tmp_path / "new")]) == 0
@@ -77,6 +77,10 @@ def test_each_is_written_as_it_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_step, "measure_in_process", fake)
     bench_gpu_step(tmp_path, TINY, "cpu", lambda _: None)
     assert seen == [1, 2, 3, 4, 5, 6, 7]
+    bench_gpu_step(tmp_path / "compiled", TINY, "cpu", lambda _: None, compiled=True)
+    result = json.loads((tmp_path / "compiled" / "gpu-step.json").read_text())
+    assert [row["compiled"] for row in result["rows"]] == [True] * 4
+    assert result["command"].endswith("--compiled")
 
 
 @pytest.mark.gpu

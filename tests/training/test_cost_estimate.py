@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import untrained
 from test_run import LAZY, config
 
+from flash_lazy import api
 from lit_lazy.attention import AttentionSpec, Entmax15, LearnedBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.overrides import apply_overrides
@@ -30,7 +32,7 @@ from lit_lazy.support.named_files import find
 from lit_lazy.training import cost_estimate
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.prepare import prepare, prepare_outline
 from lit_lazy.training.run import run
 
 
@@ -78,6 +80,17 @@ def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: s
     tokens = torch.cat((batch["tokens"], batch["targets"][:, -1:]), 1)
     measured = kept(made, tokens, bf16=precision == "bf16") - predicted["logits"] / 3
     assert predicted["activations"] == pytest.approx(measured, rel=0.15)
+
+
+def test_an_estimate_for_a_gpu_warns_of_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures a block on the CPU, where a machine with a GPU needs no compiled backend."""
+    monkeypatch.setattr(cost_estimate, "select_training_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("flash_lazy.cpu.ops._find_library_obstacle", lambda: "no compiled backend is installed")
+    monkeypatch.setattr("flash_lazy.cpu.library.get_instruction_set", lambda: None)
+    api._warn_about_fallback.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        estimate_cost(config(), prepare_outline(config(), elsewhere=True), ONE_DEVICE)
 
 
 def test_what_cannot_fit_is_refused_with_its_parts() -> None:

@@ -113,8 +113,9 @@ def _find_chosen_class(path: str, text: str, hint: Any) -> type:
             f"--{path}={text!r}: unknown{did_you_mean(name, known)}; there are {', '.join(sorted(known))}, and any "
             "custom class that the experiment's file defines or imports"
         )
-    require_decorated(known[name])
-    return known[name]
+    chosen = get_leaf_class(hint, name)
+    require_decorated(chosen)
+    return chosen
 
 
 def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:

@@ -10,7 +10,7 @@ import types
 import typing
 from abc import ABC
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, short_repr
@@ -56,19 +56,25 @@ def get_default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
-    """All concrete dataclasses under an abstract base, by class name."""
-    _import_all_beside(base)
+    """All concrete dataclasses under an abstract base, by class name; of one name, the newest of its file."""
     found: dict[str, type[T]] = {}
-    for sub in base.__subclasses__():
-        found.update(find_leaf_classes(sub))
-        if dataclasses.is_dataclass(sub):
-            former = found.get(sub.__name__, sub)
-            if (former.__module__, former.__qualname__) != (sub.__module__, sub.__qualname__):
-                places = " and ".join(_describe_place(cls) for cls in (former, sub))
-                problem = f"two classes have the name {sub.__name__}, in {places}"
-                raise ValueError(f"{base.__name__}: {problem}; rename a custom one and restart Python")
-            found[sub.__name__] = sub  # of a file that was imported again, the newest
+    for cls in _iter_leaf_classes(base):
+        if _is_current(cls) or not _is_current(found.get(cls.__name__, cls)):
+            found[cls.__name__] = cls
     return found
+
+
+def _iter_leaf_classes(base: type[T]) -> Iterator[type[T]]:
+    _import_all_beside(base)
+    for sub in base.__subclasses__():
+        yield from _iter_leaf_classes(sub)
+        if dataclasses.is_dataclass(sub):
+            yield sub
+
+
+def _is_current(cls: type) -> bool:
+    """Whether a class is what its module has under its name, and not that of a former import."""
+    return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
 
 
 def _describe_place(cls: type) -> str:
@@ -86,10 +92,17 @@ def _import_all_beside(base: type) -> None:
 
 
 def get_leaf_class(base: type[T], name: str | None) -> type[T]:
-    """The concrete dataclass of this name under an abstract base. Raises an error that lists the known ones."""
+    """The concrete dataclass of this name under an abstract base.
+
+    Raises an error that lists the known ones, or the files of two of this name.
+    """
     known = find_leaf_classes(base)
     if name not in known:
         raise UnknownClassError(base, name, known)
+    current = [cls for cls in _iter_leaf_classes(base) if cls.__name__ == name and _is_current(cls)]
+    if len(places := sorted({_describe_place(cls) for cls in current})) > 1:
+        problem = f"two classes have the name {name}, in {' and '.join(places)}"
+        raise ValueError(f"{base.__name__}: {problem}; rename a custom one and restart Python")
     return known[name]
 
 

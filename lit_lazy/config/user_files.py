@@ -1,25 +1,40 @@
 """Imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import hashlib
+import importlib.abc
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.class_source import USER, collect_local_files, iter_imports
+from lit_lazy.support.class_source import USER, collect_local_files, find_imported_content, iter_imports
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import find_last_commit
 
-_imported: WeakKeyDictionary[ModuleType, dict[Path, bytes]] = WeakKeyDictionary()
-"""Content of each user's file, and of those next to it that it imports, when it was imported."""
+_imported: WeakKeyDictionary[ModuleType, tuple[ModuleSpec | None, dict[Path, bytes]]] = WeakKeyDictionary()
+"""The import of each user's file, and its content and that of the imported files next to it then."""
+
+
+class _UserFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `load_module` again, for `importlib.reload`."""
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
+        file = getattr(target, "__file__", None)
+        return spec_from_file_location(fullname, file) if fullname.startswith(USER) and file else None
+
+
+sys.meta_path.append(_UserFinder())
 
 
 def load_module(path: Path) -> ModuleType:
@@ -31,9 +46,11 @@ def load_module(path: Path) -> ModuleType:
     """
     name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     for known in (sys.modules.get(name), sys.modules.get(path.stem)):
-        if known is not None and getattr(known, "__file__", None) == str(path) and not _forget_edited(known, path):
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            if _is_edited(known, path):
+                _reload(known, path)
             return known
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
@@ -44,32 +61,45 @@ def load_module(path: Path) -> ModuleType:
     # this file, so that importing it does not define its classes again.
     names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
-    try:
-        with _disable_bytecode(), locate_errors(path):
-            _imported[module] = {path: path.read_bytes()}
-            spec.loader.exec_module(module)
-            local = collect_local_files(path, path.parent)
-            _imported[module] = {file: file.read_bytes() for file in local} | _imported[module]
-            for imported, file in iter_imports(local, path.parent):
-                _check_neighbour(imported, file)
-    except BaseException:
-        for registered in names:
-            sys.modules.pop(registered, None)
-        raise
+    _execute(module, path, partial(spec.loader.exec_module, module))
     return module
 
 
-def _forget_edited(module: ModuleType, path: Path) -> bool:
-    """Forget a module and the imported files next to it, so that they are imported anew, if one of them was edited."""
-    former = _imported.setdefault(module, {path: path.read_bytes()})
-    if all(file.is_file() and file.read_bytes() == content for file, content in former.items()):
-        return False
-    files = {str(file) for file in former}
-    for name, known in list(sys.modules.items()):
-        if str(getattr(known, "__file__", None)) in files:
+def _execute(module: ModuleType, path: Path, execute: Callable[[], object]) -> None:
+    """Execute a file as a module, and keep what it and the files next to it were then; forget it if that fails."""
+    try:
+        with _disable_bytecode(), locate_errors(path):
+            content = path.read_bytes()
+            execute()
+            local = collect_local_files(path, path.parent)
+            _imported[module] = module.__spec__, {file: file.read_bytes() for file in local} | {path: content}
+            for imported, file in iter_imports(local, path.parent):
+                _check_neighbour(imported, file)
+    except BaseException:
+        for name in [name for name, known in sys.modules.items() if known is module]:
             del sys.modules[name]
+        raise
+
+
+def _is_edited(module: ModuleType, path: Path) -> bool:
+    """Whether a module's file, or one next to it that it imports, was edited since its import."""
+    spec, files = _imported.get(module, (None, {}))
+    if spec is not module.__spec__:  # it was imported, or reloaded, by the user
+        files = {path: find_imported_content(module, path) or path.read_bytes()}
+        _imported[module] = module.__spec__, files
+    return not all(file.is_file() and file.read_bytes() == content for file, content in files.items())
+
+
+def _reload(module: ModuleType, path: Path) -> None:
+    """Import a file anew, and those next to it: the same module, which a user may hold, with new content."""
+    files = {str(file) for file in _imported[module][1]}
+    for name, known in list(sys.modules.items()):
+        if known is not module and str(getattr(known, "__file__", None)) in files:
+            del sys.modules[name]
+    for name in [name for name in vars(module) if not name.startswith("__")]:
+        delattr(module, name)
     importlib.invalidate_caches()
-    return True
+    _execute(module, path, partial(importlib.reload, module))
 
 
 @contextmanager

@@ -3,17 +3,22 @@
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from weakref import WeakKeyDictionary
 
 SETTINGS = ("config", "ablation", "search", "question")
-"""Names that a file exports. A cell's key includes their values, so it omits their source."""
+"""Names that a file exports. A cell's key includes their values, so it omits their source if no class reads them."""
 OWN = ("lit_lazy", "flash_lazy")
 """This project's packages, which may be next to a user's file without being part of it."""
 USER = "lit_lazy_user_"
 """Prefix of the module names of users' files."""
+
+CONSTANTS = (bool, int, float, complex, str, bytes, tuple)
 
 _imported: WeakKeyDictionary[type, dict[Path, bytes]] = WeakKeyDictionary()
 """Content of the files of each user's class: of its own when it was defined, of others when they were first read."""
@@ -28,6 +33,12 @@ def keep_file(cls: type) -> None:
         _imported[cls] = {path: path.read_bytes()}
 
 
+def find_imported_content(module: ModuleType, path: Path) -> bytes | None:
+    """The content of a module's file when a class of it was defined; None if it defines no class of settings."""
+    kept = (_imported.get(cls, {}).get(path) for cls in vars(module).values() if isinstance(cls, type))
+    return next(filter(None, kept), None)
+
+
 def read_source(cls: type) -> str:
     """The source of a user's class when it was imported: its file and all local files that this imports, at any depth.
 
@@ -40,10 +51,17 @@ def read_source(cls: type) -> str:
         path = Path()
     if path not in _imported.get(cls, {}) and not path.is_file():
         raise ValueError(f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file")
-    for function in filter(inspect.isfunction, vars(cls).values()):
+    for name, function in vars(cls).items():
+        if not inspect.isfunction(function):
+            continue
         outer = sorted({*function.__code__.co_freevars} - {"__class__"})
-        # What a dataclass adds comes from no file, or from the standard library.
-        if outer and Path(function.__code__.co_filename).resolve() == path:
+        file = Path(function.__code__.co_filename).resolve()
+        # What a dataclass adds, all with underscores, comes from no file or from the standard library.
+        if not (file == path or file.is_file() or name.startswith("__")):
+            raise ValueError(
+                f"{cls.__name__}.{name}: its source cannot be read, but is part of the key; define it in a .py file"
+            )
+        if outer and file == path:
             raise ValueError(
                 f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
                 "part of the key; make it a field, or define it at the top of the file"
@@ -60,6 +78,66 @@ def require_unedited(cls: type) -> None:
             edited = True
         if edited:
             raise ValueError(f"{cls.__name__}: {file.name} was edited after it was imported; {_tell_reload(cls, file)}")
+    if problem := find_change_in_memory(sys.modules.get(cls.__module__), _imported[cls]):
+        raise ValueError(
+            f"{cls.__name__}: {problem}, and the key would be that of the file; make it a field of the class, or edit "
+            "the file"
+        )
+
+
+def find_change_in_memory(module: ModuleType | None, contents: Mapping[Path, bytes]) -> str | None:
+    """What a running program gave a user's module instead of what its file says; None if nothing was found.
+
+    Considers numbers and texts that its classes and functions read, and those and functions of its classes.
+    """
+    path = Path(getattr(module, "__file__", None) or "").resolve()
+    if module is None or path not in contents:
+        return None
+    body = ast.parse(contents[path]).body
+    told, changing = _read_constants(body)
+    code = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name not in SETTINGS]
+    for name in sorted({part.id for node in code for part in ast.walk(node) if isinstance(part, ast.Name)}):
+        value = vars(module).get(name)
+        if type(value) in CONSTANTS and module.__name__ == "__main__" and name in changing:
+            return f"{name}, which its code reads, changes while {path.name} runs"
+        if _differs(value, told.get(name, value)):
+            return f"{name} was set to {value!r} in memory"
+    for node in code:
+        cls = vars(module).get(node.name)
+        if isinstance(cls, type) and isinstance(node, ast.ClassDef):
+            told, _ = _read_constants(node.body)
+            for name, value in vars(cls).items():
+                replaced = inspect.isfunction(value) and value.__globals__ is not vars(module)
+                if replaced and value.__globals__.get("__name__") == "__main__":
+                    return f"{node.name}.{name} was replaced in memory"
+                if _differs(value, told.get(name, value)):
+                    return f"{node.name}.{name} was set to {value!r} in memory"
+    return None
+
+
+def _differs(value: object, told: object) -> bool:
+    return type(value) in CONSTANTS and (type(value), value) != (type(told), told)
+
+
+def _read_constants(body: Iterable[ast.stmt]) -> tuple[dict[str, object], set[str]]:
+    """The constants that statements assign or import, by name, and the names that they assign more than once."""
+    told: dict[str, object] = {}
+    stored = Counter[str]()
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            source = sys.modules.get(node.module or "")
+            told |= {part.asname or part.name: getattr(source, part.name, None) for part in node.names}
+            told = {name: value for name, value in told.items() if type(value) in CONSTANTS}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        stored.update(names * (2 if isinstance(node, ast.For | ast.While | ast.AugAssign) else 1))
+        for name in names:
+            told.pop(name, None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _get_defined_name(node):
+            with suppress(ValueError):
+                told[names[0]] = ast.literal_eval(node.value)
+    return told, {name for name, times in stored.items() if times > 1}
 
 
 def _iter_imported(cls: type, path: Path) -> Iterator[tuple[Path, str, Sequence[str]]]:
@@ -74,7 +152,7 @@ def _iter_imported(cls: type, path: Path) -> Iterator[tuple[Path, str, Sequence[
         return kept[file]
 
     for file in sorted(collect_local_files(path, root, read)):
-        left_out = SETTINGS if file == path and cls.__module__.startswith(USER) else ()
+        left_out = SETTINGS if file == path else ()
         yield file, _keep_statements(read(file), file, left_out), left_out
 
 
@@ -91,7 +169,7 @@ def _get_imported(file: Path, root: Path) -> bytes:
 
 def _tell_reload(cls: type, file: Path) -> str:
     if cls.__module__.startswith(USER):
-        return f"make the config anew from {inspect.getfile(cls)}, or restart Python"
+        return f"make the config anew by lit_lazy.config.experiment({inspect.getfile(cls)!r}), or restart Python"
     first = "" if file.stem == cls.__module__.rpartition(".")[2] else f"importlib.reload {file.stem}, then "
     return f"{first}importlib.reload({cls.__module__}) and take {cls.__name__} from it again, or restart Python"
 
@@ -144,8 +222,16 @@ def _keep_statements(content: bytes, path: Path, left_out: Sequence[str]) -> str
     names = [node.name for node in body if isinstance(node, ast.ClassDef)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{path.name}: defines the class {twice[0]} twice, and a key cannot tell which; rename one")
+    used = {
+        part.id
+        for node in body
+        if isinstance(node, ast.ClassDef)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name)
+    }
     for node in body:
-        if _get_defined_name(node) not in left_out:
+        name = _get_defined_name(node)
+        if name not in left_out or (name in used and not isinstance(node, ast.FunctionDef)):
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]
     return "\n".join(kept)

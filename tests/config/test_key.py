@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import lzma
+import re
 import sys
 import types
 import typing
@@ -28,7 +29,7 @@ from lit_lazy.config.key import (
     training_key,
 )
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
-from lit_lazy.config.user_files import load_experiment, load_module
+from lit_lazy.config.user_files import experiment, load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
@@ -257,7 +258,10 @@ def test_what_was_edited_since_its_import_is_imported_again(mine: Path, name: st
     require_unedited_code(former)
     file = mine.with_name(name)
     file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=rf"^Times\d+: {name} was edited after .* make .* anew from /.*/mine.py, or"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^Times\d+: {name} was edited after .* anew by lit_lazy.config.experiment\('/.*/mine.py'\), or",
+    ):
         require_unedited_code(former)
     assert cell_key(former, "x") == key
     now = load_experiment(mine)
@@ -450,7 +454,108 @@ def test_classes_of_one_name_are_named_with_their_files(mine: Path) -> None:
 
     def load_both() -> None:
         to_dict(load_experiment(mine))
-        from_dict(RunConfig, to_dict(load_experiment(other)))
+        made = load_experiment(other)
+        assert from_dict(RunConfig, to_dict(load_experiment(find("experiments", "backcopy_tiny"))))  # unconcerned
+        from_dict(RunConfig, to_dict(made))
 
     with pytest.raises(RuntimeError, match=rf"two classes have the name Times\d+, in {mine} and {other}; rename a cus"):
         forked.run_in_fork(load_both)
+
+
+SWEPT = """
+from lit_lazy.attention import Normaliser, NormaliserModule
+from lit_lazy.config import experiment, replace_at
+from lit_lazy.config.key import require_unedited_code
+from factors import FACTOR
+
+FINE = 1.0
+
+class Swept(Normaliser):
+    def build(self, shape):
+        return SweptModule()
+
+class SweptModule(NormaliserModule):
+    halves = 1.0
+
+    def weights(self, scores, rows):
+        return (STEEP * FINE * FACTOR * self.halves * scores).softmax(-1)
+
+def config():
+    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": Swept()})
+"""
+
+
+@pytest.fixture
+def swept(mine: Path) -> Path:
+    mine.with_name("factors.py").write_text("FACTOR = 2.0\n")
+    mine.write_text(SWEPT.replace("FINE = 1.0", "FINE = 1.0\nSTEEP = 1.0").replace("Swept", f"Swept{next(NUMBERS)}"))
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("module.FINE = 0.5", "FINE was set to 0.5 in memory"),
+        ("module.FACTOR = 0.5", "FACTOR was set to 0.5 in memory"),
+        ("rule.halves = 0.5", r"Swept\d+Module\.halves was set to 0\.5 in memory"),
+        ("rule.weights = lambda self, scores, rows: scores", r"Swept\d+Module\.weights was replaced in memory"),
+    ],
+)
+def test_code_that_is_changed_in_memory_is_refused(swept: Path, change: str, problem: str) -> None:
+    """The key would be that of the file, and so its result that of another rule."""
+    cfg = load_experiment(swept)
+    require_unedited_code(cfg)
+    module = load_module(swept)
+    rule = next(cls for name, cls in vars(module).items() if name.endswith("Module") and name.startswith("Swept"))
+    exec(change, {"__name__": "__main__", "module": module, "rule": rule})
+    with pytest.raises(ValueError, match=rf"^Swept\d+: {problem}, and the key would be that of the file; make it a f"):
+        require_unedited_code(cfg)
+
+
+def test_a_constant_that_a_script_sweeps_is_refused(swept: Path) -> None:
+    sweep = "for STEEP in (1.0, 400.0):\n    require_unedited_code(config())\n    print('trained')\n"
+    script = swept.with_name("script.py")
+    code = SWEPT.replace("from factors import FACTOR", "FACTOR = 1.0")
+    script.write_text(code + sweep)
+    ended = forked.run([sys.executable, str(script)])
+    assert "trained" not in ended.stdout
+    assert "ValueError: Swept: STEEP, which its code reads, changes while script.py runs, and the key" in ended.stderr
+    script.write_text(code.replace("STEEP", "1") + sweep)
+    assert forked.run([sys.executable, str(script)]).stdout.split() == ["trained", "trained"]
+
+
+def test_a_file_has_one_key_however_it_is_imported(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training would be repeated otherwise."""
+    key = cell_key(load_experiment(mine), "x")
+
+    def import_it() -> str:
+        for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(mine)]:
+            del sys.modules[name]
+        monkeypatch.syspath_prepend(mine.parent)
+        return cell_key(importlib.import_module("mine").config(), "x")
+
+    assert forked.run_in_fork(import_it) == key
+
+
+@pytest.mark.parametrize("first", ["imported", "loaded"])
+def test_a_file_may_be_imported_loaded_and_reloaded_in_turn(
+    mine: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> list[bool]:
+        monkeypatch.syspath_prepend(mine.parent)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        if first == "loaded":
+            load_experiment(mine)
+        module, seen = importlib.import_module("mine"), []
+        for factor in range(2, 6):
+            text = mine.read_text()
+            mine.write_text(re.sub("( \\* . )?# times", f" * {factor} # times", text))
+            if factor % 2:
+                importlib.reload(module)
+            cfg = load_experiment(mine)
+            require_unedited_code(cfg)
+            same = module.config() == cfg == from_dict(RunConfig, to_dict(cfg))
+            seen += [same, from_dict(RunConfig, to_dict(experiment("backcopy_tiny"))) == experiment("backcopy_tiny")]
+        return seen
+
+    assert forked.run_in_fork(work) == [True] * 8

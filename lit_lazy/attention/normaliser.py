@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -261,6 +261,9 @@ def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
 class Normaliser(CheckedFields, ABC):
     """Settings of a normaliser."""
 
+    renormalised: ClassVar[str] = ""
+    """What renormalising makes of it, if that is nothing new: itself, or another class."""
+
     renormalise: bool = False
     """Divide the weights of each row by their sum (the paper does not)."""
 
@@ -271,6 +274,8 @@ class Normaliser(CheckedFields, ABC):
 @dataclass(frozen=True)
 class Softmax(Normaliser):
     """Softmax attention by `lazy_attention` at tau = 0, or PyTorch's SDPA without bias and window if faster."""
+
+    renormalised = "Softmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Softmax()

@@ -30,6 +30,8 @@ from lit_lazy.attention.normaliser import (
 class OffByOne(Normaliser):
     """Softmax with 1 added to the sum, `e^s / (1 + sum e^s)`, so that a row can attend to nothing (Miller 2023)."""
 
+    renormalised = "Softmax"
+
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Sink(torch.zeros(shape.n_heads), learned=False)
 
@@ -37,6 +39,8 @@ class OffByOne(Normaliser):
 @dataclass(frozen=True)
 class SinkLogit(Normaliser):
     """Softmax with an additional learned logit per head that belongs to no key (gpt-oss, arXiv 2508.10925)."""
+
+    renormalised = "Softmax"
 
     init: float = 0.0
     """Initial logit: 0 is OffByOne, minus infinity is Softmax."""
@@ -236,6 +240,8 @@ class _ThresholdedDifferential(_Thresholded):
 class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
+    renormalised = "Entmax15"
+
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax(power=2)
 
@@ -243,6 +249,8 @@ class Entmax15(Normaliser):
 @dataclass(frozen=True)
 class Sparsemax(Normaliser):
     """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
+
+    renormalised = "Sparsemax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax(power=1)
@@ -298,6 +306,8 @@ class ASEntmax(Normaliser):
     Both vectors start at 0: beta at ln 2, gamma at 0.
     """
 
+    renormalised = "ASEntmax"
+
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _ASEntmax(shape)
 
@@ -328,6 +338,8 @@ class TopK(Normaliser):
     together, so that a row does not depend on the order of its keys.
     """
 
+    renormalised = "TopK"
+
     share: float = 0.25
     """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
 
@@ -357,6 +369,8 @@ class _TopK(NormaliserModule):
 @dataclass(frozen=True)
 class SSMax(Normaliser):
     """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
+
+    renormalised = "SSMax"
 
     init: float = 0.43
     """Initial s; the default is the slope that the paper fitted to a trained model. 1 / 0.43 is about ln 10."""

@@ -64,10 +64,11 @@ def require_runs(runs: Path) -> None:
         raise ValueError(f"--runs {str(runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
 
 
-def require_results(runs: Path, name: str) -> None:
+def require_results(runs: Path, name: str, grids_only: bool = True) -> None:
     """Raise a one-line ValueError if a runs folder does not exist, or has no results `name` and no file defines them.
 
-    It reads the databases without MLflow and Optuna, which take seconds to import.
+    grids_only: of an ablation or a search; otherwise also of a training or a diagnosis. It reads the databases without
+    MLflow and Optuna, which take seconds to import.
     """
     require_runs(runs)
     known = {path.name for path in runs.iterdir() if path.is_dir()}
@@ -79,9 +80,12 @@ def require_results(runs: Path, name: str) -> None:
     except sqlite3.Error:  # the command itself names the damaged database
         return
     if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
-        others = ("Default", "mlartifacts", "train-", "diagnose")  # no ablation or search
-        listed = ", ".join(sorted(one for one in known if not one.startswith(others))) or "none"
-        raise ValueError(f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has {listed}")
+        others = ("Default", "mlartifacts", *(("train-", "diagnose") if grids_only else ()))
+        listed = ", ".join(sorted(one for one in known if not one.startswith(others)))
+        raise ValueError(
+            f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has "
+            + (listed or ("no ablation or search" if grids_only else "none"))
+        )
 
 
 def check_workers(options: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     if not (options.storage or os.environ.get("MLFLOW_TRACKING_URI")):
-        require_results(options.runs, options.results)
+        require_results(options.runs, options.results, grids_only=False)
     with _open(options, writes=True) as found:
         entry = found.get(options.results)
         found.require_unused(entry)

@@ -124,6 +124,9 @@ class Text(DataConfig):
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         """Training text, and validation text unless that is a share of the training text."""
         require(bool(self.path or self.hub), "data.path", self.path, "give your text, as in --data.path=FILE")
+        for name in ("split", "revision", "hub_config"):
+            unused = not self.hub and getattr(self, name) != getattr(type(self), name)
+            require(not unused, f"data.{name}", getattr(self, name), "needs data.hub, a file has none; remove it")
         if self.hub:
             train, validation = (
                 Hub(self.hub, self.hub_config, self.revision, split, self.column, self.stream)

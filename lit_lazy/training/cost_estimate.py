@@ -23,7 +23,7 @@ from lit_lazy.training.devices import find_missing_gpu, select_training_device
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import build_optimizer, find_block_matrices
-from lit_lazy.training.prepare import list_unreached, prepare_outline
+from lit_lazy.training.prepare import list_ineffective, prepare_outline
 from lit_lazy.training.trainable import freeze_others
 
 UTILISATION = 0.2
@@ -246,7 +246,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
         f"time:   {here}{there}, at {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
         *([f"here:   model.backend={cfg.model.backend!r} {missing}"] if missing else []),
-        *(f"note:   {note}" for note in list_unreached(cfg.model, source.context_length)),
+        *(f"note:   {note}" for note in list_ineffective(cfg, source.context_length)),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from lit_lazy.attention import Attention, LearnedBias, MixerModule, PassInputs
+from lit_lazy.attention import Attention, LearnedBias, MixerModule, PassInputs, Rope
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
@@ -16,6 +16,7 @@ from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_field, require_whole
+from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
 from lit_lazy.training.devices import find_missing_gpu, select_training_device
@@ -52,16 +53,31 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
-def list_unreached(cfg: ModelConfig, context_length: int) -> list[str]:
-    """A line for each reach of the attention that exceeds the context. Valid: the model may read longer texts later."""
-    bias = cfg.attention.bias
-    length = bias.length if isinstance(bias, LearnedBias) else None
-    reaches = {"model.attention.window": cfg.attention.window, "model.attention.bias.length": length}
-    return [
-        f"{path}={value}: has no effect beyond the context of {context_length} tokens in the training"
-        for path, value in reaches.items()
-        if value is not None and value > context_length
-    ]
+def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
+    """A line for each setting that does less in this training than it says. Valid: the model may read longer texts."""
+    attention, position, decay = cfg.model.attention, cfg.model.position, cfg.train.ema_decay
+    window, bias, normaliser = attention.window, attention.bias, attention.normaliser
+    rule, seen = type(normaliser).__name__, min(window or context_length, context_length)
+    length = (bias.length if isinstance(bias, LearnedBias) else None) or 0
+    skip_every = (position.skip_every if isinstance(position, Rope) else None) or 0
+    where = f"{'window' if seen < context_length else 'context'} of {seen} tokens in the training"
+    found = []
+    if window is not None and window >= context_length:
+        found.append(f"model.attention.window={window}: has no effect in the {where}")
+    if length > seen:
+        found.append(f"model.attention.bias.length={length}: has no effect beyond the {where}")
+    if skip_every > cfg.model.n_layers:
+        found.append(
+            f"model.position.skip_every={skip_every}: has no effect in {format_count(cfg.model.n_layers, 'layer')}"
+        )
+    if normaliser.renormalise and normaliser.renormalised:
+        effect = f"has no effect, as the weights of {rule} sum to 1"
+        effect = effect if rule == normaliser.renormalised else f"makes {rule} {normaliser.renormalised}"
+        found.append(f"model.attention.normaliser.renormalise=True: {effect}")
+    if decay > 0 and (steps := 1 / (1 - decay)) > cfg.train.steps:
+        problem = f"averages about {steps:,.0f} steps and the initial weights; a smaller one forgets these"
+        found.append(f"train.ema_decay={decay}: {problem}")
+    return found
 
 
 def find_backend(cfg: RunConfig, data: Outline) -> str:

@@ -35,7 +35,7 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, tau_history
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.prepare import list_unreached, prepare, validates_on_training
+from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints
 from lit_lazy.training.trainer import (
@@ -113,7 +113,7 @@ def _run(
         backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
     missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
     log.info("attention runs on %s%s", describe_backend(backend), f"; {missing}" if missing else "")
-    for note in list_unreached(cfg.model, source.context_length):
+    for note in list_ineffective(cfg, source.context_length):
         log.info("%s", note)
     if validates_on_training(source):
         what = "validation begins with the training sequences, so its loss says nothing of new ones; give it others"

@@ -321,6 +321,9 @@ def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixtur
     assert main(["train", "backcopy_tiny", "--threads", "1"]) == 0  # in an experiment of its own
     assert "6 steps, from the beginning" in capsys.readouterr().out
     assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
+    refused = "'nosuch': 'runs' has no such results; it has "
+    assert expect_refusal(["runs", "rm", "nosuch"], capsys).endswith(f"{refused}train-backcopy_tiny\n")
+    assert expect_refusal(["ablate", "status", "nosuch"], capsys).endswith(f"{refused}no ablation or search\n")
 
 
 def test_an_ablation_is_removed_by_its_short_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -283,7 +283,7 @@ def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
     there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
     problem = f"data.validation_share={plan.validation_share}: of {format_count(there, 'document')} none is for {empty}"
     # A document is never divided, so no share would help with one.
-    fix = "choose another share, give more documents" if there > 1 else "divide the text into more files"
+    fix = "choose a larger share, give more documents" if there > 1 else "divide the text into more files"
     return f"{problem}; {fix}, or set data.validation"
 
 

@@ -10,7 +10,7 @@ from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-from lit_lazy.training.prepare import list_unreached
+from lit_lazy.training.prepare import list_ineffective
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""
@@ -36,7 +36,7 @@ def print_estimate(
         cost = estimate_cost(config, data, launch.execution)
         seconds, basis = estimate_seconds(config, data, cost, launch.execution)
         bases[basis] = None
-        notes |= dict.fromkeys(list_unreached(config.model, data.context_length))
+        notes |= dict.fromkeys(list_ineffective(config, data.context_length))
         total += seconds * len(seeds)
         largest = max(largest, cost.disk)
         numbers = ",".join(map(str, seeds))

@@ -1,7 +1,8 @@
-"""SIGINT and SIGTERM, deferred while they would do harm, and in a training until its step has a checkpoint."""
+"""Signals that stop a training, deferred while they would do harm, and in its steps until the step has a checkpoint."""
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.training.distributed.process_group import RankGroup
 
-STDERR = 2
+STDOUT, STDERR = 1, 2
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; a batch system or `kill`; a terminal or connection that was closed."""
 NOTE = b"stopping after this step, with a checkpoint of it; once more stops at once\n"
 
 
 class Interrupts:
-    """Context that takes SIGINT and SIGTERM over, unless they are ignored.
+    """Context that takes the signals that stop a training over, unless they are ignored.
 
     The first raises KeyboardInterrupt within `allow`, and elsewhere waits for the next `check`. A further one is
     ignored if `patient`, as by a worker, which must requeue its cells; otherwise the former handler, which usually
@@ -74,7 +77,9 @@ class Interrupts:
         if self.arrived:
             raise KeyboardInterrupt
 
-    def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _mute_terminal()
         self.arrived = True
         if not self.patient:
             self.set_handlers()
@@ -85,9 +90,16 @@ class Interrupts:
             os.write(STDERR, NOTE)  # printing is not safe in a handler
 
 
+def _mute_terminal() -> None:
+    """Discard what is printed to a terminal that was closed: writing to it would be an error."""
+    for stream in (STDOUT, STDERR):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
 def _get_handlers() -> dict[int, Any]:
-    """The handlers of SIGINT and SIGTERM that were set from Python."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """The handlers of the signals that were set from Python."""
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
     return {number: handler for number, handler in handlers.items() if handler is not None}
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in a training: it stops after its step, with a checkpoint of it, and resumes to the same bits."""
+"""Signals in a training: it stops after its step, with a checkpoint of it, and resumes to the same bits."""
 
 import os
 import signal
@@ -91,6 +91,26 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, capfd: pytest.CaptureFixt
         train(tmp_path, Once("on_train_batch_start", 4, signal.SIGINT, signal.SIGINT))
     assert not (tmp_path / LAST).exists()
     assert capfd.readouterr().err.count("stopping after this step, with a checkpoint of it; once more stops") == 1
+
+
+def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
+    """As a dropped connection: the training must not fail by printing to it either."""
+    user, terminal = os.openpty()
+    stderr, former = os.dup(2), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(user)
+        with pytest.raises(OSError, match="Input/output"):
+            os.write(2, b"is closed")
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, Once("on_train_batch_start", 4, signal.SIGHUP))
+        os.write(2, b"is discarded")
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        signal.signal(signal.SIGHUP, former)
+    assert read_step(tmp_path) == 5
 
 
 def test_a_patient_worker_keeps_the_step_whatever_else_arrives(tmp_path: Path) -> None:

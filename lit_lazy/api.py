@@ -280,7 +280,7 @@ class Model:
 
 
 def _require_path(what: str, given: str | Path) -> Path:
-    require(isinstance(given, str | os.PathLike), what, given, "must be a path")
+    require(isinstance(given, str | os.PathLike) and str(given) != "", what, given, "must be a path")
     return Path(given)
 
 

@@ -124,6 +124,7 @@ class TestTrain:
             ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': is used as a folder name; use letters, digits"),
             ("backcopy_tiny", {"name": ""}, "name '': is used as a folder name"),
             ("backcopy_tiny", {"runs": None}, "runs=None: must be a path"),
+            ("backcopy_tiny", {"runs": ""}, "runs='': must be a path"),
             ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number from 1 to 1024"),
             ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number from 1 to 1024"),
             ("backcopy_tiny", {"threads": 1.5}, "threads=1.5: must be a whole number"),

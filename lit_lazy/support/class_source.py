@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from symtable import SymbolTable, symtable
 from types import ModuleType
 from weakref import WeakKeyDictionary
 
@@ -88,23 +89,23 @@ def require_unedited(cls: type) -> None:
 def find_change_in_memory(module: ModuleType | None, contents: Mapping[Path, bytes]) -> str | None:
     """What a running program gave a user's module instead of what its file says; None if nothing was found.
 
-    Considers numbers and texts that its classes and functions read, and those and functions of its classes.
+    Considers numbers and texts of the module that its classes read, and numbers, texts and functions of its classes.
     """
     path = Path(getattr(module, "__file__", None) or "").resolve()
     if module is None or path not in contents:
         return None
-    body = ast.parse(contents[path]).body
+    text = contents[path].decode()
+    body = ast.parse(text).body
     told, changing = _read_constants(body)
-    code = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name not in SETTINGS]
-    for name in sorted({part.id for node in code for part in ast.walk(node) if isinstance(part, ast.Name)}):
+    for name in sorted(_find_read_names(text)):
         value = vars(module).get(name)
         if type(value) in CONSTANTS and module.__name__ == "__main__" and name in changing:
             return f"{name}, which its code reads, changes while {path.name} runs"
         if _differs(value, told.get(name, value)):
             return f"{name} was set to {value!r} in memory"
-    for node in code:
-        cls = vars(module).get(node.name)
-        if isinstance(cls, type) and isinstance(node, ast.ClassDef):
+    for node in body:
+        cls = vars(module).get(node.name) if isinstance(node, ast.ClassDef) else None
+        if isinstance(node, ast.ClassDef) and isinstance(cls, type):
             told, _ = _read_constants(node.body)
             for name, value in vars(cls).items():
                 replaced = inspect.isfunction(value) and value.__globals__ is not vars(module)
@@ -113,6 +114,26 @@ def find_change_in_memory(module: ModuleType | None, contents: Mapping[Path, byt
                 if _differs(value, told.get(name, value)):
                     return f"{node.name}.{name} was set to {value!r} in memory"
     return None
+
+
+def _find_read_names(text: str) -> set[str]:
+    """Names of a module that its classes read, directly or in functions of the module."""
+    tables = symtable(text, "", "exec").get_children()
+    ahead = ["lambda", *(table.get_name() for table in tables if table.get_type() == "class")]
+    found: set[str] = set()
+    while ahead:
+        name = ahead.pop()
+        new = {read for table in tables if table.get_name() == name for read in _iter_globals(table)} - found
+        found |= new
+        ahead += new
+    return found
+
+
+def _iter_globals(table: SymbolTable) -> Iterator[str]:
+    """The names of its module that a class or function reads."""
+    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
+    for child in table.get_children():
+        yield from _iter_globals(child)
 
 
 def _differs(value: object, told: object) -> bool:
@@ -124,7 +145,7 @@ def _read_constants(body: Iterable[ast.stmt]) -> tuple[dict[str, object], set[st
     told: dict[str, object] = {}
     stored = Counter[str]()
     for node in body:
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and not node.level:
             source = sys.modules.get(node.module or "")
             told |= {part.asname or part.name: getattr(source, part.name, None) for part in node.names}
             told = {name: value for name, value in told.items() if type(value) in CONSTANTS}

@@ -514,14 +514,15 @@ def test_code_that_is_changed_in_memory_is_refused(swept: Path, change: str, pro
 
 def test_a_constant_that_a_script_sweeps_is_refused(swept: Path) -> None:
     sweep = "for STEEP in (1.0, 400.0):\n    require_unedited_code(config())\n    print('trained')\n"
+    harmless = "def report():\n    print(seed, scores)\n\nfor seed, scores in ((0, 1), (1, 2)):\n    report()\n"
     script = swept.with_name("script.py")
     code = SWEPT.replace("from factors import FACTOR", "FACTOR = 1.0")
     script.write_text(code + sweep)
     ended = forked.run([sys.executable, str(script)])
     assert "trained" not in ended.stdout
     assert "ValueError: Swept: STEEP, which its code reads, changes while script.py runs, and the key" in ended.stderr
-    script.write_text(code.replace("STEEP", "1") + sweep)
-    assert forked.run([sys.executable, str(script)]).stdout.split() == ["trained", "trained"]
+    script.write_text(code.replace("STEEP", "1") + harmless + sweep)
+    assert forked.run([sys.executable, str(script)]).stdout.split()[-2:] == ["trained", "trained"]
 
 
 def test_a_file_has_one_key_however_it_is_imported(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

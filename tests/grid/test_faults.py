@@ -554,6 +554,7 @@ def test_a_refused_write_is_told_from_one_that_may_pass() -> None:
     assert find_write_status(OSError(errno.ENOSPC, "No space left on device")) == DISK_FULL
 
 
+@pytest.mark.long
 def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) -> None:
     """Killed between two of MLflow's migrations, which leaves an unusable database."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

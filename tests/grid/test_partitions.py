@@ -43,7 +43,8 @@ def through(storage: str, between: Proxy) -> str:
     return f"{before}:{between.port}/{after.partition('/')[2]}"
 
 
-@pytest.mark.parametrize("how", ["cut", pytest.param("stall", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["cut", "stall"])
 def test_a_worker_that_is_separated_from_the_queue_goes_on_when_it_is_back(
     how: str, runs: Path, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

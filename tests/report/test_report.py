@@ -429,6 +429,7 @@ def test_of_very_many_variants_the_first_have_figures(kept: Kept) -> None:
     assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
 
 
+@pytest.mark.long
 def test_the_variants_that_are_asked_for_have_figures(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,10 +120,9 @@ class Model:
 
     def __repr__(self) -> str:
         model = self.config.model
-        parts = [model.attention.normaliser, model.attention.bias] if model.mixer.attends else [model.mixer]
         numbers = sum(parameter.numel() for parameter in self.decoder.parameters())
         sizes = f"{format_count(model.n_layers, 'layer')}, {format_count(numbers, 'parameter')}"
-        return f"<Model: {', '.join(type(part).__name__ for part in parts)}; {sizes}; {self._checkpoint}>"
+        return f"<Model: {model.rule}; {sizes}; {self._checkpoint}>"
 
     @overload
     def generate(

@@ -313,7 +313,7 @@ def test_a_file_that_was_edited_in_one_session_is_trained_as_it_is_now(
             assert "has changed" not in caplog.text
         found.append(train(str(file), runs=runs))
     load(found[1].checkpoint)
-    assert "the code of EditedRule has changed since its training" in caplog.text
+    assert "a file that defines EditedRule has changed since its training" in caplog.text
     first, halved, longer, again = found
     assert halved.metrics["init/mass/trigger"] == pytest.approx(0.5)
     assert first.metrics["init/mass/trigger"] == pytest.approx(1)

@@ -78,7 +78,8 @@ def add_command(
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", metavar="N", type=thread_count, help="CPU threads (default: torch's choice)")
+    text = "CPU threads (default: torch's choice; 1 is faster for small models beside other work)"
+    parser.add_argument("--threads", metavar="N", type=thread_count, help=text)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

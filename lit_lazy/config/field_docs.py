@@ -90,7 +90,7 @@ def _collect_field_docs(cls: type) -> dict[str, str]:
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (TypeError, OSError):  # a class without a source file
+        except (TypeError, OSError, SyntaxError):  # a class without a source file, or whose file is being edited
             continue
         for pair in pairwise(getattr(definition, "body", ())):
             match pair:

@@ -93,6 +93,12 @@ class ModelConfig(CheckedFields, prefix="model."):
         require_field(self, "model.backend", self.backend == "auto", fix)
 
     @property
+    def rule(self) -> str:
+        """Class names of the normaliser and the bias, or of the mixer of a model without attention."""
+        parts = [self.attention.normaliser, self.attention.bias] if self.mixer.attends else [self.mixer]
+        return ", ".join(type(part).__name__ for part in parts)
+
+    @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads

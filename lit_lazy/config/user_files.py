@@ -22,6 +22,8 @@ from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import find_last_commit
 
+COMMANDS = {"question": "ablate run", "ablation": "ablate run", "search": "ablate search"}
+"""The command for a file that defines no experiment, by the name that it defines."""
 _imported: WeakKeyDictionary[ModuleType, tuple[ModuleSpec | None, dict[Path, bytes]]] = WeakKeyDictionary()
 """The import of each user's file, and its content and that of the imported files next to it then."""
 
@@ -178,7 +180,9 @@ def load_experiment(path: Path) -> RunConfig:
     """The config that an experiment file's `config()` returns."""
     config = load_attribute(path, "config")
     if not callable(config) or inspect.iscoroutinefunction(config):
-        raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
+        runs = next((how for name, how in COMMANDS.items() if load_attribute(path, name) is not None), "")
+        fix = f"`lit-lazy {runs} {path}` runs what it defines" if runs else "give it one that returns a RunConfig"
+        raise ValueError(f"{path}: defines no function config(); {fix}")
     with locate_errors(path):
         made = config()
     if not isinstance(made, RunConfig):

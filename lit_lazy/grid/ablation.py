@@ -264,7 +264,9 @@ def load_ablation(path: Path) -> Ablation:
         name = get_name("ablations", path)
         raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {name}` runs it")
     if not isinstance(ablation, Ablation):
-        raise ValueError(f"{path}: defines no `ablation`; give it one, an Ablation(...)")
+        trains = callable(load_attribute(path, "config"))
+        fix = f"`lit-lazy train {path}` trains its config()" if trains else "give it one, an Ablation(...)"
+        raise ValueError(f"{path}: defines no `ablation`; {fix}")
     return ablation
 
 

@@ -107,7 +107,7 @@ def load(path: Path) -> LitLM:
         raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
     module.sources = content.get(SOURCES, {})
     if edited := ", ".join(_list_edited_classes(module)):
-        log.warning("%s: the code of %s has changed since its training; this is the new code", checkpoint, edited)
+        log.warning("%s: a file that defines %s has changed since its training; this is new code", checkpoint, edited)
     return module
 
 

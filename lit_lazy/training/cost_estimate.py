@@ -238,7 +238,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
         seconds, basis = estimate_seconds(cfg, source, cost, execution)
         here = f"here about {format_duration(seconds)}, from {basis}; "
     return [
-        f"{name}: {cost.parameters:,} parameters",
+        f"{name}: {cost.parameters:,} parameters; attention: {cfg.model.rule}",
         _format_data(source, cost),
         f"step:   {step:,} tokens; {where} {format_count(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",

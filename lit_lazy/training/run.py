@@ -112,7 +112,8 @@ def _run(
     with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
         backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
     missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
-    log.info("attention runs on %s%s", describe_backend(backend), f"; {missing}" if missing else "")
+    where = describe_backend(backend) + (f"; {missing}" if missing else "")
+    log.info("attention: %s, runs on %s", cfg.model.rule, where)
     for note in list_ineffective(cfg, source.context_length):
         log.info("%s", note)
     if validates_on_training(source):

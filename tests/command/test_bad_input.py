@@ -233,6 +233,7 @@ EXPERIMENTS = {
     "exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
     "other": ("def config():\n    return 1\n", "config() returned 1; it must return a RunConfig"),
     "none": ("x = 1\n", "defines no function config(); give it one that returns a RunConfig"),
+    "an ablation": ("ablation = 1\n", "defines no function config(); `lit-lazy ablate run "),
     "no text": ("\0\1\2", "null bytes"),
     "class for a part": (
         "from lit_lazy.config.schema import RunConfig\nfrom lit_lazy.data.backcopy import Backcopy\n"
@@ -374,6 +375,8 @@ def test_search_files(settings: str, place: Path, capsys: pytest.CaptureFixture[
 def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "empty.py").write_text("ablation = 3\n")
     assert "defines no `ablation`; give it one" in expect_refusal(["ablate", "run", "empty.py"], capsys)
+    (place / "trained.py").write_text("def config(): ...\n")
+    assert "; `lit-lazy train " in expect_refusal(["ablate", "run", "trained.py"], capsys)
 
 
 def random_bytes(path: Path, _store: Path) -> None:

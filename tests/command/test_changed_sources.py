@@ -49,7 +49,7 @@ def test_an_edited_rule_is_said(place: Path, caplog: pytest.LogCaptureFixture) -
         for command in (["evaluate", *words], ["generate", *words, "--prompt", "1 2", "--tokens", "2"]):
             caplog.clear()
             assert main(command) == 0
-            said = "the code of Cooled has changed since its training; this is the new code" in caplog.text
+            said = "a file that defines Cooled has changed since its training; this is new code" in caplog.text
             assert said is edited, command
 
 

@@ -106,7 +106,7 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["train", "backcopy_tiny", "--dry-run", "--devices", "8", "--runs", str(tmp_path / "runs")]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "2,880 parameters" in out
+    assert "2,880 parameters; attention: Softmax, NoBias\n" in out
     assert "on each of 8 devices 1 micro-batch of 1 sequence" in out
     assert out.endswith("Nothing was created.\n")
     assert not (tmp_path / "runs").exists()

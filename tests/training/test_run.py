@@ -193,7 +193,7 @@ def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
         run(replace_at(config(), {"model.backend": asked}), tmp_path)
     said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
-    assert said == [f"attention runs on chunked{missing}"]
+    assert said == [f"attention: {config().model.rule}, runs on chunked{missing}"]
 
 
 def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -48,7 +48,7 @@ class Plan:
     base: str
     baseline: str
     command: str
-    """The commands that asked for rows or seeds, in their order."""
+    """The commands that asked for rows or seeds, or declared something else, in their order."""
     rows: tuple[RowInfo, ...]
     """The rows requested so far, and the baseline."""
     columns: tuple[Column, ...]
@@ -155,11 +155,13 @@ class Plan:
         if changes:
             raise ChangedRowError(changes)
         rows, command = {row.variant: row for row in former.rows}, former.command
+        adds = self.declaration is not None and self.declaration.digest != getattr(former.declaration, "digest", None)
         for row in self.rows:
             known = rows.get(row.variant, replace(row, seeds=()))
             rows[row.variant] = replace(row, seeds=tuple(sorted({*row.seeds, *known.seeds})))
-            if rows[row.variant].seeds != known.seeds and self.command not in command.split(THEN):
-                command += THEN + self.command
+            adds |= rows[row.variant].seeds != known.seeds
+        if adds and self.command not in command.split(THEN):
+            command += THEN + self.command
         axes = tuple(dict.fromkeys([*former.axes, *self.axes]))
         return replace(
             self,

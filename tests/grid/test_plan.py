@@ -41,6 +41,8 @@ def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
     assert merged is not None
     assert (merged.commit, merged.changed) == ("", True)
     assert len(merged.exploratory) == 2
+    other = replace(now, command="ablate run other.py").merge(begun, ["softmax", "lazy"], str)
+    assert other.command == f"{PLAN.command}, then ablate run other.py"  # which declares what is printed
     committed = now.merge(replace(PLAN, declaration=replace(declared, commit="old")), ["softmax", "lazy"], str)
     assert committed.declaration is not None
     assert (committed.declaration.commit, committed.declaration.changed) == ("abc", True)

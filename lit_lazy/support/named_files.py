@@ -9,6 +9,8 @@ from lit_lazy.support.errors import did_you_mean
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
+OTHER: dict[Room, Room] = {"experiments": "ablations", "ablations": "experiments"}
+RUN: dict[Room, str] = {"experiments": "train", "ablations": "ablate run"}
 MADE = {"models/smollm2.ckpt": "make smollm2", "models/tokenizer.json": "make smollm2"}
 """Files of shipped experiments that are no part of a clone -> the command that makes them."""
 LONGEST_NAME = 100
@@ -28,6 +30,10 @@ def find(room: Room, name: str) -> Path:
             return require_usable_name(path.resolve())
     if os.path.isfile(f"{name}.py"):
         raise ValueError(f"{room[:-1]} {name!r}: unknown (did you mean {name}.py?); a path ends in .py")
+    if name in list_available(other := OTHER[room]):
+        raise ValueError(
+            f"{room[:-1]} {name!r}: unknown; it is an {other[:-1]}: `lit-lazy {RUN[other]} {name}` runs it"
+        )
     known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
     raise ValueError(

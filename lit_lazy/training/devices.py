@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import torch
 
 from flash_lazy.cpu.library import find_obstacle, get_instruction_set
@@ -11,6 +12,8 @@ from lit_lazy.support.machine import count_cores
 
 COMPILED = "cpu"
 """Label of the compiled backend."""
+BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
+"""How long other processes are watched, and how many cores of those of the threads may be busy."""
 
 
 def select_training_device() -> torch.device:
@@ -33,6 +36,17 @@ def find_missing_gpu(backend: str) -> str | None:
 def describe_backend(label: str) -> str:
     """A backend's label in tables; that of the compiled backend with its instruction set, as in `cpu (avx512)`."""
     return f"{label} ({get_instruction_set()})" if label == COMPILED else label
+
+
+def find_busy_cores() -> str | None:
+    """That other processes use the cores of this one's threads, which then wait for each other, with the fix."""
+    threads, cores = torch.get_num_threads(), count_cores()
+    if threads == 1 or select_training_device().type != "cpu":
+        return None
+    busy = psutil.cpu_percent(BUSY_SECONDS) / 100 * cores
+    if busy + threads < cores + BUSY_CORES:
+        return None
+    return f"other work keeps {busy:.1f} of {cores} cores busy; a small model is faster beside it with --threads 1"
 
 
 def check_devices(devices: int) -> None:

@@ -29,7 +29,7 @@ from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training.checkpoints import find_resume_step
-from lit_lazy.training.devices import describe_backend, find_missing_backend, select_training_device
+from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, tau_history
@@ -114,6 +114,8 @@ def _run(
     missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
     where = describe_backend(backend) + (f"; {missing}" if missing else "")
     log.info("attention: %s, runs on %s", cfg.model.rule, where)
+    if busy := find_busy_cores():
+        log.info("%s", busy)
     for note in list_ineffective(cfg, source.context_length):
         log.info("%s", note)
     if validates_on_training(source):

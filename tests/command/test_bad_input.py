@@ -79,6 +79,8 @@ OPTIONS = [
     ([*RUN, "--seeds", "a"], "argument --seeds: 'a': must be whole numbers separated by commas"),
     ([*RUN, "--seeds", "-1"], "argument --seeds: '-1': must be whole numbers"),
     ([*RUN, "--seeds", "0,0"], "argument --seeds: '0,0': has 0 twice; give it once"),
+    (["ablate", "run", "backcopy"], "unknown; it is an experiment: `lit-lazy train backcopy` runs it"),
+    (["train", "table2"], "unknown; it is an ablation: `lit-lazy ablate run table2` runs it"),
     ([*RUN, "--seed=3"], "--seed: an ablation's seeds are given by --seeds"),
     ([*RUN, "--workers", "0"], "argument --workers: '0': must be a whole number from 1 to 2^63 - 1"),
     ([*RUN, "--workers", "-1"], "argument --workers: '-1': must be a whole number from 1 to 2^63 - 1"),

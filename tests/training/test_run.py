@@ -177,6 +177,17 @@ def test_a_run_that_resumes_on_another_backend_says_so(
 
 
 @pytest.mark.parametrize(
+    ("threads", "percent", "said"), [(1, 100.0, None), (2, 10.0, None), (2, 60.0, "keeps 1.2 of 2")]
+)
+def test_busy_cores_are_told(threads: int, percent: float, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_cores", lambda: 2)
+    monkeypatch.setattr("psutil.cpu_percent", lambda _: percent)
+    torch.set_num_threads(threads)
+    found = devices.find_busy_cores()
+    assert found == (said and f"other work {said} cores busy; a small model is faster beside it with --threads 1")
+
+
+@pytest.mark.parametrize(
     ("asked", "obstacle", "missing"),
     [("auto", "none; get it", "; none; get it"), ("auto", None, ""), ("chunked", "no", "")],
 )

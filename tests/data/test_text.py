@@ -707,6 +707,7 @@ def test_wrong_hub_options_are_named(repository, cache, changes, named, stream):
     assert not cache.exists()
 
 
+@pytest.mark.long
 def test_without_a_network_a_hub_dataset_is_one_line(cache):
     code = """
 from lit_lazy.data.text import Text

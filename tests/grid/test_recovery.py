@@ -130,6 +130,7 @@ def test_a_lost_queue_loses_nothing(made: Made, capsys: pytest.CaptureFixture[st
     assert made.counts()["softmax"] == 1
 
 
+@pytest.mark.long
 def test_a_queue_that_is_lost_midway_is_filled_again(made: Made) -> None:
     """Cells that are complete in MLflow stay complete; other cells with a result file are recorded from it."""
     results = made.results()
@@ -167,6 +168,7 @@ def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -
     assert (made.runs / ID / "report.html").exists()
 
 
+@pytest.mark.long
 def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made, tmp_path: Path) -> None:
     """MLflow's database stores absolute paths: a copy's commands would write into the original."""
     for parent in made.tracked("ablation"):
@@ -495,6 +497,7 @@ def _exits(runs: Path, status: int) -> Path:
     return script
 
 
+@pytest.mark.long
 def test_whatever_goes_wrong_in_reporting_does_not_end_a_worker(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = two_cells("local", default_storage(runs))
 

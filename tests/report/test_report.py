@@ -549,6 +549,7 @@ def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, 
     return forked.run_in_fork(work)
 
 
+@pytest.mark.long
 def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path, tracker: Tracker) -> None:
     table = render_markdown(build_table_from_mlflow(tracker, find_parent(tracker)))
     hidden = store.rename(store.with_name("hidden"))

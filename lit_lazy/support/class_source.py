@@ -20,6 +20,7 @@ USER = "lit_lazy_user_"
 """Prefix of the module names of users' files."""
 
 CONSTANTS = (bool, int, float, complex, str, bytes, tuple)
+"""Types whose values in memory are compared with those of the file."""
 
 _imported: WeakKeyDictionary[type, dict[Path, bytes]] = WeakKeyDictionary()
 """Content of the files of each user's class: of its own when it was defined, of others when they were first read."""
@@ -103,16 +104,14 @@ def find_change_in_memory(module: ModuleType | None, contents: Mapping[Path, byt
             return f"{name}, which its code reads, changes while {path.name} runs"
         if _differs(value, told.get(name, value)):
             return f"{name} was set to {value!r} in memory"
-    for node in body:
-        cls = vars(module).get(node.name) if isinstance(node, ast.ClassDef) else None
-        if isinstance(node, ast.ClassDef) and isinstance(cls, type):
-            told, _ = _read_constants(node.body)
-            for name, value in vars(cls).items():
-                replaced = inspect.isfunction(value) and value.__globals__ is not vars(module)
-                if replaced and value.__globals__.get("__name__") == "__main__":
-                    return f"{node.name}.{name} was replaced in memory"
-                if _differs(value, told.get(name, value)):
-                    return f"{node.name}.{name} was set to {value!r} in memory"
+    for node in (part for part in body if isinstance(part, ast.ClassDef)):
+        told, _ = _read_constants(node.body)
+        for name, value in getattr(vars(module).get(node.name), "__dict__", {}).items():
+            replaced = inspect.isfunction(value) and value.__globals__ is not vars(module)
+            if replaced and value.__globals__.get("__name__") == "__main__":
+                return f"{node.name}.{name} was replaced in memory"
+            if _differs(value, told.get(name, value)):
+                return f"{node.name}.{name} was set to {value!r} in memory"
     return None
 
 

@@ -39,7 +39,7 @@ def describe_backend(label: str) -> str:
 
 
 def find_busy_cores() -> str | None:
-    """That other processes use the cores of this one's threads, which then wait for each other, with the fix."""
+    """That other processes use cores of this one's threads, which then wait for each other, with the fix; else None."""
     threads, cores = torch.get_num_threads(), count_cores()
     if threads == 1 or select_training_device().type != "cpu":
         return None

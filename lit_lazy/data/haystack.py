@@ -141,8 +141,8 @@ def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle
 
 def _encode_answered(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
     """Tokens of each prompt with its answer, and the number of those that the prompt alone does not begin with."""
-    wholes = tokenizer.encode([(prompt + answer).encode() for prompt, answer in texts])
-    prompts = tokenizer.encode([prompt.encode() for prompt, _ in texts])
+    wholes = tokenizer.encode([(prompt + answer).encode() for prompt, answer in texts], control=True)
+    prompts = tokenizer.encode([prompt.encode() for prompt, _ in texts], control=True)
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     found = []
     for whole, prompt in zip(wholes, prompts, strict=True):

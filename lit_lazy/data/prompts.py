@@ -42,7 +42,7 @@ class Prompts:
         if self.tokenizer is None:
             return self._parse_numbers(option, text.decode(errors="replace"))
         try:
-            return self.tokenizer.encode([text])[0].tolist() or [self.tokenizer.separator]
+            return self.tokenizer.encode([text], control=True)[0].tolist() or [self.tokenizer.separator]
         except UnicodeDecodeError:
             raise ValueError(f"{option}: is not UTF-8; convert it to UTF-8") from None
 

@@ -1,10 +1,11 @@
 """Python's standard library in the tokens of a language model."""
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lit_lazy.data.pipeline.documents import Files, Hub
+from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.data.stdlib import find_sources, is_validation
 from lit_lazy.data.text import Text
 from lit_lazy.support.checks import require
@@ -16,6 +17,11 @@ class StdlibText(Text):
 
     `--data.path` gives other text in its place.
     """
+
+    @property
+    def _spec(self) -> TokenizerSpec:
+        # A docstring of turtle.py has `<filename>`, a control token of SmolLM2: published results read it as one.
+        return replace(super()._spec, control=not (self.path or self.hub))
 
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         if self.path or self.hub:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, TokenDataset
-from lit_lazy.data.pipeline.documents import Files, Hub, Source, find_files
-from lit_lazy.data.pipeline.shards import FileJob
+from lit_lazy.data.pipeline.documents import Files, Hub, Source
+from lit_lazy.data.pipeline.files import find_files
+from lit_lazy.data.pipeline.shards import LAYOUT, FileJob
 from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import (
     PARTS,
@@ -29,24 +30,26 @@ from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.console import plain_console
+from lit_lazy.support.errors import short_repr
 
-# Part of a cached corpus's name: increase it when a change gives the same documents other tokens.
-LAYOUT = 1
+MOST_OVERLAP = 0.1
+"""Largest share of a separate validation text that may be in the training text too, unless asked for."""
 # Most training bytes on which the trigram is counted: counting takes about 40 bytes of memory for each.
 TRIGRAM_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Text(DataConfig):
-    """Text from .txt, .jsonl and .parquet files, or from a dataset of the Hugging Face Hub.
+    """Text from .txt, .md, .jsonl and .parquet files, or from a dataset of the Hugging Face Hub.
 
     The documents, each followed by a separator, are concatenated and cut into windows that do not overlap. Empty
-    documents are skipped. A .txt file of up to 64 KiB is one document; a longer one is split at the first blank line
-    after every 16 KiB. Documents longer than 16 MiB raise an error.
+    documents are skipped. A .txt or .md file of up to 64 KiB is one document; a longer one is split at the first blank
+    line after every 16 KiB. Documents longer than 16 MiB raise an error.
     """
 
     path: str = ""
-    """File, folder or glob of .txt, .jsonl, .json (one object per line) or .parquet files."""
+    """File, folder or glob of .txt, .md, .jsonl, .json (one object per line) or .parquet files, also .gz or .zst."""
     hub: str = ""
     """Instead of a path: name of a Hugging Face Hub dataset, or a folder with the same layout."""
     hub_config: str | None = None
@@ -58,7 +61,7 @@ class Text(DataConfig):
     stream: bool = False
     """Read only as much of the hub dataset as max_tokens needs, instead of downloading all of it."""
     column: str = "text"
-    """Column with the text; ignored for .txt files."""
+    """Column with the text; ignored for .txt and .md files."""
     tokenizer: str = BYTES
     """bytes (separator NUL), or a JSON file of the tokenizers library."""
     end_of_text: str | None = None
@@ -80,6 +83,8 @@ class Text(DataConfig):
     """Share of the documents held out, selected by a hash of their text, if `validation` is empty."""
     validation_windows: int = 256
     """Number of validation windows, evenly spread over the validation text."""
+    validation_overlap: bool = False
+    """Allow a `validation` of which more than a tenth of the documents are in the training text too."""
 
     def __post_init__(self) -> None:
         require_whole("data.context_length", self.context_length, 2)
@@ -134,15 +139,15 @@ class Text(DataConfig):
             )
             require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
             return train, validation if self.validation else None
-        train = Files("data.path", self.path, find_files("data.path", self.path), self.column)
-        if not self.validation:
-            return train, None
-        validation = Files(
-            "data.validation", self.validation, find_files("data.validation", self.validation), self.column
-        )
-        both = sorted(set(train.paths) & set(validation.paths))
-        require(not both, "data.validation", self.validation, f"data.path too has {[*both, ''][0]!s}; remove one")
+        train, validation = (self._find_files(name) if getattr(self, name) else None for name in ("path", "validation"))
+        assert train is not None
         return train, validation
+
+    def _find_files(self, name: str) -> Files:
+        """The files that an option selects."""
+        field, given = f"data.{name}", getattr(self, name)
+        paths, left_out = find_files(field, given)
+        return Files(field, given, paths, self.column, left_out)
 
     def _folder(self, train: Files | Hub, validation: Files | Hub | None) -> Path:
         return cache_folder() / self._key(train, validation)
@@ -173,6 +178,10 @@ class Text(DataConfig):
         parts = [require_documents(source) for source in (train, validation) if source]
 
         def fill(partial: Path) -> None:
+            for source in (train, validation):
+                if isinstance(source, Files) and source.left_out:
+                    line = f"{source.field}={short_repr(source.given)}: left out {source.left_out}"
+                    plain_console(stderr=True).print(line, soft_wrap=True)
             jobs = [self._jobs(files, 0.0 if validation else self.validation_share) for files in parts]
             plan = CorpusPlan(
                 jobs[0], jobs[1] if validation else (), vocab_size, self.validation_share, self.max_tokens
@@ -204,6 +213,9 @@ def require_documents(source: Source) -> Sequence[Source]:
 @functools.cache
 def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSource:  # noqa: ARG001
     corpus = open_corpus(folder)
+    apart = config.validation_overlap or corpus.overlap <= MOST_OVERLAP
+    shared = f"the training text has {corpus.overlap:.0%} of its documents too; give other text"
+    require(apart, "data.validation", config.validation, f"{shared}, or allow it by data.validation_overlap=True")
     length, byte_tokens = config.context_length, config.tokenizer == BYTES
     if config.bos or byte_tokens:  # windows with BOS are copies, n-grams are counted all over the text
         for part in PARTS:
@@ -233,6 +245,8 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
+            **({"validation_overlap": corpus.overlap} if corpus.overlap else {}),
+            **({"lossy_documents": corpus.lossy} if corpus.lossy else {}),
             **(measure_ngrams(train, corpus.validation, chosen, config.bos) if byte_tokens else {}),
         },
         train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),

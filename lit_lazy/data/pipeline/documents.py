@@ -4,33 +4,37 @@ A document is its UTF-8 bytes. Memory holds at most one document, one parquet ro
 dataset. Empty documents and nulls are skipped. Every error is a one-line ValueError that names option and file.
 """
 
+import codecs
 import dataclasses
-import glob
 import itertools
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 import urllib.request
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 
 import huggingface_hub
 
+from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.timeout import call_with_timeout
 
-FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20
 # A .txt file of up to MAX_UNSPLIT bytes is one document. In a longer one a document ends at the first blank line, else
 # line end, else space, after MIN_PIECE bytes, so that one big file can be split into training and validation text.
 MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
+BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 ROWS_AT_ONCE = 256
 HUB_SECONDS = 10.0
 PATIENCE = 60.0
@@ -41,6 +45,13 @@ SMALL_FILES = 16 * 2**20
 HUB_URL = "hf://datasets/"
 UNKNOWN_SIZE = 2**30
 """Assumed size in bytes of a file that is not yet downloaded; large enough to be worth a process."""
+
+
+class Document(NamedTuple):
+    """A text in UTF-8, and where it was read: option, file and line or row, as an error begins."""
+
+    place: str
+    text: bytes
 
 
 class Source(Protocol):
@@ -74,7 +85,7 @@ class Source(Protocol):
         """JSON-serialisable identity of the content."""
         ...
 
-    def documents(self) -> Iterator[bytes]:
+    def documents(self) -> Iterator[Document]:
         """Documents, without empty ones."""
         ...
 
@@ -87,6 +98,8 @@ class Files:
     given: str
     paths: tuple[Path, ...]
     column: str
+    left_out: str = ""
+    """What of the given folder or glob is not read, in words."""
 
     @property
     def size(self) -> int:
@@ -98,7 +111,7 @@ class Files:
         room = 0
         for path in self.paths:
             size = path.stat().st_size
-            if size > room:
+            if not groups or size > room:
                 groups.append([])
                 room = SMALL_FILES
             groups[-1].append(path)
@@ -108,100 +121,100 @@ class Files:
     def read_state(self) -> list[tuple[str, int, int]]:
         return read_file_states(self.paths)
 
-    def documents(self) -> Iterator[bytes]:
+    def documents(self) -> Iterator[Document]:
         for path in self.paths:
+            place = f"{self.field}={str(path)!r}"
+            kind, _ = split_suffixes(path)
             try:
-                yield from filter(None, self._read(path))
+                if kind == ".parquet":
+                    found = extract_documents(read_parquet(path, self.column, place), self.column, place)
+                elif kind in (".json", ".jsonl"):
+                    found = read_json_lines(path, self.column, place)
+                else:
+                    found = read_text(path, place)
+                yield from (document for document in found if document.text)
             except OSError as error:
-                raise self._error(
-                    path, f"cannot be read ({error.strerror or one_line(error)}); check the file"
-                ) from None
+                why = error.strerror or one_line(error)
+                raise ValueError(f"{place}: cannot be read ({why}); check the file") from None
 
-    def _read(self, path: Path) -> Iterator[bytes]:
-        if path.suffix in (".txt", ".py"):
-            return self._read_text(path)
-        if path.suffix == ".parquet":
-            return extract_texts(self._read_parquet(path), self.column, f"{self.field}={str(path)!r}")
-        return self._read_json_lines(path)
 
-    def _read_text(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as file:
-            buffer = file.read(MAX_UNSPLIT + 1)
-            is_whole, offset = len(buffer) <= MAX_UNSPLIT, 0
-            while buffer:
-                end = len(buffer) if is_whole else find_piece_end(buffer)
-                yield self._check_text(buffer[:end], path, offset)
-                offset += end
-                buffer = buffer[end:] + file.read(end)
+def read_text(path: Path, place: str) -> Iterator[Document]:
+    """A text file as a whole, or in pieces if it is longer than MAX_UNSPLIT."""
+    with open_stream(path) as file:
+        buffer = file.read(MAX_UNSPLIT + 1)
+        is_whole, offset = len(buffer) <= MAX_UNSPLIT, 0
+        if buffer.startswith(codecs.BOM_UTF8):
+            buffer, offset = buffer.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+        while buffer:
+            end = len(buffer) if is_whole else find_piece_end(buffer)
+            piece = buffer[:end]
+            if (nul := piece.find(b"\0")) >= 0:
+                raise ValueError(f"{place}: has a NUL at byte {offset + nul}, so it is not text; give a text file")
+            decode(piece, place, offset)
+            yield Document(f"{place}: the text from byte {offset}", piece)
+            offset += end
+            buffer = buffer[end:] + file.read(end)
 
-    def _read_json_lines(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as file:
-            offset, number = 0, 0
-            while line := file.readline(MAX_DOCUMENT_BYTES + 1):
-                number += 1
-                if len(line) > MAX_DOCUMENT_BYTES:
-                    raise self._error(
-                        path, f"line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split that document"
-                    )
-                text = self._check_text(line, path, offset).strip()
-                if text:
-                    yield self._parse_json_line(text, path, number)
-                offset += len(line)
 
-    def _parse_json_line(self, line: bytes, path: Path, number: int) -> bytes:
-        where = f"line {number} of {str(path)!r}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise self._error(
-                path, f"line {number} is not JSON ({one_line(error)}); give one object per line"
-            ) from None
-        if not isinstance(row, dict):
-            raise self._error(path, f"line {number} is a JSON {type(row).__name__}; give one object per line")
-        require(
-            self.column in row,
-            "data.column",
-            self.column,
-            f"{where} has only {format_names(row)}; choose one with text",
-        )
-        value = row[self.column]
-        require(
-            value is None or isinstance(value, str),
-            "data.column",
-            self.column,
-            f"{where} has {json.dumps(value)[:40]} there; choose a column with text",
-        )
-        try:
-            return (value or "").encode()
-        except UnicodeEncodeError as error:
-            raise self._error(path, f"line {number} is not valid Unicode ({one_line(error)}); correct it") from None
+def read_json_lines(path: Path, column: str, place: str) -> Iterator[Document]:
+    """The text in one field of each line's object."""
+    with open_stream(path) as file:
+        for number in itertools.count(1):
+            if not (line := file.readline(MAX_DOCUMENT_BYTES + 1)):
+                return
+            here = f"{place}: line {number}"
+            check_size(line, here)
+            text = decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, here).strip()
+            if text:
+                yield Document(here, parse_json_line(text, column, here))
 
-    def _read_parquet(self, path: Path) -> Iterator[Any]:
-        datasets = import_datasets_quietly()
-        name = glob.escape(str(path))
-        try:
-            # Without batch_size, it reads row groups as a whole and fails at an empty one.
-            dataset = datasets.load_dataset(
-                "parquet", data_files=[name], split="train", streaming=True, batch_size=ROWS_AT_ONCE
-            )
-            # By row groups: the reader of a complete file decodes it into memory regardless of how fast its tables are
-            # consumed.
-            yield from iterate_tables(dataset.reshard())
-        except (ValueError, NotImplementedError, OSError) as error:
-            raise self._error(path, f"is incomplete or damaged parquet ({one_line(error)}); replace the file") from None
 
-    def _check_text(self, raw: bytes, path: Path, offset: int) -> bytes:
-        """Return `raw`, which starts at byte `offset` of the file. Raises ValueError if it is not UTF-8 text."""
-        if (nul := raw.find(b"\0")) >= 0:
-            raise self._error(path, f"has a NUL at byte {offset + nul}, so it is not text; give a text file")
-        try:
-            raw.decode()
-        except UnicodeDecodeError as error:
-            raise self._error(path, f"is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
-        return raw
+def parse_json_line(line: str, column: str, place: str) -> bytes:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON ({one_line(error)}); give one object per line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is a JSON {type(row).__name__}; give one object per line")
+    require(column in row, "data.column", column, f"{place} has only {format_names(row)}; choose one with text")
+    value = row[column]
+    is_text = value is None or isinstance(value, str)
+    require(is_text, "data.column", column, f"{place} has {json.dumps(value)[:40]} there; choose a column with text")
+    try:
+        return (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} is not valid Unicode ({one_line(error)}); correct it") from None
 
-    def _error(self, path: Path, text: str) -> ValueError:
-        return ValueError(f"{self.field}={str(path)!r}: {text}")
+
+def read_parquet(path: Path, column: str, place: str) -> Iterator[Any]:
+    """Arrow batches of up to ROWS_AT_ONCE rows, with the column alone if the file has it."""
+    import pyarrow  # late: half a second
+    from pyarrow import parquet
+
+    try:
+        with ExitStack() as stack:
+            file = stack.enter_context(open_stream(path))
+            if not file.seekable():  # parquet is read from its end
+                packed, file = file, stack.enter_context(TemporaryFile())
+                shutil.copyfileobj(packed, file)
+            table = parquet.ParquetFile(file)
+            columns = [column] if column in table.schema_arrow.names else None
+            yield from table.iter_batches(ROWS_AT_ONCE, columns=columns)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{place}: is incomplete or damaged parquet ({one_line(error)}); replace the file") from None
+
+
+def check_size(text: bytes, place: str) -> None:
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"{place} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split that document")
+
+
+def decode(raw: bytes, place: str, offset: int = 0) -> str:
+    """Text of `raw`, which starts at byte `offset` of the place. Raises ValueError if it is not UTF-8."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -261,8 +274,9 @@ class Hub:
         )
         return [self.name, self.config, self.revision, self.split, read_file_states(tuple(paths))]
 
-    def documents(self) -> Iterator[bytes]:
-        return filter(None, extract_texts(self._tables(), self.column, f"data.hub={self.name!r}"))
+    def documents(self) -> Iterator[Document]:
+        found = extract_documents(self._tables(), self.column, f"data.hub={self.name!r}")
+        return (document for document in found if document.text)
 
     def _tables(self) -> Iterator[Any]:
         datasets = import_datasets_quietly()
@@ -271,7 +285,8 @@ class Hub:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
             )
-            yield from iterate_tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
+            rows = found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
+            yield from rows.with_format("arrow").iter(ROWS_AT_ONCE)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
             raise make_unreadable_error(self.name, wraps or error) from None
@@ -310,7 +325,7 @@ class HubFile:
     def read_state(self) -> list[Any]:
         return [self.name, self.commit, self.path]
 
-    def documents(self) -> Iterator[bytes]:
+    def documents(self) -> Iterator[Document]:
         """Documents, without empty ones; downloads the file first."""
         huggingface_hub.utils.disable_progress_bars()
         try:
@@ -362,26 +377,23 @@ def import_datasets_quietly() -> Any:
     return datasets
 
 
-def iterate_tables(dataset: Any) -> Iterator[Any]:
-    """Arrow tables of up to ROWS_AT_ONCE rows."""
-    return dataset.with_format("arrow").iter(ROWS_AT_ONCE)
+def extract_documents(tables: Iterator[Any], column: str, place: str) -> Iterator[Document]:
+    """Texts in one column of Arrow tables or batches."""
+    import pyarrow
 
-
-def extract_texts(tables: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
-    """Texts in one column of Arrow tables, as UTF-8."""
+    rows = itertools.count(1)
     for table in tables:
-        names = table.column_names
-        require(column in names, "data.column", column, f"{where} has only {format_names(names)}; choose one with text")
+        names = table.schema.names
+        require(column in names, "data.column", column, f"{place} has only {format_names(names)}; choose one with text")
         kind = str(table.schema.field(column).type)
         is_text = "string" in kind and "<" not in kind
-        require(is_text, "data.column", column, f"has type {kind} in {where}; choose a column with text")
-        for value in table.column(column).to_pylist():
-            text = (value or "").encode()
-            if len(text) > MAX_DOCUMENT_BYTES:
-                raise ValueError(
-                    f"{where}: a document is longer than {MAX_DOCUMENT_BYTES >> 20} MiB ({text[:40]!r}...); split it"
-                )
-            yield text
+        require(is_text, "data.column", column, f"has type {kind} in {place}; choose a column with text")
+        # As bytes, because Arrow does not check that a string is UTF-8.
+        for row, value in zip(rows, table.column(column).cast(pyarrow.large_binary()).to_pylist(), strict=False):
+            text, here = value or b"", f"{place}: row {row}"
+            check_size(text, here)
+            decode(text, here)
+            yield Document(here, text)
 
 
 def format_names(names: Collection[str]) -> str:
@@ -393,7 +405,9 @@ def find_piece_end(buffer: bytes) -> int:
     """Offset at which the document at the start of `buffer` ends."""
     if len(buffer) <= MIN_PIECE:
         return len(buffer)
-    for mark in (b"\n\n", b"\n", b" "):
+    if blank := BLANK_LINE.search(buffer, MIN_PIECE):
+        return blank.end()
+    for mark in (b"\n", b" "):
         if (found := buffer.find(mark, MIN_PIECE)) >= 0:
             return found + len(mark)
     if len(buffer) <= MAX_UNSPLIT:
@@ -401,39 +415,3 @@ def find_piece_end(buffer: bytes) -> int:
     # Not inside a character: all its bytes but the first begin with the bits 10.
     last = len(buffer) - 1
     return next((end for end in range(last, last - 4, -1) if buffer[end] & 0xC0 != 0x80), last)
-
-
-def find_files(field: str, given: str) -> tuple[Path, ...]:
-    """Files that a path, a folder (recursively) or a glob selects, sorted by path."""
-    try:
-        root = Path(given).expanduser()
-        root.stat()
-    except FileNotFoundError:
-        pass
-    except (OSError, RuntimeError, ValueError) as error:  # name too long, link loop, unknown user
-        raise ValueError(
-            f"{field}={given!r}: {getattr(error, 'strerror', None) or error}; choose another path"
-        ) from None
-    if root.is_dir():
-        visible = [path for path in root.rglob("*") if not any(p.startswith(".") for p in path.relative_to(root).parts)]
-        found = [path for path in visible if path.suffix in FORMATS and path.is_file()]
-        kinds = sorted({path.suffix for path in found})
-        require(bool(found), field, given, f"folder has no {', '.join(FORMATS)} file")
-        require(len(kinds) == 1, field, given, f"has {' and '.join(kinds)} files; select one kind, as in 'x/*.txt'")
-    elif root.is_file():
-        found = [root]
-    else:
-        found = [Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file()]
-        require(
-            bool(found), field, given, "is no file or folder, and as a glob it matches no file; give text that exists"
-        )
-    for path in found:
-        require(path.suffix in FORMATS, field, str(path), f"unknown file type; give {', '.join(FORMATS)}")
-    require(any(path.stat().st_size for path in found), field, given, "is empty; give files with text")
-    # Not resolved: in the Hub's cache, files are links to files without a suffix.
-    return tuple(sorted(Path(os.path.abspath(path)) for path in found))
-
-
-def read_file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time in ns of each file."""
-    return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]

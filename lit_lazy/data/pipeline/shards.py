@@ -19,12 +19,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-from lit_lazy.data.pipeline.documents import Source
+from lit_lazy.data.pipeline.documents import Document, Source
 from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
 
+LAYOUT = 2
+"""Part of the names of shards and corpora: increase it when a change gives the same documents other tokens."""
 BATCH_BYTES = 2**20
 """Minimum size of the batches of documents to encode."""
 CHUNK_TOKENS = 2**22
@@ -53,7 +55,7 @@ class FileJob:
     def name(self) -> str:
         """Name of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
-        parts = [self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
+        parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 
@@ -67,6 +69,10 @@ class Shard:
     documents: int
     bytes: int
     """Bytes of the documents' text."""
+    sampled: int
+    """Number of documents that were decoded again."""
+    lossy: int
+    """How many of these did not come back."""
     sha256: str
 
     @classmethod
@@ -144,7 +150,7 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     partial, digest, table = folder / f".{job.name}.partial", hashlib.sha256(), array("Q")
-    tokens = training = size = 0
+    tokens = training = size = sampled = lossy = 0
     try:
         with partial.open("wb") as file:
 
@@ -152,9 +158,12 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
                 file.write(raw)
                 digest.update(raw)
 
-            for documents, ids in encode_documents(tokenizer, job.source.documents()):
+            for documents, ids in encode_documents(tokenizer, job.source.documents(), job.tokenizer.control):
+                if not sampled:  # the first batch, for it costs less than a hundredth of a large file's encoding
+                    sampled, lossy = len(documents), tokenizer.count_lossy([d.text for d in documents], ids)
                 before, counted = size, training
-                for document, encoded in zip(documents, ids, strict=True):
+                for (place, document), text_ids in zip(documents, ids, strict=True):
+                    encoded = _add_boundary_tokens(tokenizer, text_ids, place)
                     write(encoded.astype(dtype).tobytes())
                     tokens, size = tokens + len(encoded), size + len(document)
                     number = hash_document(document)
@@ -181,6 +190,8 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
         "tokens": tokens,
         "documents": len(table) // COLUMNS,
         "bytes": size,
+        "sampled": sampled,
+        "lossy": lossy,
         "sha256": digest.hexdigest(),
     }
     write_text(folder / f"{job.name}.json", json.dumps(facts))
@@ -202,23 +213,30 @@ def remove_shard(folder: Path, name: str, *, keep_finished: bool = False) -> Non
 
 
 def encode_documents(
-    tokenizer: Tokenizer, documents: Iterable[bytes]
-) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
-    """Batches of about BATCH_BYTES: the documents, and the tokens of each with begin token and separator."""
-    batch: list[bytes] = []
+    tokenizer: Tokenizer, documents: Iterable[Document], control: bool
+) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+    """Batches of about BATCH_BYTES: the documents, and the tokens of each text."""
+    batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document)
+        size += len(document.text)
         if size >= BATCH_BYTES:
-            yield batch, [_add_boundary_tokens(tokenizer, ids) for ids in tokenizer.encode(batch)]
+            yield batch, tokenizer.encode([text for _, text in batch], control)
             batch, size = [], 0
     if batch:
-        yield batch, [_add_boundary_tokens(tokenizer, ids) for ids in tokenizer.encode(batch)]
+        yield batch, tokenizer.encode([text for _, text in batch], control)
 
 
-def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray, place: str) -> np.ndarray:
+    """Tokens of a document. Raises a one-line ValueError if its text has a token that means a document's boundary."""
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    for boundary in (*begin, tokenizer.separator):
+        if (ids == boundary).any():
+            raise ValueError(
+                f"{place} has a text that becomes token {boundary}, which separates documents; remove it there, or "
+                "give another data.tokenizer"
+            )
     tokens = np.empty(len(begin) + len(ids) + 1, np.uint32)
     tokens[: len(begin)], tokens[len(begin) : -1], tokens[-1] = begin, ids, tokenizer.separator
     return tokens

@@ -29,8 +29,12 @@ class Tokenizer(Protocol):
     separator: int
     """Id after every document."""
 
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        """Ids of each document, without `begin` and `separator`."""
+    def encode(self, documents: list[bytes], control: bool = False) -> list[np.ndarray]:
+        """Ids of each document, without `begin` and `separator`.
+
+        control: whether the text of a control token, such as `</s>`, becomes that token, as in a prompt; in a document
+        it is text.
+        """
         ...
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
@@ -50,6 +54,8 @@ class TokenizerSpec:
     """`BYTES`, or the path of a JSON file of the tokenizers library."""
     begin_of_text: str | None = None
     end_of_text: str | None = None
+    control: bool = False
+    """Whether documents may contain control tokens, see `Tokenizer.encode`."""
 
     @property
     def special_tokens(self) -> list[str | None]:
@@ -59,7 +65,8 @@ class TokenizerSpec:
     @property
     def digest(self) -> str:
         """Digest of the file and the version of the library that reads it."""
-        return BYTES if (content := self.hash_file()) is None else f"{version('tokenizers')} {content}"
+        content = self.hash_file()
+        return BYTES if content is None else f"{version('tokenizers')} {content}{' with control' * self.control}"
 
     def hash_file(self) -> str | None:
         """Digest of the file; None for bytes. Raises a one-line ValueError if it cannot be read."""
@@ -84,20 +91,17 @@ class TokenizerSpec:
 
 
 class ByteTokenizer:
-    """Ids are bytes; NUL is the separator and must not occur in a document."""
+    """Ids are bytes; NUL is the separator."""
 
     vocab_size = 256
     begin = None
     separator = 0
 
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        for document in documents:
-            if (offset := document.find(b"\0")) >= 0:
-                raise ValueError(
-                    f"data.tokenizer='bytes': the document {document[:40]!r}... has a NUL at byte {offset}, the "
-                    "separator of documents; remove it, or give a JSON file of the tokenizers library"
-                )
+    def encode(self, documents: list[bytes], control: bool = False) -> list[np.ndarray]:  # noqa: ARG002 - bytes are bytes
         return [np.frombuffer(document, np.uint8) for document in documents]
+
+    def count_lossy(self, documents: list[bytes], ids: list[np.ndarray]) -> int:  # noqa: ARG002
+        return 0
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:  # noqa: ARG002 - bytes are bytes
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -153,10 +157,13 @@ class FileTokenizer:
             require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
         self.separator = vocabulary[end_tokens[0]]
+        # Some files declare them as ordinary words, which would be found in a document.
+        self.tokenizer.add_special_tokens([token for token in (begin_of_text, end_tokens[0]) if token])
         self.vocab_size = max(vocabulary.values()) + 1
 
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
+    def encode(self, documents: list[bytes], control: bool = False) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
+        self.tokenizer.encode_special_tokens = not control
         try:
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # as above, for instance if the unknown token is not in the vocabulary
@@ -164,6 +171,12 @@ class FileTokenizer:
                 f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)}); use another tokenizer"
             ) from None
         return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def count_lossy(self, documents: list[bytes], ids: list[np.ndarray]) -> int:
+        """How many documents are not restored by decoding, but for one space that some tokenisers add at the start."""
+        texts = self.tokenizer.decode_batch([text.tolist() for text in ids], skip_special_tokens=False)
+        pairs = zip(documents, texts, strict=True)
+        return sum(document.decode().removeprefix(" ") != text.removeprefix(" ") for document, text in pairs)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream

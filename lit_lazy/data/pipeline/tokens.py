@@ -89,6 +89,10 @@ class Corpus:
     bytes_per_token: float
     """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
     token counts as one token and no byte."""
+    overlap: float
+    """Share of the documents of a separate validation text that the training text has too."""
+    lossy: float
+    """Share of a sample of the documents that decoding their tokens does not restore."""
     folder: Path
     checks: Mapping[str, BlockCheck]
     """Of the parts that were not checked as a whole."""
@@ -103,13 +107,7 @@ class Corpus:
 
     def ends(self, part: str) -> np.ndarray:
         """End offset of each document of a part, including its separator: int64 `[documents]`, memory-mapped."""
-        try:
-            return np.memmap(self.folder / f"{part}.ends", np.int64, mode="c")
-        except (OSError, ValueError):
-            raise ValueError(
-                f"data.document_mask=True: {self.folder} is from an earlier version without document ends; delete that "
-                "folder to tokenise again"
-            ) from None
+        return np.memmap(self.folder / f"{part}.ends", np.int64, mode="c")
 
 
 def cache_folder() -> Path:
@@ -149,8 +147,7 @@ def find_damage(folder: Path, stamp: tuple[int, int]) -> str:  # noqa: ARG001
         digests = [_digest_part(folder, part, facts) for part in PARTS]
         if make_fingerprint(facts["vocab_size"], digests) != facts["fingerprint"]:
             return "its tokens differ from their digest"
-        # An earlier version wrote no digests of the ends.
-        if [_digest_file(folder / f"{part}.ends") for part in PARTS if "ends" in facts] != facts.get("ends", []):
+        if [_digest_file(folder / f"{part}.ends") for part in PARTS] != facts["ends"]:
             return "its document ends differ from their digest"
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"is incomplete ({one_line(error)})"
@@ -193,6 +190,8 @@ def open_corpus(folder: Path) -> Corpus:
         train_documents=facts["documents"][0],
         validation_documents=facts["documents"][1],
         bytes_per_token=facts["bytes_per_token"],
+        overlap=facts["overlap"],
+        lossy=facts["lossy"],
         folder=folder,
         checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
     )
@@ -266,7 +265,7 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
                 raise ValueError(misfit)
         check()
         write_text(folder / FACTS, json.dumps(facts))
-        meter.report(sum(facts["tokens"]))
+        meter.report(facts)
     _remove_shards(jobs, shards)
 
 
@@ -291,9 +290,12 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
     """Write the parts of the corpus as the shards arrive; returns the metadata."""
     dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
     share = 0.0 if plan.validation else plan.validation_share
+    overlap, sampled, lossy = _Overlap(), 0, 0
     with (
-        _PartWriter(folder, "train", dtype, limit) as train,
-        _PartWriter(folder, "validation", dtype, limit if plan.validation else None) as validation,
+        _PartWriter(folder, "train", dtype, limit, overlap.look_for if plan.validation else None) as train,
+        _PartWriter(
+            folder, "validation", dtype, limit if plan.validation else None, overlap.add if plan.validation else None
+        ) as validation,
     ):
         for jobs, part in ((plan.validation, validation), (plan.train, train)):
             with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:
@@ -302,6 +304,7 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
                     with file:
                         _append(intact.pieces(file), part, validation, share if part is train else 0.0)
                     meter.count_shard(shard)
+                    sampled, lossy = sampled + intact.sampled, lossy + intact.lossy
                     if part.is_full:
                         break
     digests = [train.digest.hexdigest(), validation.digest.hexdigest()]
@@ -314,6 +317,8 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
         "tokens": [train.tokens, validation.tokens],
         "documents": [train.documents, validation.documents],
         "bytes_per_token": validation.bytes_per_token,
+        "overlap": overlap.measure_share() if plan.validation else 0.0,
+        "lossy": lossy / max(sampled, 1),
     }
 
 
@@ -344,10 +349,45 @@ def _append(pieces: Iterable[Piece], part: "_PartWriter", held_out: "_PartWriter
             return
 
 
-class _PartWriter:
-    """Writes the files of tokens and of document ends of one part, and counts."""
+class _Overlap:
+    """Finds the validation documents that the training text has too, by their hashes."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], limit: int | None) -> None:
+    def __init__(self) -> None:
+        self.hashes: list[np.ndarray] = []
+
+    def add(self, hashes: np.ndarray) -> None:
+        """Add validation documents, before any of the training text."""
+        self.hashes.append(hashes)
+
+    @functools.cached_property
+    def known(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The distinct hashes in order, how many documents have each, and whether the training text has it."""
+        distinct, counts = np.unique(np.concatenate(self.hashes), return_counts=True)
+        return distinct, counts, np.zeros(len(distinct), bool)
+
+    def look_for(self, hashes: np.ndarray) -> None:
+        """Look for training documents."""
+        distinct, _, found = self.known
+        places = np.minimum(np.searchsorted(distinct, hashes), len(distinct) - 1)
+        found[places[distinct[places] == hashes]] = True
+
+    def measure_share(self) -> float:
+        _, counts, found = self.known
+        return float(counts[found].sum() / counts.sum())
+
+
+class _PartWriter:
+    """Writes the files of tokens and of document ends of one part, and counts; `observe` is given the hashes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        dtype: np.dtype[Any],
+        limit: int | None,
+        observe: Callable[[np.ndarray], object] | None,
+    ) -> None:
+        self.observe = observe
         self.path = folder / f"{name}.bin"
         self.files = [self.path.with_suffix(suffix).open("wb") for suffix in (".bin", ".ends")]
         self.dtype, self.limit = dtype, limit
@@ -377,6 +417,8 @@ class _PartWriter:
 
     def add(self, piece: Piece) -> None:
         """Write documents up to the limit."""
+        if self.observe is not None:
+            self.observe(piece.hashes)
         ends = self.tokens + np.cumsum(piece.lengths, dtype=np.int64)
         written = piece.tokens if self.limit is None else piece.tokens[: self.limit - self.tokens]
         raw = written.astype(self.dtype, copy=False).tobytes()
@@ -454,12 +496,18 @@ class _Meter:
     def log(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
-    def report(self, tokens: int) -> None:
-        """Print the speed and the number of tokens."""
+    def report(self, facts: Mapping[str, Any]) -> None:
+        """Print the speed, the number of tokens, and what makes figures on this corpus doubtful."""
         reused = f", {len(self.found)} parts reused" if self.found else ""
         self.console.print(
-            f"tokenised {self._format_rate()}, into {tokens} tokens{reused}", highlight=False, soft_wrap=True
+            f"tokenised {self._format_rate()}, into {sum(facts['tokens'])} tokens{reused}",
+            highlight=False,
+            soft_wrap=True,
         )
+        if facts["overlap"]:
+            self.log(f"{facts['overlap']:.1%} of the validation documents are in the training text")
+        if facts["lossy"]:
+            self.log(f"{facts['lossy']:.1%} of a sample of documents are not restored from their tokens")
 
     @property
     def _seconds(self) -> float:

@@ -1,0 +1,114 @@
+"""Text files that a path, a folder or a glob selects, and their content, decompressed as it is read."""
+
+import glob
+import io
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import BinaryIO
+
+from fsspec.utils import glob_translate
+
+from lit_lazy.support.checks import require
+from lit_lazy.support.errors import one_line
+
+FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+KNOWN = f"{', '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
+
+
+def split_suffixes(path: str | Path) -> tuple[str, str]:
+    """Suffixes of a file's format and of its compression in lower case, each "" if there is none."""
+    name = PurePath(path).name.lower()
+    packed = PurePath(name).suffix if PurePath(name).suffix in COMPRESSIONS else ""
+    return PurePath(name.removesuffix(packed)).suffix, packed
+
+
+def open_stream(path: Path) -> BinaryIO:
+    """Open a file's content, which is decompressed as it is read. Damaged content raises OSError."""
+    _, packed = split_suffixes(path)
+    if not packed:
+        return path.open("rb")
+    import pyarrow  # late: half a second
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[packed]))  # type: ignore
+
+
+def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
+    """Files that a path, a folder (all in it) or a glob selects, sorted by path, and what was left out, in words.
+
+    Links are followed, and each file is taken once. Hidden files, empty ones and those of no format in FORMATS are left
+    out. Raises a one-line ValueError if nothing is left.
+    """
+    left_out: Counter[str] = Counter()
+    found: dict[tuple[int, int], Path] = {}
+    try:
+        root = Path(given).expanduser()
+        pattern = os.path.join(glob.escape(str(root)), "**/*") if root.is_dir() else str(root)
+        matches = [str(root)] if root.is_file() else list(_match_files(pattern, left_out))
+        for path in sorted(matches, key=os.path.islink):  # a link gives way to the file itself
+            state = os.stat(path) if os.path.isfile(path) else None
+            suffix, _ = split_suffixes(path)
+            if state is None:
+                left_out["unreadable"] += 1
+            elif suffix not in FORMATS:
+                left_out[suffix or "without suffix"] += 1
+            elif not state.st_size:
+                left_out["empty"] += 1
+            elif (state.st_dev, state.st_ino) in found:
+                left_out["linked again"] += 1
+            else:
+                found[state.st_dev, state.st_ino] = Path(
+                    os.path.abspath(path)
+                )  # links of the Hub's cache have no suffix
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown user, unreadable folder
+        name = getattr(error, "filename", None) or given
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"{field}={str(name)!r}: {why}; choose another path") from None
+    is_there = root.is_dir() or matches or left_out
+    require(
+        bool(is_there), field, given, "is no file or folder, and as a glob it matches no file; give text that exists"
+    )
+    omitted = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+    require(bool(found), field, given, f"has no file with text ({omitted or 'it is empty'}); give {KNOWN}")
+    return tuple(sorted(found.values())), omitted
+
+
+def _match_files(pattern: str, left_out: Counter[str]) -> Iterator[str]:
+    """Paths that a glob matches; below `**` no hidden ones. Links to folders are followed, each folder once."""
+    pattern = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern)
+    if (mark := re.search(r"(?:^|(?<=/))\*\*/", pattern)) is None:
+        yield from (path for path in glob.glob(pattern) if not os.path.isdir(path))
+        return
+    wanted = re.compile(glob_translate(pattern[mark.start() :]))
+    for folder in glob.glob(pattern[: mark.start()] or "."):
+        # Not by glob itself, which takes exponential time where links make loops.
+        yield from (path for path in _walk(folder, left_out) if wanted.match(os.path.relpath(path, folder)))
+
+
+def _walk(root: str, left_out: Counter[str]) -> Iterator[str]:
+    """Files below a folder, but no hidden ones; linked folders come last, because they may be linked again."""
+    folders, seen = deque([root]), set()
+    while folders:
+        folder = folders.popleft()
+        if (real := os.path.realpath(folder)) in seen:
+            left_out["linked again"] += 1
+            continue
+        seen.add(real)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    left_out["hidden"] += 1
+                elif not os.path.isdir(entry.path):
+                    yield entry.path
+                elif entry.is_symlink():
+                    folders.append(entry.path)
+                else:
+                    folders.appendleft(entry.path)
+
+
+def read_file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and modification time in ns of each file."""
+    return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]

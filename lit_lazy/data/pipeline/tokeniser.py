@@ -81,7 +81,7 @@ class TokenizerSpec:
             raise ValueError(f"data.tokenizer={self.name!r}: cannot be read ({why}); {fix}") from None
         return hashlib.sha256(content).hexdigest()
 
-    def build(self) -> Tokenizer:
+    def build(self) -> "ByteTokenizer | FileTokenizer":
         """Raises a one-line ValueError if the tokeniser cannot be loaded."""
         return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special_tokens)
 

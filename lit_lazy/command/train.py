@@ -71,12 +71,14 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         join_training(group)
         return 0
+    from lit_lazy.data.base import list_doubts
     from lit_lazy.tracking.tracked_run import train_tracked
 
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )
-    print(f"{trained.name}: {trained.state}\n{format_data(trained.result.data)}\n")
+    data = trained.result.data
+    print("\n".join([f"{trained.name}: {trained.state}", format_data(data), *list_doubts(data), ""]))
     if options.verbose:
         print_metrics(trained.metrics)
     else:

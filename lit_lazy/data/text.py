@@ -213,8 +213,8 @@ def require_documents(source: Source) -> Sequence[Source]:
 @functools.cache
 def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSource:  # noqa: ARG001
     corpus = open_corpus(folder)
-    apart = config.validation_overlap or corpus.overlap <= MOST_OVERLAP
-    shared = f"the training text has {corpus.overlap:.0%} of its documents too; give other text"
+    apart = config.validation_overlap or corpus.validation_overlap <= MOST_OVERLAP
+    shared = f"the training text has {corpus.validation_overlap:.0%} of its documents too; give other text"
     require(apart, "data.validation", config.validation, f"{shared}, or allow it by data.validation_overlap=True")
     length, byte_tokens = config.context_length, config.tokenizer == BYTES
     if config.bos or byte_tokens:  # windows with BOS are copies, n-grams are counted all over the text
@@ -245,8 +245,7 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
-            **({"validation_overlap": corpus.overlap} if corpus.overlap else {}),
-            **({"lossy_documents": corpus.lossy} if corpus.lossy else {}),
+            **{name: share for name in ("validation_overlap", "lossy_documents") if (share := getattr(corpus, name))},
             **(measure_ngrams(train, corpus.validation, chosen, config.bos) if byte_tokens else {}),
         },
         train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),

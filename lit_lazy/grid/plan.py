@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.data.base import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
@@ -288,7 +288,12 @@ def _make_observation(run: TrackedRun) -> Observation:
 
 
 def _make_warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
-    """Warn that a table is undertrained if its best softmax row does not clearly beat the trigram baseline."""
+    """What makes a table's losses doubtful: its data, or too short a training."""
+    return [*list_doubts(plan.facts), *_warn_undertrained(plan, runs)]
+
+
+def _warn_undertrained(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
+    """Warn if the best softmax row does not clearly beat the trigram baseline."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
     trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(runs)

@@ -150,7 +150,7 @@ def read_text(path: Path, place: str) -> Iterator[Document]:
             piece = buffer[:end]
             if (nul := piece.find(b"\0")) >= 0:
                 raise ValueError(f"{place}: has a NUL at byte {offset + nul}, so it is not text; give a text file")
-            decode(piece, place, offset)
+            decode(piece, f"{place}: the text", offset)
             yield Document(f"{place}: the text from byte {offset}", piece)
             offset += end
             buffer = buffer[end:] + file.read(end)

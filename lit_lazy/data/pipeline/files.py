@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from fsspec.utils import glob_translate
-
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import one_line
 
@@ -71,7 +69,7 @@ def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
     require(
         bool(is_there), field, given, "is no file or folder, and as a glob it matches no file; give text that exists"
     )
-    omitted = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+    omitted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
     require(bool(found), field, given, f"has no file with text ({omitted or 'it is empty'}); give {KNOWN}")
     return tuple(sorted(found.values())), omitted
 
@@ -80,10 +78,12 @@ def _match_files(pattern: str, left_out: Counter[str]) -> Iterator[str]:
     """Paths that a glob matches; below `**` no hidden ones. Links to folders are followed, each folder once."""
     pattern = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern)
     if (mark := re.search(r"(?:^|(?<=/))\*\*/", pattern)) is None:
-        yield from (path for path in glob.glob(pattern) if not os.path.isdir(path))
+        yield from (path for path in sorted(glob.glob(pattern)) if not os.path.isdir(path))
         return
+    from fsspec.utils import glob_translate  # late: a quarter of a second
+
     wanted = re.compile(glob_translate(pattern[mark.start() :]))
-    for folder in glob.glob(pattern[: mark.start()] or "."):
+    for folder in sorted(glob.glob(pattern[: mark.start()] or ".")):
         # Not by glob itself, which takes exponential time where links make loops.
         yield from (path for path in _walk(folder, left_out) if wanted.match(os.path.relpath(path, folder)))
 
@@ -98,7 +98,7 @@ def _walk(root: str, left_out: Counter[str]) -> Iterator[str]:
             continue
         seen.add(real)
         with os.scandir(folder) as entries:
-            for entry in entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
                 if entry.name.startswith("."):
                     left_out["hidden"] += 1
                 elif not os.path.isdir(entry.path):

@@ -2,13 +2,12 @@
 
 A shard is `NAME.bin` (the tokens, then a table of the documents) and `NAME.json` (metadata, with a sha256 of
 `NAME.bin`). NAME is a digest of all that the content depends on. The `.json` file appears last, by an atomic rename: a
-killed job leaves at most a `.partial` file, and runs again.
+killed job leaves at most a temporary file, and runs again.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lit_lazy.data.pipeline.documents import Document, Source
 from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import plain_console
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import write_atomically, write_text
 
 LAYOUT = 2
 """Part of the names of shards and corpora: increase it when a change gives the same documents other tokens."""
@@ -149,42 +148,37 @@ def find_or_make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
 def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    partial, digest, table = folder / f".{job.name}.partial", hashlib.sha256(), array("Q")
+    digest, table = hashlib.sha256(), array("Q")
     tokens = training = size = sampled = lossy = 0
-    try:
-        with partial.open("wb") as file:
 
-            def write(raw: bytes) -> None:
+    def write(file: BinaryIO) -> None:
+        nonlocal tokens, training, size, sampled, lossy
+        for documents, ids in encode_documents(tokenizer, job.source.documents(), job.tokenizer.control):
+            if not sampled:  # the first batch, which costs less than a hundredth of a large file's encoding
+                sampled, lossy = len(documents), tokenizer.count_lossy([text for _, text in documents], ids)
+            before, counted = size, training
+            for (place, text), text_ids in zip(documents, ids, strict=True):
+                encoded = _add_boundary_tokens(tokenizer, text_ids, place)
+                raw = encoded.astype(dtype).tobytes()
                 file.write(raw)
                 digest.update(raw)
-
-            for documents, ids in encode_documents(tokenizer, job.source.documents(), job.tokenizer.control):
-                if not sampled:  # the first batch, for it costs less than a hundredth of a large file's encoding
-                    sampled, lossy = len(documents), tokenizer.count_lossy([d.text for d in documents], ids)
-                before, counted = size, training
-                for (place, document), text_ids in zip(documents, ids, strict=True):
-                    encoded = _add_boundary_tokens(tokenizer, text_ids, place)
-                    write(encoded.astype(dtype).tobytes())
-                    tokens, size = tokens + len(encoded), size + len(document)
-                    number = hash_document(document)
-                    table.extend((tokens, len(document), number))
-                    training += 0 if number < job.share * 2**64 else len(encoded)
-                    if job.limit is not None and training >= job.limit:
-                        break
-                count(size - before, training - counted)
-                if job.limit is not None and training >= job.limit:
+                tokens, size, number = tokens + len(encoded), size + len(text), hash_document(text)
+                table.extend((tokens, len(text), number))
+                training += 0 if number < job.share * 2**64 else len(encoded)
+                if is_full := job.limit is not None and training >= job.limit:
                     break
-            write(table.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+            count(size - before, training - counted)
+            if is_full:
+                break
+        file.write(table)
+        digest.update(table)
         try:
             unchanged = job.source.read_state() == job.state
         except FileNotFoundError:
             unchanged = False
         require(unchanged, job.source.field, job.source.given, "changed while it was read; run again")
-        partial.replace(folder / f"{job.name}.bin")
-    finally:
-        partial.unlink(missing_ok=True)
+
+    write_atomically(folder / f"{job.name}.bin", write)
     facts = {
         "dtype": dtype.str,
         "tokens": tokens,

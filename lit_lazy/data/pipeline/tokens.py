@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lit_lazy.data.base import list_doubts
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import format_count, plain_console
@@ -89,9 +90,9 @@ class Corpus:
     bytes_per_token: float
     """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
     token counts as one token and no byte."""
-    overlap: float
+    validation_overlap: float
     """Share of the documents of a separate validation text that the training text has too."""
-    lossy: float
+    lossy_documents: float
     """Share of a sample of the documents that decoding their tokens does not restore."""
     folder: Path
     checks: Mapping[str, BlockCheck]
@@ -190,8 +191,8 @@ def open_corpus(folder: Path) -> Corpus:
         train_documents=facts["documents"][0],
         validation_documents=facts["documents"][1],
         bytes_per_token=facts["bytes_per_token"],
-        overlap=facts["overlap"],
-        lossy=facts["lossy"],
+        validation_overlap=facts["validation_overlap"],
+        lossy_documents=facts["lossy_documents"],
         folder=folder,
         checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
     )
@@ -317,8 +318,8 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
         "tokens": [train.tokens, validation.tokens],
         "documents": [train.documents, validation.documents],
         "bytes_per_token": validation.bytes_per_token,
-        "overlap": overlap.measure_share() if plan.validation else 0.0,
-        "lossy": lossy / max(sampled, 1),
+        "validation_overlap": overlap.measure_share() if plan.validation else 0.0,
+        "lossy_documents": lossy / max(sampled, 1),
     }
 
 
@@ -504,10 +505,8 @@ class _Meter:
             highlight=False,
             soft_wrap=True,
         )
-        if facts["overlap"]:
-            self.log(f"{facts['overlap']:.1%} of the validation documents are in the training text")
-        if facts["lossy"]:
-            self.log(f"{facts['lossy']:.1%} of a sample of documents are not restored from their tokens")
+        for line in list_doubts(facts):
+            self.log(line)
 
     @property
     def _seconds(self) -> float:

@@ -73,7 +73,7 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
         require_results(options.runs, options.results, grids_only=False)
     with _open(options, writes=True) as found:
         entry = found.get(options.results)
-        found.require_unused(entry)
+        found.require_removable(entry)
         parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
         if entry.cells is not None:
             parts.append(f"its queue: {len(entry.cells)} cells")
@@ -95,13 +95,17 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
+    from lit_lazy.support.errors import sanitise
 
     with _open(options, writes=True) as found:
         garbage = found.find_garbage(options.models)
         if not garbage:
             print(f"{options.runs}: holds nothing that could be removed")
             return 0
-        print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
+        print("\n".join(align([(decimal(one.size), sanitise(str(one.path)), one.why) for one in garbage])))
+        for one in [one for one in garbage if one.obstacle]:
+            garbage.remove(one)
+            print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
         total = decimal(sum(one.size for one in garbage))
         if not options.yes:
             print(f"{total} in all. {NOTHING}")

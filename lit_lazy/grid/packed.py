@@ -29,6 +29,7 @@ from lit_lazy.support.provenance import collect_environment
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+from lit_lazy.training.run_folder import locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2
 """Kind and format of a packed file; the format is raised when a line gets, loses or changes a field."""
@@ -53,9 +54,9 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list
     runs = select_one_per_cell(tracker.find_children(parent_id))
     key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
     asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
-    found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
+    found = {cell: RunResult.peek(locate_cell(folder, key_of[cell])) for cell in asked if cell in key_of}
     lines = [
-        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(folder / "cells" / result.key))}
+        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(locate_cell(folder, result.key)))}
         for (variant, seed), result in found.items()
         if result
     ]
@@ -64,7 +65,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
-    lost = [folder / "cells" / key_of[cell] for cell, result in found.items() if not result]
+    lost = [locate_cell(folder, key_of[cell]) for cell, result in found.items() if not result]
     return len(lines), len(asked), lost
 
 
@@ -232,7 +233,7 @@ def take_from_files(
     asked: defaultdict[Path, list[tuple[AskedCell, RunResult]]] = defaultdict(list)
     for request in map(AskedCell, cells if packs else ()):
         key = request.cell.key
-        kept = RunResult.peek(folder / "cells" / key) if folder else None
+        kept = RunResult.peek(locate_cell(folder, key)) if folder else None
         found = [(str(folder), kept)] if kept else []
         candidates = [*serving[key], *serving[request.training_key]]
         for pack, result in {id(result): (pack, result) for pack, result in candidates}.values():

@@ -217,7 +217,7 @@ def find_parent(tracker: Tracker) -> str:
     parents = tracker.find({"kind": "ablation"})
     if not parents:
         raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
-    kept = tracker.runs / tracker.experiment / GRID_ID
+    kept = tracker.folder / GRID_ID
     grid_id = kept.read_text(errors="replace") if kept.exists() else ""
     own = [run for run in parents if run.tags.get("grid") == grid_id]
     return (own or parents)[-1].run_id

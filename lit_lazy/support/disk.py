@@ -18,6 +18,7 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from lit_lazy.support.errors import iter_causes
+from lit_lazy.support.inside import delete
 
 PATHS_BELOW = 600
 """Upper bound on the length of paths below a folder of results, in bytes."""
@@ -56,7 +57,7 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
     try:
         yield scratch, held
     finally:
-        _remove(scratch)
+        delete(scratch)
         os.close(held)
 
 
@@ -87,7 +88,7 @@ def remove_unused(path: Path) -> None:
     held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
     try:
         if _try_lock(held, path):
-            _remove(path)
+            delete(path)
     finally:
         os.close(held)
 
@@ -120,14 +121,6 @@ def measure_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_symlink() or not file.is_dir())
 
 
-def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with everything in it. Raises OSError for what cannot be deleted."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _try_lock(held: int, path: Path) -> bool:
     """Lock an open file or folder; False if another process holds or has removed it.
 
@@ -138,14 +131,6 @@ def _try_lock(held: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     return path.exists()
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -194,7 +179,7 @@ def quarantine(path: Path, why: str) -> None:
     """Rename a damaged file or folder and log a warning; whoever reads it starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
     if aside.is_dir():  # a folder, unlike a file, replaces only an empty one
-        shutil.rmtree(aside)
+        delete(aside)
     path.replace(aside)
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 

@@ -39,6 +39,7 @@ from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, RESULT, RunResult
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, LAST, locate_cell
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
@@ -300,12 +301,12 @@ def _compare_with_mlflow(
     losses = {
         run.tags["cell"]: run.metrics["loss/val"]
         for run in tracker.find_children(parent_id)
-        if run.state == "complete" and not _lacks_diagnostics(grid.folder / "cells", tracker, run)
+        if run.state == "complete" and not _lacks_diagnostics(grid.folder, tracker, run)
     }
     ended = [cell for cell in grid.cells if states.get(cell.key) == "complete"]
     if lost := [cell for cell in ended if cell.key not in losses]:
         queue.add_again(lost)  # a worker that finds a result only sends it
-        sent = sum(RunResult.peek(grid.folder / "cells" / cell.key) is not None for cell in lost)
+        sent = sum(RunResult.peek(locate_cell(grid.folder, cell.key)) is not None for cell in lost)
         console.print(
             f"MLflow lacks {len(lost)} of {len(ended)} complete cells (an older database?): {sent} sent again from "
             f"result.json, {len(lost) - sent} trained again",
@@ -315,9 +316,9 @@ def _compare_with_mlflow(
     return {cell.key: losses[cell.key] for cell in grid.cells if cell.key in losses and cell.key not in states}
 
 
-def _lacks_diagnostics(cells: Path, tracker: Tracker, run: TrackedRun) -> bool:
+def _lacks_diagnostics(folder: Path, tracker: Tracker, run: TrackedRun) -> bool:
     """Whether MLflow lacks what a cell's folder has, because its artifacts were copied before its database."""
-    return (cells / run.tags["cell"] / DIAGNOSTICS).exists() and tracker.lacks_file(run, DIAGNOSTICS)
+    return (locate_cell(folder, run.tags["cell"]) / DIAGNOSTICS).exists() and tracker.lacks_file(run, DIAGNOSTICS)
 
 
 def _take_results(
@@ -332,19 +333,20 @@ def _take_results(
 
     Returns the keys of missing cells with a taken result, also one that a command wrote that was then killed.
     """
-    states, folder = opened.queue.states(), grid.folder / "cells"
+    states = opened.queue.states()
     missing = [cell for cell in grid.cells if states.get(cell.key) not in FINISHED and cell.key not in recorded]
+    place = {cell.key: locate_cell(grid.folder, cell.key) for cell in missing}
     untrained = [
-        cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
+        cell for cell in missing if states.get(cell.key) != "running" and not (place[cell.key] / RESULT).exists()
     ]
     taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
     _note_known_results(grid, taken.values(), opened.tracker, parent_id)
     for key, one in taken.items():
-        one.write(folder / key)
+        one.write(place[key])
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
         line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
         console.print(line, highlight=False, soft_wrap=True)
-    found = {cell.key: RunResult.peek(folder / cell.key) for cell in missing}
+    found = {key: RunResult.peek(folder) for key, folder in place.items()}
     return frozenset(key for key, result in found.items() if result and result.taken_from)
 
 
@@ -467,13 +469,13 @@ class Supervisor:
         """A running cell with its step, loss and the time left, if its folder is on this machine."""
         cell = self.cells.get(entry.key)
         steps = cell.config["train"]["steps"] if cell is not None and cell.config else None  # a point has none
-        training = describe_training(self.folder / "cells" / entry.run, steps)
+        training = describe_training(locate_cell(self.folder, entry.run), steps)
         return f"{format_entry(entry)}: {training}" if training else format_entry(entry)
 
     def _read_progress(self, entry: Entry) -> str:
         """A value that changes whenever a cell makes progress; "" if its folder is on another machine."""
         try:
-            return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+            return str((locate_cell(self.folder, entry.run) / CHECKPOINTS / LAST).stat().st_mtime_ns)
         except FileNotFoundError:
             return ""
 
@@ -530,7 +532,7 @@ class Supervisor:
     def _list_disks(self) -> Iterable[tuple[Path, int]]:
         """For each disk, a folder that this grid writes to and the bytes that must be free."""
         files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
-        sizes = [path.stat().st_size for path in self.folder.glob("cells/*/checkpoints/last.ckpt")]
+        sizes = [path.stat().st_size for path in self.folder.glob(f"{CELLS}/*/{CHECKPOINTS}/{LAST}")]
         databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
         results = (self.folder, max(LEAST_FREE_BYTES, 3 * max(sizes, default=0)))
         return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()

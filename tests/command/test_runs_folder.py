@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import subprocess
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
@@ -89,7 +90,6 @@ def test_tables_are_compared_with_the_settings_of_mlflow_and_of_packed_cells(
         (["duo-backcopy_tini", DUO], "'duo-backcopy_tini': no such table (did you mean duo-backcopy_tiny?)"),
         (["empty", DUO], "'empty': 'empty' holds no table.json"),
         (["wrong.json", DUO], "'wrong.json': is no table.json (KeyError"),
-        *((["--", f"{text}:x", DUO], "git shows no such file") for text in ("--output=y", "-Oy", "--help", "")),
         (["HEAD:runs/nothing", DUO], "'HEAD:runs/nothing/table.json': git shows no such file"),
         (
             [DUO, DUO, "--columns", "loss/exces"],
@@ -101,10 +101,19 @@ def test_tables_that_cannot_be_compared(
     words: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty").mkdir()
-    Path("y:./x").mkdir(parents=True)  # where git would write
     Path("wrong.json").write_text('{"rows": []}')
     shutil.copytree(runs / DUO, runs / "duo-again")
     assert message in expect_refusal(["ablate", "compare", *words], capsys)
+
+
+@pytest.mark.parametrize("commit", ["--output=y", "--help", "-O", ""])
+@pytest.mark.usefixtures("place")
+def test_a_commit_is_no_option_of_git(commit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]):
+        subprocess.run(["git", *words], check=True)
+    Path("y:./x").mkdir(parents=True)  # where git would write
+    table = f"{commit}:x"
+    assert "git shows no such file" in expect_refusal(["ablate", "compare", "--", table, table], capsys)
 
 
 class Links(HTMLParser):

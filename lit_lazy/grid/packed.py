@@ -26,6 +26,7 @@ from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
@@ -101,7 +102,9 @@ class Pack:
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
                 raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
-            rows = [str(line.pop("variant")) for line in lines]
+            rows = [line.pop("variant") for line in lines]
+            for row in rows:
+                check_row_name(row)
             for line in lines:
                 del line["seed"]  # the config has it
             ended = {line["key"]: float(line.pop("ended", 0)) for line in lines}  # format 1 has none

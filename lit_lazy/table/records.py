@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, short_repr
+from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, RESOLUTION, Effect
@@ -62,6 +63,8 @@ class Column:
                 raise ValueError(
                     f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
                 )
+        if not is_metric_name(self.key):
+            raise ValueError(f"key: {self.key!r} of a column; MLflow takes no metric of this name, so none is there")
         if self.margin is not None and self.margin <= 0:
             raise ValueError(f"margin: {self.margin} of column {self.key!r}; use a difference above 0, or None")
         if not self.scale:
@@ -140,6 +143,9 @@ class RowInfo:
     seeds: tuple[int, ...]
     base: str
     note: str = ""
+
+    def __post_init__(self) -> None:
+        check_row_name(self.variant)
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,9 @@ class TableRow:
     """Class of the normaliser, or of the mixer if that does not attend; empty if no cell is complete."""
     position: str = ""
     """Class of the position; empty if there is no position."""
+
+    def __post_init__(self) -> None:
+        check_row_name(self.variant)
 
     @property
     def seeds(self) -> list[int]:

@@ -26,7 +26,7 @@ log = logging.getLogger("lit_lazy.support.disk")
 FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
-WRITE_REFUSED = "a write failed although there is space; raise the limit on file sizes, `ulimit -f`, or check the disk"
+WRITE_REFUSED = "a write met the limit on the size of files; raise it, `ulimit -f`"
 PRIVATE = 0o600
 """Mode of logs: they contain messages of libraries, which may show an address with its password."""
 
@@ -194,15 +194,6 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def is_write_refused(error: BaseException) -> bool:
-    """Whether an exception or one of its causes reports a write that fails despite free space: too long, or broken."""
-    causes = list(iter_causes(error))
-    return any(isinstance(cause, OSError) and cause.errno in (errno.EFBIG, errno.EIO) for cause in causes) or any(
-        "disk I/O error" in str(cause)
-        for cause in causes  # sqlite
-    )
-
-
 def is_file_too_long(error: BaseException) -> bool:
     """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
@@ -213,11 +204,19 @@ def is_file_too_long(error: BaseException) -> bool:
 
 
 def describe_failed_write(error: BaseException) -> str:
-    """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions."""
+    """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions.
+
+    Also of a disk that fails to read or to write, which errors do not tell apart.
+    """
     if is_disk_full(error):
         return "no space left; free some"
-    if is_write_refused(error):
+    if is_file_too_long(error):
         return WRITE_REFUSED
+    causes = list(iter_causes(error))
+    failed = [cause for cause in causes if isinstance(cause, OSError) and cause.errno == errno.EIO]
+    if failed or any("disk I/O error" in str(cause) for cause in causes):  # sqlite
+        file = next((f" at {cause.filename!r}" for cause in failed if cause.filename is not None), "")
+        return f"the disk fails{file} ({os.strerror(errno.EIO)}); check it"
     return ""
 
 

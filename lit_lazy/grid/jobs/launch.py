@@ -431,7 +431,7 @@ class Supervisor:
             if ended.disk_full:
                 self._wait_for_space()
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
-                self.release_dead()
+                self.release_dead(full=ended.disk_full > 0)
                 progress.show_running([self._describe_running(entry) for entry in self.queue.entries("running")])
             states = self._read_states()
             over = is_over(self.launch.until) or (self.launch.one_each and self._started)
@@ -453,17 +453,18 @@ class Supervisor:
             self._report_other_workers()
         return bool(len(pool) or counts["waiting"] or counts["running"])
 
-    def release_dead(self) -> None:
-        """Release the cells of dead workers and print a line for each."""
+    def release_dead(self, full: bool = False) -> None:
+        """Release the cells of dead workers and print a line for each. full: whether they ended for lack of space."""
         self._last_search = time.monotonic()
         stale = self._watch.find_stale(self.queue.beats(), self._last_search)
         for entry in self.queue.entries("running"):
             dead = is_dead(entry.worker, self.folder / "workers")
             if dead or (dead is None and entry.trial_id in stale):
-                waits = self.queue.release(entry, self._read_progress(entry), MOST_DEATHS)
+                waits = self.queue.release(entry, self._read_progress(entry), None if full else MOST_DEATHS)
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"
                 then = "it waits again" if waits else f"{MOST_DEATHS} times without progress, so it has failed"
-                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+                how = "ended" if full else "died"
+                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) {how}; {then}")
 
     def _describe_running(self, entry: Entry) -> str:
         """A running cell with its step, loss and the time left, if its folder is on this machine."""
@@ -522,25 +523,36 @@ class Supervisor:
         repeated = self._pause > 0  # the first time, space may have been freed since
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
         if repeated:
-            places = " and ".join(str(folder) for folder, _ in self._list_disks())
+            places = " and ".join(
+                map(str, {folder.stat().st_dev: folder for folder, _ in self._list_places()}.values())
+            )
             self._say(
                 f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
                 f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
             )
         time.sleep(self._pause)
 
-    def _list_disks(self) -> Iterable[tuple[Path, int]]:
-        """For each disk, a folder that this grid writes to and the bytes that must be free."""
+    def _list_places(self) -> list[tuple[Path, int]]:
+        """The folders that this grid writes to, which may be on several disks, and the bytes that must be free."""
         files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
+        places = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
         sizes = [path.stat().st_size for path in self.folder.glob(f"{CELLS}/*/{CHECKPOINTS}/{LAST}")]
-        databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
-        results = (self.folder, max(LEAST_FREE_BYTES, 3 * max(sizes, default=0)))
-        return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()
+        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
+        running = [locate_cell(self.folder, entry.run) for entry in self.queue.entries("running")]
+        cells = [folder for folder in (*running, self.folder / CELLS) if folder.is_dir()]
+        return [*places, *((folder, needed) for folder in (*cells, self.folder))]
 
     def _describe_missing_space(self) -> str:
-        """The missing space by folder; "" if there is enough."""
-        lacks = [(folder, describe_shortage(folder, size)) for folder, size in self._list_disks()]
-        return " and ".join(f"room for {what} in {folder}" for folder, what in lacks if what)
+        """The missing space of each disk, by folder; "" if there is enough.
+
+        Every folder is tried, since a quota may be that of one.
+        """
+        lacks = {
+            folder.stat().st_dev: f"room for {what} in {folder}"
+            for folder, size in self._list_places()
+            if (what := describe_shortage(folder, size))
+        }
+        return " and ".join(lacks.values())
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)

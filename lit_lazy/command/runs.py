@@ -51,7 +51,6 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
-    from lit_lazy.support.errors import sanitise
 
     lines, total = [("name", "kind", "cells", "state", "size", "last change")], 0
     with _open(options) as found:
@@ -59,7 +58,7 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
             state = "running" if found.find_users(entry) else entry.state
             cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
             changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-            lines.append((sanitise(entry.name), entry.kind, cells, state, decimal(entry.size), changed))
+            lines.append((entry.name, entry.kind, cells, state, decimal(entry.size), changed))
             total += entry.size
     print("\n".join(align(lines)))
     print(f"\n{len(lines) - 1} in {options.runs}, {decimal(total)}")
@@ -102,7 +101,7 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
         if not garbage:
             print(f"{options.runs}: holds nothing that could be removed")
             return 0
-        print("\n".join(align([(decimal(one.size), sanitise(str(one.path)), one.why) for one in garbage])))
+        print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
         for one in [one for one in garbage if one.obstacle]:
             garbage.remove(one)
             print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")

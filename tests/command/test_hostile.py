@@ -349,6 +349,6 @@ def test_a_message_is_one_line_without_passwords() -> None:
 
 
 def test_json_of_a_result_is_read_back(place: Path) -> None:
-    result = RunResult("k", {"a": 1}, {"n": 1}, {"loss": 1}, {}, {"s": 1.0}, {"python": "3"}, "f")
+    result = RunResult("k", {"train": {"steps": 1}}, {"n": 1}, {"loss/val": 1}, {}, {"s": 1.0}, {"git_sha": "a"}, "f")
     (place / RESULT).write_text(json.dumps(result.__dict__))
     assert RunResult.read(place) == result

@@ -27,6 +27,8 @@ FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
 WRITE_REFUSED = "a write met the limit on the size of files; raise it, `ulimit -f`"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors of file systems that lock no files, such as NFS without its lock service."""
 PRIVATE = 0o600
 """Mode of logs: they contain messages of libraries, which may show an address with its password."""
 
@@ -253,8 +255,16 @@ def check_writable_file(option: str, file: Path) -> None:
     check_writable_folder(option, file.parent)
 
 
-def check_writable_folder(option: str, folder: Path) -> None:
-    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent."""
+def describe_missing_locks(folder: str, error: OSError) -> str:
+    """What is missing in a folder whose file system locks no files, and the fix."""
+    return f"{folder!r}: no file can be locked there ({error.strerror}); mount it with locks, or name another folder"
+
+
+def check_writable_folder(option: str, folder: Path, locks: bool = False) -> None:
+    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent.
+
+    locks: whether they must also be locked.
+    """
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
@@ -262,8 +272,12 @@ def check_writable_folder(option: str, folder: Path) -> None:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with suppress(FileNotFoundError):
             whole.stat()
-        TemporaryFile(dir=there).close()  # it has no name, so nothing is left behind
+        with TemporaryFile(dir=there) as probe:  # it has no name, so nothing is left behind
+            if locks:
+                fcntl.flock(probe, fcntl.LOCK_EX)
     except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise ValueError(f"{option} {describe_missing_locks(str(folder), error)}") from None
         raise ValueError(
             f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
         ) from None

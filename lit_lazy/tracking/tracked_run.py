@@ -294,7 +294,7 @@ def train_tracked(
     check_init_from(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
     require_unedited_code(cfg)
-    check_writable_folder("--runs", runs)
+    check_writable_folder("--runs", runs, locks=True)
     uri = default_uri(runs)
     check_store(uri)
     experiment = f"train-{name}"

@@ -3,9 +3,10 @@
 import logging
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock
+from filelock import BaseFileLock
 
 from lit_lazy.support.inside import delete, join_name
+from lit_lazy.support.locks import FileLock
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 """Folder of a run's checkpoints, and the one to resume from."""

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from lit_lazy.data.pipeline.documents import Source
 from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.locks import FileLock
 
 BATCH_BYTES = 2**20
 """Minimum size of the batches of documents to encode."""

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import optuna
 import sqlalchemy
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from lit_lazy.grid.queue.queue import Queue, Task
 from lit_lazy.support.inside import join_name
+from lit_lazy.support.locks import FileLock
 
 NAME = re.compile(
     r"(?P<host>.+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})(-of-(?P<command>[0-9a-f]{8})-(?P<slot>\d+))?\.lock"

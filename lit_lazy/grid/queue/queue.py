@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 import optuna
 import sqlalchemy
-from filelock import FileLock
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
@@ -34,6 +33,7 @@ from lit_lazy.grid.queue.storage import (
 )
 from lit_lazy.support.disk import is_disk_full, is_file_too_long
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.locks import FileLock
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import (
     KEEPALIVES,

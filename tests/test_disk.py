@@ -1,11 +1,14 @@
 """Scratch files that another process uses are left alone, those of dead processes are removed: locks decide."""
 
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lit_lazy.support.inside import delete, join_name
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--map-root-user")
 WRITER = """
@@ -67,3 +70,51 @@ def test_what_a_killed_process_left_is_removed(kind, place, tmp_path):
     with start_writer(kind, path, ()) as writer:
         writer.communicate("go on\n")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/", "/etc", "a/b", "../a", "a/..", "a\0", "a" * 256, "\ud800", None, 7]
+)
+def test_what_is_no_name_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="no name of an entry"):
+        join_name(tmp_path, name)
+
+
+def test_deletion_stays_inside(tmp_path):
+    """Of a folder; a link at the end is itself deleted."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True)
+    (root / "folder").mkdir(parents=True)
+    for link in (root / "link", root / "folder" / "link"):
+        link.symlink_to(outside)
+    for path in (root / "link" / "kept", root / ".." / "outside", root / "folder" / ".." / "link" / "kept"):
+        with pytest.raises(ValueError, match="cannot be removed"):
+            delete(path, root)
+    for path in (root / "link", root / "folder", root / "gone" / "file"):
+        delete(path, root)
+    assert [list(root.iterdir()), list(outside.iterdir())] == [[], [outside / "kept"]]
+
+
+OBSTACLES = {
+    "a bind mount": (
+        "unshare --mount --map-root-user sh -c 'mount --bind . root/below/folder && exec \"$@\"' -",
+        "mounted",
+    ),
+    "another user's": ("setpriv --reuid=65534 --clear-groups", "may not write in"),
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_what_cannot_be_deleted_whole_is_left_whole(kind, tmp_path):
+    words, message = shlex.split(OBSTACLES[kind][0]), OBSTACLES[kind][1]
+    (tmp_path / "root" / "below" / "folder").mkdir(parents=True)
+    (tmp_path / "root" / "below" / "a").touch()
+    tmp_path.chmod(0o755)
+    if subprocess.run([*words, "true"], cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("this machine permits neither mounts nor other users")
+    code = (
+        "from pathlib import Path; from lit_lazy.support.inside import delete; delete(Path('root/below'), Path('root'))"
+    )
+    done = subprocess.run([*words, sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert message in done.stderr.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "below", "folder", "root"]

@@ -134,14 +134,10 @@ class LazyAttention(nn.Module):
             for the next ones, which nothing detects.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
 
-        Raises ValueError if a shape or dtype is wrong.
+        Raises ValueError if a shape is wrong.
         """
         if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
             raise ValueError(f"x is {list(x.shape)}; give [batch, tokens, {self.q_proj.in_features}]")
-        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"x is {x.dtype} and the layer {self.q_proj.weight.dtype}; cast one of them, or use autocast"
-            )
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache is {type(cache).__name__}; give a flash_lazy.KeyValueCache")
         if cache is not None and cache.keys is not None and cache.layer is not None and cache.layer is not self:

@@ -26,7 +26,7 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
         from lit_lazy.support.console import format_count
         from lit_lazy.support.disk import check_writable_file
 
-        folder = options.runs / tracker.experiment
+        folder = tracker.folder
         out = choose_output(options, folder / CELLS)
         check_writable_file("--out", out)
         packed, asked, lost = pack_grid(tracker, folder, out)

@@ -21,13 +21,14 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import READABLE, default_storage, list_grid_names
     from lit_lazy.support.console import plain_console
+    from lit_lazy.support.inside import join_name
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.archive import open_readable
 
     given = options.storage or default_storage(options.runs)
     with open_readable(given) as storage:
         name = resolve_grid_name(options, list_grid_names(storage), redact_url(given))
-        print_status(Queue(storage, name, READABLE), options.runs / name, plain_console())
+        print_status(Queue(storage, name, READABLE), join_name(options.runs, name), plain_console())
         if edits := _describe_edits(options, name, storage):
             print(f"{options.ablation} was edited: {edits}")
     return 0

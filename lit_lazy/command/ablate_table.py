@@ -45,7 +45,7 @@ def _rebuild_table(options: argparse.Namespace) -> "tuple[Table, Path]":
         from lit_lazy.report.publish import save_table, write_table
         from lit_lazy.support.disk import check_writable_folder
 
-        place = choose_output(options, options.runs / tracker.experiment)
+        place = choose_output(options, tracker.folder)
         check_writable_folder("--out" if options.out else "--runs", place)
         place.mkdir(parents=True, exist_ok=True)
         write = save_table if options.out else write_table

@@ -52,7 +52,7 @@ def check_destinations(options: argparse.Namespace, grid: str) -> None:
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.store import check_store, default_uri
 
-    check_writable_folder("--runs", options.runs)
+    check_writable_folder("--runs", options.runs, locks=True)
     if options.storage or options.runs.is_dir():
         check_storage(options.storage or default_storage(options.runs), grid)
     check_store(default_uri(options.runs))

@@ -4,6 +4,7 @@ Commands import heavy packages only when they run, so that help is instant.
 """
 
 import atexit
+import io
 import os
 import select
 import signal
@@ -81,6 +82,9 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = 
     0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted; 141: stdout was closed.
     """
     open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # work that is done must not fail for want of a character
     atexit.register(_ignore_interrupts)
     try:
         status = run_command(argv, make_parser)

@@ -49,7 +49,7 @@ def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
         from lit_lazy.grid.plan import find_parent
         from lit_lazy.report.page import REPORT, render_report
 
-        file = _choose_file(options, options.runs / tracker.experiment / REPORT)
+        file = _choose_file(options, tracker.folder / REPORT)
         return file, render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
 
 

@@ -51,7 +51,6 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
-    from lit_lazy.support.errors import sanitise
 
     lines, total = [("name", "kind", "cells", "state", "size", "last change")], 0
     with _open(options) as found:
@@ -59,7 +58,7 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
             state = "running" if found.find_users(entry) else entry.state
             cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
             changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-            lines.append((sanitise(entry.name), entry.kind, cells, state, decimal(entry.size), changed))
+            lines.append((entry.name, entry.kind, cells, state, decimal(entry.size), changed))
             total += entry.size
     print("\n".join(align(lines)))
     print(f"\n{len(lines) - 1} in {options.runs}, {decimal(total)}")
@@ -73,7 +72,7 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
         require_results(options.runs, options.results, grids_only=False)
     with _open(options, writes=True) as found:
         entry = found.get(options.results)
-        found.require_unused(entry)
+        found.require_removable(entry)
         parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
         if entry.cells is not None:
             parts.append(f"its queue: {len(entry.cells)} cells")
@@ -95,6 +94,7 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
+    from lit_lazy.support.errors import sanitise
 
     with _open(options, writes=True) as found:
         garbage = found.find_garbage(options.models)
@@ -102,6 +102,9 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
             print(f"{options.runs}: holds nothing that could be removed")
             return 0
         print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
+        for one in [one for one in garbage if one.obstacle]:
+            garbage.remove(one)
+            print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
         total = decimal(sum(one.size for one in garbage))
         if not options.yes:
             print(f"{total} in all. {NOTHING}")
@@ -126,7 +129,7 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
     from lit_lazy.tracking.store import check_store, default_uri
 
     if writes:
-        check_writable_folder("--runs", options.runs)
+        check_writable_folder("--runs", options.runs, locks=True)
     given = options.storage or default_storage(options.runs)
     with open_readable(given) as storage, open_readable(default_uri(options.runs)) as uri:
         check_store(uri)

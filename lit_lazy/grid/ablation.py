@@ -20,6 +20,7 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
+from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
@@ -30,7 +31,6 @@ from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-LONGEST_ROW_NAME = 250
 DIGITS, ROUNDING_ULPS = 12, 4
 """Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
 MOST_CELLS = 100_000
@@ -66,6 +66,7 @@ class Row:
 
     def __post_init__(self) -> None:
         check_kinds(f"row {short_repr(self.name)}", self)
+        check_row_name(self.name)
 
     def apply_to(self, base: RunConfig) -> RunConfig:
         """The base experiment with the row's changes."""
@@ -135,8 +136,6 @@ class Ablation:
         names = [row.name for row in self.all_rows]
         if twice := _find_twice(names):
             raise ValueError(f"{here}: two rows have the same name {twice[0]!r}; rename one")
-        if odd := [name for name in names if not _can_be_shown(name)]:
-            raise ValueError(f"{here}: row {short_repr(odd[0])} has an empty, long or unprintable name; rename it")
         if commas := [name for name in names if "," in name]:
             raise ValueError(f"{here}: row {commas[0]!r} has a comma in its name, which separates rows")
         if not self.columns:
@@ -237,10 +236,6 @@ def _describe_part(part: Any, with_settings: bool, describe: Callable[[Any], str
     set_here = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
     settings = " ".join(f"{name}={describe(value)}".replace(",", "") for name, value in set_here)
     return f"{type(part).__name__}({settings})" if with_settings and settings else type(part).__name__
-
-
-def _can_be_shown(name: str) -> bool:
-    return 0 < len(name) <= LONGEST_ROW_NAME and name.isprintable() and name.strip() == name
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
-from lit_lazy.config.key import evaluation_key, training_key
+from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
@@ -24,11 +24,14 @@ from lit_lazy.grid.plan import GRID_ID, find_parent, open_records, read_plan, se
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.formats import require_known_format
+from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.stored_names import check_row_name
+from lit_lazy.support.typecheck import fits
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+from lit_lazy.training.run_folder import locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2
 """Kind and format of a packed file; the format is raised when a line gets, loses or changes a field."""
@@ -38,6 +41,8 @@ TIMED = "cost/"
 """Prefix of the metrics that differ between two trainings of one key, because they are times."""
 DECIDING = ("torch", "python")
 """Versions that a taken result must share with this process, besides the backend."""
+LATEST = 1e11
+"""Largest time of a file, in seconds since the epoch."""
 STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
 
 
@@ -53,9 +58,9 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list
     runs = select_one_per_cell(tracker.find_children(parent_id))
     key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
     asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
-    found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
+    found = {cell: RunResult.peek(locate_cell(folder, key_of[cell])) for cell in asked if cell in key_of}
     lines = [
-        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(folder / "cells" / result.key))}
+        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(locate_cell(folder, result.key)))}
         for (variant, seed), result in found.items()
         if result
     ]
@@ -64,7 +69,7 @@ def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
-    lost = [folder / "cells" / key_of[cell] for cell, result in found.items() if not result]
+    lost = [locate_cell(folder, key_of[cell]) for cell, result in found.items() if not result]
     return len(lines), len(asked), lost
 
 
@@ -95,19 +100,23 @@ class Pack:
         option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
-                header, *lines = map(json.loads, lzma.decompress(file.read()).splitlines())
+                header, *lines = map(parse_json, lzma.decompress(file.read()).splitlines())
             kind, _, number = header["format"].rpartition(" ")
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
                 raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
-            rows = [str(line.pop("variant")) for line in lines]
+            rows = [line.pop("variant") for line in lines]
+            for row in rows:
+                check_row_name(row)
             for line in lines:
                 del line["seed"]  # the config has it
-            ended = {line["key"]: float(line.pop("ended", 0)) for line in lines}  # format 1 has none
+            ended = {line["key"]: line.pop("ended", 0) for line in lines}  # format 1 has none
+            for key, time in ended.items():
+                require(fits(time, float) and 0 <= time <= LATEST, f"ended of {key}", time, "is no time of a file")
             return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows, ended)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
-        except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None
@@ -173,8 +182,12 @@ class AskedCell:
         return from_dict(RunConfig, self.cell.config)
 
     @cached_property
+    def fingerprint(self) -> str:
+        return load_data(self.config.data).fingerprint
+
+    @cached_property
     def training_key(self) -> str:
-        return training_key(self.config, load_data(self.config.data).fingerprint)
+        return training_key(self.config, self.fingerprint)
 
     @cached_property
     def evaluations(self) -> frozenset[str]:
@@ -188,7 +201,7 @@ class AskedCell:
         unknown value, so such a result serves only its own key.
         """
         made = result.environment
-        origin = f"{where} (commit {made.get('git_sha', 'unknown')}, {made.get('machine', 'unknown machine')})"
+        origin = f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})"
         if result.key == self.cell.key:
             return replace(result, taken_from=origin)
         names = [name for measured in result.evaluations.values() for name in measured]
@@ -203,6 +216,19 @@ class AskedCell:
         metrics = {name: value for name, value in result.metrics.items() if name not in unasked}
         own = {"key": self.cell.key, "config": self.cell.config, "training_key": self.training_key}
         return replace(result, **own, metrics=metrics, evaluations=kept, taken_from=origin)
+
+    def is_described_by(self, result: RunResult) -> bool:
+        """Whether the settings of a result, which says to be of this training, give its key."""
+        own = self.cell.config
+        config = result.config | ({"init_from": own["init_from"]} if result.config.get("init_from") else {})
+        try:
+            if result.key == self.cell.key:
+                return cell_key(from_dict(RunConfig, config), self.fingerprint) == result.key
+            return (
+                training_key(from_dict(RunConfig, config | {"evaluations": ()}), self.fingerprint) == self.training_key
+            )
+        except (ValueError, TypeError, LookupError):
+            return False
 
     def find_differences(self, result: RunResult) -> list[str]:
         """What a result was made with that a training here would not be, as `torch 2.12.0 (here 2.13.0)`."""
@@ -232,10 +258,15 @@ def take_from_files(
     asked: defaultdict[Path, list[tuple[AskedCell, RunResult]]] = defaultdict(list)
     for request in map(AskedCell, cells if packs else ()):
         key = request.cell.key
-        kept = RunResult.peek(folder / "cells" / key) if folder else None
+        kept = RunResult.peek(locate_cell(folder, key)) if folder else None
         found = [(str(folder), kept)] if kept else []
         candidates = [*serving[key], *serving[request.training_key]]
         for pack, result in {id(result): (pack, result) for pack, result in candidates}.values():
+            if not request.is_described_by(result):
+                raise ValueError(
+                    f"--results {str(pack.path)!r}: the settings of {request.cell.variant} seed {request.cell.seed} do "
+                    f"not give its key {result.key}; leave the file out"
+                )
             if adapted := request.adapt(result, f"{pack.path.name} of {pack.grid}"):
                 found.append((str(pack.path), adapted))
                 asked[pack.path] += [] if kept else [(request, adapted)]
@@ -297,7 +328,7 @@ def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, Tak
         if not serves or (result := RunResult.peek(path.parent)) is None:
             continue
         for request in serves:
-            adapted = request.adapt(result, owner.name)
+            adapted = request.adapt(result, owner.name) if request.is_described_by(result) else None
             if adapted and (mixed or not request.find_differences(adapted)):
                 first = result.taken_from or adapted.taken_from  # name the grid that trained it
                 taken = replace(adapted, taken_from=first)

@@ -13,7 +13,7 @@ from lit_lazy.data.base import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
-from lit_lazy.support.formats import require_known_format
+from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS
 from lit_lazy.table.declaration import Declaration
@@ -80,7 +80,7 @@ class Plan:
         Raises a one-line ValueError if the text is none, NewerFormatError if a newer version wrote it.
         """
         try:
-            plan: dict[str, Any] = json.loads(text)
+            plan: dict[str, Any] = parse_json(text)
             if isinstance(plan, Mapping):
                 require_known_format(PLAN, plan, FORMAT)
             rows: list[dict[str, Any]] = plan["rows"]
@@ -217,7 +217,7 @@ def find_parent(tracker: Tracker) -> str:
     parents = tracker.find({"kind": "ablation"})
     if not parents:
         raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
-    kept = tracker.runs / tracker.experiment / GRID_ID
+    kept = tracker.folder / GRID_ID
     grid_id = kept.read_text(errors="replace") if kept.exists() else ""
     own = [run for run in parents if run.tags.get("grid") == grid_id]
     return (own or parents)[-1].run_id

@@ -1,8 +1,9 @@
 """What a runs folder holds, what of it can go, and its removal from disk, queue and MLflow."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from lit_lazy.grid.jobs.parent_run import ASIDE
 from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.queue.liveness import find_living, is_dead, is_held
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State, read_states
-from lit_lazy.support.disk import delete, find_leftovers, measure_bytes, remove_unused
+from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.inside import delete, find_obstacle, is_entry_name, join_name, require_deletable
 from lit_lazy.support.named_files import find_grids
 from lit_lazy.tracking.artifacts import ARTIFACTS
 from lit_lazy.tracking.databases import sqlite_file
@@ -22,7 +24,7 @@ from lit_lazy.tracking.links import list_experiment_names
 from lit_lazy.tracking.owner import is_own, read_owner
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run_folder import CHECKPOINTS, make_lock, remove_checkpoints
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, keep_quarantined, make_lock
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
@@ -48,7 +50,7 @@ class RunsEntry:
         """ablation, search, training, diagnosis, or other for a folder that none of them made."""
         if self.name.startswith(TRAINING) and self.cells is None:
             return "training"
-        known = self.cells is not None or self.tracked or (self.folder / "cells").is_dir()
+        known = self.cells is not None or self.tracked or (self.folder / CELLS).is_dir()
         if self.name == DIAGNOSES or (self.name.startswith(DIAGNOSIS) and not known):
             return "diagnosis"
         return ("search" if self.name.startswith(SEARCH) else "ablation") if known else "other"
@@ -56,7 +58,7 @@ class RunsEntry:
     @property
     def run_folders(self) -> list[Path]:
         """The run folders of its cells or trainings."""
-        inside = self.folder if self.kind == "training" else self.folder / "cells"
+        inside = self.folder if self.kind == "training" else self.folder / CELLS
         return sorted(path for path in inside.glob("*") if path.is_dir())
 
     @property
@@ -90,7 +92,7 @@ class RunsEntry:
     @property
     def artifacts(self) -> Path:
         """The folder of its artifacts in a local MLflow store."""
-        return self.folder.parent / ARTIFACTS / self.name
+        return join_name(self.folder.parent / ARTIFACTS, self.name)
 
     @property
     def changed(self) -> float | None:
@@ -106,6 +108,8 @@ class Garbage:
     path: Path
     why: str
     size: int
+    obstacle: str = ""
+    """Why it stays all the same."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,16 @@ class RunsFolder:
         queues, tracked = read_states(self.storage), set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
         names = folders | (queues.keys() if self._is_inside(self.storage) else set())
         names |= tracked if self.has_store else set()
-        return {name: RunsEntry(name, self.path / name, queues.get(name), name in tracked) for name in sorted(names)}
+        return {
+            name: RunsEntry(name, join_name(self.path, name), queues.get(name), name in tracked)
+            for name in sorted(names)
+            if self._can_hold(name)
+        }
+
+    def _can_hold(self, name: str) -> bool:
+        """Whether results of a name are a folder here: an experiment's may be a path, or that of the database."""
+        folder = self.path / name
+        return is_entry_name(name) and name != ARTIFACTS and (folder.is_dir() or not os.path.lexists(folder))
 
     @property
     def has_store(self) -> bool:
@@ -139,6 +152,7 @@ class RunsFolder:
 
         Raises a one-line ValueError if there is none that can be removed.
         """
+        join_name(self.path, name)
         known = [entry.name for entry in self.entries.values() if entry.kind != "other"]
         if name in known:
             return self.entries[name]
@@ -170,6 +184,12 @@ class RunsFolder:
         locks = [run / "lock" for run in entry.run_folders] if entry.kind == "training" else []
         return sorted(found) or ["a training"] * any(lock.exists() and is_held(lock) for lock in locks)
 
+    def require_removable(self, entry: RunsEntry) -> None:
+        """Raise a one-line ValueError if an entry is in use, or something in the way of its removal."""
+        self.require_unused(entry)
+        require_deletable(entry.folder, self.path)
+        require_deletable(entry.artifacts, self.path)
+
     def require_unused(self, entry: RunsEntry, queue: Queue | None = None) -> None:
         """Raise a one-line ValueError if a living process uses an entry."""
         if users := self.find_users(entry, queue):
@@ -180,6 +200,7 @@ class RunsFolder:
 
         In an MLflow store that others may use, only the runs of this folder are deleted.
         """
+        self.require_removable(entry)
         queue = None if entry.cells is None else Queue(self.storage, entry.name)
         known, file = queue.facts.get("grid") if queue is not None else None, entry.folder / GRID_ID
         grid_id = known or (file.read_text() if file.exists() else None)
@@ -187,12 +208,12 @@ class RunsFolder:
             self.require_unused(entry, queue)
             for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
                 Tracker(self.uri, self.path, DIAGNOSES).retire(run_id)
-            delete(entry.folder)
+            delete(entry.folder, self.path)
             if queue is not None:
                 queue.delete()
         if entry.tracked and self.has_store:
             Tracker(self.uri, self.path, entry.name).remove_experiment()
-            delete(entry.artifacts)
+            delete(entry.artifacts, self.path)
         elif entry.tracked:
             self._retire_own_runs(entry, grid_id)
 
@@ -221,6 +242,7 @@ class RunsFolder:
         """
         found = [*self._find_in_runs(models), *self._find_empty_shells()]
         found += [Garbage(path, LEFTOVER, measure_bytes(path)) for path in find_leftovers(self.path)]
+        found = [replace(one, obstacle=find_obstacle(one.path, self.path)) for one in found]
         for name in {one.path.relative_to(self.path).parts[0] for one in found} & self.entries.keys():
             self.require_unused(self.entries[name])
         return found
@@ -244,7 +266,7 @@ class RunsFolder:
     def _find_empty_shells(self) -> Iterator[Garbage]:
         for entry in self.entries.values():
             unknown = entry.kind != "other" and entry.cells is None and not entry.tracked
-            if unknown and not any(next(entry.folder.rglob(pattern), None) for pattern in WORTH):
+            if unknown and not any(map(_is_worth_keeping, (entry.folder, *entry.folder.rglob("*")))):
                 yield Garbage(entry.folder, "no results, and unknown to queue and MLflow", measure_bytes(entry.folder))
 
     def collect(self, one: Garbage) -> None:
@@ -253,11 +275,18 @@ class RunsFolder:
             remove_unused(one.path)  # unless a process took it meanwhile
             return
         if one.path.name not in (CHECKPOINTS, FINAL_CHECKPOINT):
-            delete(one.path)
+            delete(one.path, self.path)
             return
         run = one.path.parent
         try:
             with make_lock(run).acquire(timeout=0):
-                remove_checkpoints(run) if one.path.name == CHECKPOINTS else delete(one.path)
+                if one.path.name == CHECKPOINTS:
+                    keep_quarantined(run)
+                delete(one.path, self.path)
         except Timeout:
             raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end") from None
+
+
+def _is_worth_keeping(path: Path) -> bool:
+    """Whether a table, a report or a run that resumes may need a file; a link may lead to one."""
+    return path.is_symlink() or any(path.match(pattern) for pattern in WORTH)

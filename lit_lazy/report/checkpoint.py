@@ -26,6 +26,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.inside import join_name
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
@@ -81,7 +82,7 @@ class Request:
     @property
     def folder(self) -> Path:
         """The folder of the results."""
-        return self.out or self.runs / f"diagnose-{self.name}"
+        return self.out or join_name(self.runs, f"diagnose-{self.name}")
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:

@@ -4,14 +4,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
-from lit_lazy.table.document import format_html_table, frame_html
+from lit_lazy.table.document import escape_html, format_html_table, frame_html
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import parse_table
 from lit_lazy.training.result import RunResult
@@ -105,7 +104,7 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
             sections.append(Section(kind, title, table))
     page = PAGE.format(
         style=STYLE,
-        title=escape(f"Results in {runs}"),
+        title=escape_html(f"Results in {runs}"),
         summary=f"{format_count(len(entries), 'result')} on {datetime.now():%Y-%m-%d %H:%M}",
         opening=frame_html(f"<style>{PROSE}</style>"),
         outline="".join(section.link for section in sections),
@@ -117,11 +116,13 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
 def _render_row(entry: IndexEntry, place: Path) -> tuple[str, ...]:
     there = {text: entry.folder / file for text, file in PAGES.items() if (entry.folder / file).exists()}
     pages = f"<span>{' '.join(_render_link(path, text, place) for text, path in there.items())}</span>" * bool(there)
-    name = _render_link(next(iter(there.values())), entry.folder.name, place) if there else escape(entry.folder.name)
+    name = (
+        _render_link(next(iter(there.values())), entry.folder.name, place) if there else escape_html(entry.folder.name)
+    )
     changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-    return name, escape(entry.state), escape(entry.finding), escape(entry.cells), changed, pages
+    return name, escape_html(entry.state), escape_html(entry.finding), escape_html(entry.cells), changed, pages
 
 
 def _render_link(path: Path, text: str, place: Path) -> str:
     target = quote(os.fsencode(os.path.relpath(path, place)))
-    return f'<a href="{escape(target)}">{escape(text)}</a>'
+    return f'<a href="{escape_html(target)}">{escape_html(text)}</a>'

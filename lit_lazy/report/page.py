@@ -9,7 +9,6 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from lit_lazy.report.template import PAGE, STYLE, Section, mark_part, replace_pa
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.table.document import format_html_table
+from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -132,7 +131,7 @@ def _render_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainin
     ]
     page = PAGE.format(
         style=STYLE,
-        title=escape(f"{data.plan.ablation} on {data.plan.base}"),
+        title=escape_html(f"{data.plan.ablation} on {data.plan.base}"),
         summary=f"{len(data.table.rows)} variants, {_format_completeness(data.table)}",
         opening=parts["opening"],
         outline=parts["finding-link"] + "".join(section.link for section in sections),
@@ -163,10 +162,10 @@ class _ReportData:
 
     def format_run_id(self, run_id: str) -> str:
         """The id of a run, with a link if the address of the MLflow UI is known."""
-        code = f"<code>{escape(run_id)}</code>"
+        code = f"<code>{escape_html(run_id)}</code>"
         if self.ui_url is None:
             return code
-        return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{code}</a>'
+        return f'<a href="{escape_html(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{code}</a>'
 
 
 def _load_data(
@@ -207,13 +206,13 @@ def _render_run_facts(data: _ReportData) -> str:
     facts = (f"{name} {f'{x:.5g}' if isinstance(x, float) else x}" for name, x in plan.facts.items())
     seeds = table.group_by_seeds()
     lines = {
-        "Command": [f"<code>{escape(plan.command)}</code>"],
-        "Ablation": [escape(plan.ablation)],
-        "Experiment": [escape(plan.base)],
-        "Seeds": [escape(f"{', '.join(map(str, group))}: {', '.join(names)}") for group, names in seeds.items()],
+        "Command": [f"<code>{escape_html(plan.command)}</code>"],
+        "Ablation": [escape_html(plan.ablation)],
+        "Experiment": [escape_html(plan.base)],
+        "Seeds": [escape_html(f"{', '.join(map(str, group))}: {', '.join(names)}") for group, names in seeds.items()],
         "Cells": [_format_completeness(table)],
-        "Baseline": [escape(table.baseline)],
-        "Data": [escape(", ".join(facts))],
+        "Baseline": [escape_html(table.baseline)],
+        "Data": [escape_html(", ".join(facts))],
         "Made with": _count_cells(run.tags.get("environment", "unknown") for run in complete),
         "Commit": _count_cells(run.tags.get("git_sha", "unknown") for run in complete),
         "Parent run": [data.format_run_id(data.parent_id)],
@@ -222,7 +221,7 @@ def _render_run_facts(data: _ReportData) -> str:
 
 
 def _count_cells(values: Iterable[str]) -> list[str]:
-    return [escape(f"{value} ({n} cell{'s' if n > 1 else ''})") for value, n in sorted(Counter(values).items())]
+    return [escape_html(f"{value} ({n} cell{'s' if n > 1 else ''})") for value, n in sorted(Counter(values).items())]
 
 
 def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
@@ -255,7 +254,7 @@ def _render_variant_figures(data: _ReportData) -> str:
     runs = [(f"{variant}, seed {seed}", arrays) for (variant, seed), arrays in chosen.items()]
     for (variant, seed), (name, _), images in zip(chosen, runs, figures.render_runs(runs), strict=True):
         body = _render_grid("".join(_render_image(kind, image, name) for kind, image in images.items()))
-        summary = f"<summary>{escape(variant)} <small>seed {seed}</small></summary>"
+        summary = f"<summary>{escape_html(variant)} <small>seed {seed}</small></summary>"
         parts.append(f"<details{opened}>{summary}\n{body}</details>")
     if without:
         parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
@@ -268,16 +267,16 @@ def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, str], dict[str, np.
     for row in data.table.rows:
         complete = data.complete_runs(row.variant)
         if not complete:
-            without.append(f"{escape(row.variant)}: no cell is complete")
+            without.append(f"{escape_html(row.variant)}: no cell is complete")
         if row.variant not in data.drawn:
-            without.append(f"{escape(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
+            without.append(f"{escape_html(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
             continue
         for run in complete:
             stored, seed = data.tracker.read_bytes(run.run_id, DIAGNOSTICS), run.tags["seed"]
             if stored is not None:
                 chosen[row.variant, seed] = Diagnostics.load(io.BytesIO(stored)).arrays
                 break
-            name = escape(f"{row.variant}, seed {seed}")
+            name = escape_html(f"{row.variant}, seed {seed}")
             without.append(f"{name}: {data.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
     return chosen, without
 
@@ -297,7 +296,7 @@ def _render_image(name: str, image: figures.Image, subject: str) -> str:
     source = f"data:image/webp;base64,{base64.b64encode(image.data).decode()}"
     return (
         f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
-        f'alt="{escape(f"{title}: {subject}")}" src="{source}"></div>'
+        f'alt="{escape_html(f"{title}: {subject}")}" src="{source}"></div>'
         f"<figcaption><b>{title}.</b> {caption}</figcaption></figure>\n"
     )
 
@@ -308,11 +307,11 @@ def _render_runs(data: _ReportData) -> str:
     runs = sorted(data.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
     rows = [
         (
-            escape(run.tags["variant"]),
-            escape(run.tags["seed"]),
+            escape_html(run.tags["variant"]),
+            escape_html(run.tags["seed"]),
             run.state,
             data.format_run_id(run.run_id),
-            escape(run.tags.get("git_sha", "")),
+            escape_html(run.tags.get("git_sha", "")),
         )
         for run in runs
     ]

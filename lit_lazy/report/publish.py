@@ -1,7 +1,6 @@
 """Publish the table and report of an ablation in its folder and on its parent run."""
 
 import json
-import re
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -14,6 +13,7 @@ from lit_lazy.grid.question import Question
 from lit_lazy.report.page import REPORT, draw_table_figures, replace_table, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import Paragraph, to_markdown
@@ -66,7 +66,7 @@ def collect_outcomes(table: Table) -> dict[str, float]:
     found: dict[str, float] = {}
     for row in table.rows:
         if (mean := row.metrics[key].mean) is not None:
-            name = re.sub(r"[^\w\-. :/]", "_", f"{key}/{row.variant}")
+            name = make_outcome_name(key, row.variant)
             while name in found:  # rows may differ in other characters only
                 name += "_"
             found[name] = float(f"{mean:.4g}")

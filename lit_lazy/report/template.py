@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
+
+from lit_lazy.table.document import escape_html
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c2128; --quiet: #57606a; --line: #d0d7de; --link: #0759b5; }
@@ -89,11 +90,11 @@ class Section:
     @property
     def link(self) -> str:
         """The entry in the page's contents."""
-        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
+        return f'<li><a href="#{self.id}">{escape_html(self.title)}</a></li>'
 
     @property
     def html(self) -> str:
-        heading = f"<h2>{escape(self.title)}</h2>\n" if self.heading else ""
+        heading = f"<h2>{escape_html(self.title)}</h2>\n" if self.heading else ""
         return f'<section id="{self.id}">\n{heading}{self.body}\n</section>\n'
 
 

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+
+from lit_lazy.support.errors import escape_controls
 
 T = TypeVar("T")
 LEAST_WIDTH, MOST_WIDTH = 60, 120
@@ -18,9 +21,17 @@ QUIET_SECONDS, PLAIN_EVERY_SECONDS = 2.0, 15.0
 """Time before anything is shown, and between lines where stderr is no terminal."""
 
 
+class PlainConsole(Console):
+    """A console whose texts, which may be of others' files and databases, cannot control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+
 def plain_console(stderr: bool = False) -> Console:
-    """A console that prints texts unchanged: names and reasons may contain what rich takes for markup or an emoji."""
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    """A console that reads nothing into texts: names and reasons may contain what rich takes for markup or an emoji."""
+    return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def text_width() -> int:
@@ -56,8 +67,9 @@ def open_page(address: str) -> None:
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of cells in columns, two spaces apart; the rows have equal lengths."""
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows]
+    shown = [[escape_controls(cell) for cell in row] for row in rows]
+    sizes = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return ["  ".join(map(str.ljust, row, sizes)).rstrip() for row in shown]
 
 
 def track_progress(items: Sequence[T], what: str) -> Iterator[T]:

@@ -18,6 +18,7 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from lit_lazy.support.errors import iter_causes
+from lit_lazy.support.inside import delete
 
 PATHS_BELOW = 600
 """Upper bound on the length of paths below a folder of results, in bytes."""
@@ -25,7 +26,9 @@ log = logging.getLogger("lit_lazy.support.disk")
 FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
-WRITE_REFUSED = "a write failed although there is space; raise the limit on file sizes, `ulimit -f`, or check the disk"
+WRITE_REFUSED = "a write met the limit on the size of files; raise it, `ulimit -f`"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors of file systems that lock no files, such as NFS without its lock service."""
 PRIVATE = 0o600
 """Mode of logs: they contain messages of libraries, which may show an address with its password."""
 
@@ -56,7 +59,7 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
     try:
         yield scratch, held
     finally:
-        _remove(scratch)
+        delete(scratch)
         os.close(held)
 
 
@@ -87,7 +90,7 @@ def remove_unused(path: Path) -> None:
     held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
     try:
         if _try_lock(held, path):
-            _remove(path)
+            delete(path)
     finally:
         os.close(held)
 
@@ -120,14 +123,6 @@ def measure_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_symlink() or not file.is_dir())
 
 
-def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with everything in it. Raises OSError for what cannot be deleted."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _try_lock(held: int, path: Path) -> bool:
     """Lock an open file or folder; False if another process holds or has removed it.
 
@@ -138,14 +133,6 @@ def _try_lock(held: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     return path.exists()
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -194,7 +181,7 @@ def quarantine(path: Path, why: str) -> None:
     """Rename a damaged file or folder and log a warning; whoever reads it starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
     if aside.is_dir():  # a folder, unlike a file, replaces only an empty one
-        shutil.rmtree(aside)
+        delete(aside)
     path.replace(aside)
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
@@ -209,15 +196,6 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def is_write_refused(error: BaseException) -> bool:
-    """Whether an exception or one of its causes reports a write that fails despite free space: too long, or broken."""
-    causes = list(iter_causes(error))
-    return any(isinstance(cause, OSError) and cause.errno in (errno.EFBIG, errno.EIO) for cause in causes) or any(
-        "disk I/O error" in str(cause)
-        for cause in causes  # sqlite
-    )
-
-
 def is_file_too_long(error: BaseException) -> bool:
     """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
@@ -228,11 +206,19 @@ def is_file_too_long(error: BaseException) -> bool:
 
 
 def describe_failed_write(error: BaseException) -> str:
-    """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions."""
+    """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions.
+
+    Also of a disk that fails to read or to write, which errors do not tell apart.
+    """
     if is_disk_full(error):
         return "no space left; free some"
-    if is_write_refused(error):
+    if is_file_too_long(error):
         return WRITE_REFUSED
+    causes = list(iter_causes(error))
+    failed = [cause for cause in causes if isinstance(cause, OSError) and cause.errno == errno.EIO]
+    if failed or any("disk I/O error" in str(cause) for cause in causes):  # sqlite
+        file = next((f" at {cause.filename!r}" for cause in failed if cause.filename is not None), "")
+        return f"the disk fails{file} ({os.strerror(errno.EIO)}); check it"
     return ""
 
 
@@ -269,8 +255,16 @@ def check_writable_file(option: str, file: Path) -> None:
     check_writable_folder(option, file.parent)
 
 
-def check_writable_folder(option: str, folder: Path) -> None:
-    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent."""
+def describe_missing_locks(folder: str, error: OSError) -> str:
+    """What is missing in a folder whose file system locks no files, and the fix."""
+    return f"{folder!r}: no file can be locked there ({error.strerror}); mount it with locks, or name another folder"
+
+
+def check_writable_folder(option: str, folder: Path, locks: bool = False) -> None:
+    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent.
+
+    locks: whether they must also be locked.
+    """
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
@@ -278,8 +272,12 @@ def check_writable_folder(option: str, folder: Path) -> None:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with suppress(FileNotFoundError):
             whole.stat()
-        TemporaryFile(dir=there).close()  # it has no name, so nothing is left behind
+        with TemporaryFile(dir=there) as probe:  # it has no name, so nothing is left behind
+            if locks:
+                fcntl.flock(probe, fcntl.LOCK_EX)
     except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise ValueError(f"{option} {describe_missing_locks(str(folder), error)}") from None
         raise ValueError(
             f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
         ) from None

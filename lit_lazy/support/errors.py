@@ -1,6 +1,7 @@
 """Errors of commands, in one line. Invalid input is a ValueError: exit status 2."""
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 from lit_lazy.support.secrets import redact_text
@@ -18,7 +19,16 @@ def sanitise(message: str) -> str:
     line = " ".join(redact_text(message).split())
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: 3 * LONGEST_MESSAGE // 4]} ... {line[-LONGEST_MESSAGE // 4 :]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return escape_controls(line)
+
+
+def escape_controls(text: str) -> str:
+    """A text from anywhere, safe to show: control and formatting characters as Python writes them."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in text
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Format numbers of the files that the project writes: an older file is read, a newer one is left as it is."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,23 @@ from lit_lazy.support.errors import UnfinishedError
 
 class NewerFormatError(UnfinishedError):
     """A file was written by a newer version. Nothing is wrong with it, so it is no ValueError."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a file of JSON. Raises ValueError for what JSON or UTF-8 cannot hold, and for very deep nesting.
+
+    Python's own parser takes NaN, Infinity and half a surrogate pair, which fail where they are printed or stored.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        content = json.loads(text, parse_constant=refuse)
+        json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    return content
 
 
 def require_known_format(file: str, content: Mapping[str, Any], newest: int) -> None:

@@ -4,6 +4,7 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import DEVNULL
@@ -61,21 +62,26 @@ def is_earlier(commit: str, file: Path, later: str, seconds: float) -> bool:
 
     later: a commit that this has, of any checkout. seconds: its time since the epoch; 0 if unknown.
     """
-    git = ["git", "-C", str(file.parent)]
-    contained = [*git, "merge-base", "--is-ancestor", commit, later.removesuffix("-dirty")]
-    if subprocess.run(contained, stdout=DEVNULL, stderr=DEVNULL, check=False).returncode == 0:
+    contained = _run_git(file.parent, "merge-base", "--is-ancestor", arguments=(commit, later.removesuffix("-dirty")))
+    if contained.returncode == 0:
         return True
-    made = subprocess.run([*git, "show", "-s", "--format=%ct", commit], capture_output=True, text=True, check=False)
+    made = _run_git(file.parent, "show", "-s", "--format=%ct", arguments=(commit,))
     return made.returncode == 0 and int(made.stdout) <= seconds
 
 
 def read_committed(place: str) -> str:
     """The text of `COMMIT:PATH`, a path from the current folder. Raises a one-line ValueError if there is none."""
     commit, _, path = place.partition(":")
-    shown = subprocess.run(["git", "show", f"{commit}:./{path}"], capture_output=True, text=True, check=False)
+    shown = _run_git(Path(), "show", arguments=(f"{commit}:./{path}",))
     if shown.returncode:
         raise ValueError(f"{place!r}: git shows no such file ({shown.stderr.strip()}); give COMMIT:PATH")
     return shown.stdout
+
+
+def _run_git(folder: Path, *options: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder. arguments: from users or files, which git must not take for options."""
+    command = ["git", "-C", str(folder), *options, "--end-of-options", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
 
 
 def _version(package: str) -> str:

@@ -53,6 +53,8 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(fits, value, kinds))
     if origin in (Mapping, dict):
         return isinstance(value, Mapping) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, parts[0]) for item in value)
     if origin is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str)
     if origin is Callable:

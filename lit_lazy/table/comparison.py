@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_lazy.support.console import align, format_count
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.errors import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import ContrastMeasure, Table, TableRow
@@ -174,7 +174,7 @@ def format_comparison(found: TableComparison) -> str:
         lines = [line for name, (a, b) in found.facts.items() for line in ((name, "A", a), ("", "B", b))]
         parts.append("\n".join(["What differs", *align(lines)]))
     parts.append("\n".join(_describe_settings(found)))
-    return "\n\n".join(parts)
+    return escape_controls("\n\n".join(parts))
 
 
 def _describe_tables(found: TableComparison) -> list[str]:

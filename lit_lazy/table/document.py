@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lit_lazy.support.errors import escape_controls
+
 LONGEST_TEXT = 2000
 """Characters of a text in a block that `shorten_block` shortens."""
 
@@ -120,8 +122,8 @@ def frame_html(body: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """The text on one line."""
-    return re.sub(r"\s+", " ", text)
+    """The text on one line, without control characters."""
+    return escape_controls(re.sub(r"\s+", " ", text))
 
 
 def _escape_markdown(text: str) -> str:
@@ -249,35 +251,36 @@ _STYLE = """
 """On narrow screens each row becomes a card with a line per column."""
 
 
-def _escape_html(text: str) -> str:
+def escape_html(text: str) -> str:
+    """A text as HTML shows it."""
     return html_text.escape(_squeeze(text))
 
 
 def _format_html(block: Block) -> str:
     match block:
         case Heading(text, level):
-            return f"<h{level}>{_escape_html(text)}</h{level}>"
+            return f"<h{level}>{escape_html(text)}</h{level}>"
         case Paragraph(text, warning):
-            body = _escape_html(text)
+            body = escape_html(text)
             return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
         case BulletList(items):
-            return "<ul>" + "".join(f"<li>{_escape_html(item)}</li>" for item in items) + "</ul>"
+            return "<ul>" + "".join(f"<li>{escape_html(item)}</li>" for item in items) + "</ul>"
         case Tabular():
             return _format_html_table(block)
         case Collapsible(title, blocks):
             body = "\n".join(map(_format_html, blocks))
-            return f"<details><summary>{_escape_html(title.text)}</summary>\n{body}\n</details>"
+            return f"<details><summary>{escape_html(title.text)}</summary>\n{body}\n</details>"
 
 
 def _format_html_table(grid: Tabular) -> str:
     kinds = ["" if i < grid.words else ' class="number"' for i in range(len(grid.header))]
-    return format_html_table([[_escape_html(cell) for cell in row] for row in grid.rows], grid.header, kinds)
+    return format_html_table([[escape_html(cell) for cell in row] for row in grid.rows], grid.header, kinds)
 
 
 def format_html_table(rows: Sequence[Sequence[str]], header: Sequence[str], kinds: Sequence[str]) -> str:
     """A table of HTML cells, each labelled with its column's name for narrow screens. kinds: attributes of columns."""
-    head = "".join(f"<th{kind}>{_escape_html(name)}</th>" for kind, name in zip(kinds, header, strict=True))
-    opened = [f'<td{kind} data-label="{_escape_html(name)}">' for kind, name in zip(kinds, header, strict=True)]
+    head = "".join(f"<th{kind}>{escape_html(name)}</th>" for kind, name in zip(kinds, header, strict=True))
+    opened = [f'<td{kind} data-label="{escape_html(name)}">' for kind, name in zip(kinds, header, strict=True)]
     lines = ("".join(f"{start}{cell}</td>" for start, cell in zip(opened, row, strict=True)) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'

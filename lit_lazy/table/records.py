@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,9 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import describe_exception, short_repr
+from lit_lazy.support.errors import describe_exception, escape_controls, short_repr
+from lit_lazy.support.formats import parse_json
+from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, RESOLUTION, Effect
@@ -62,6 +63,8 @@ class Column:
                 raise ValueError(
                     f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
                 )
+        if not is_metric_name(self.key):
+            raise ValueError(f"key: {self.key!r} of a column; MLflow takes no metric of this name, so none is there")
         if self.margin is not None and self.margin <= 0:
             raise ValueError(f"margin: {self.margin} of column {self.key!r}; use a difference above 0, or None")
         if not self.scale:
@@ -140,6 +143,9 @@ class RowInfo:
     seeds: tuple[int, ...]
     base: str
     note: str = ""
+
+    def __post_init__(self) -> None:
+        check_row_name(self.variant)
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,9 @@ class TableRow:
     """Class of the normaliser, or of the mixer if that does not attend; empty if no cell is complete."""
     position: str = ""
     """Class of the position; empty if there is no position."""
+
+    def __post_init__(self) -> None:
+        check_row_name(self.variant)
 
     @property
     def seeds(self) -> list[int]:
@@ -474,6 +483,10 @@ class Table:
         variants = [row.variant for row in rows]
         twice = sorted({variant for variant in variants if variants.count(variant) > 1})
         require(not twice, "rows", twice, "there twice")
+        absent = [
+            key for row in rows for key in (column["key"] for column in data["columns"]) if key not in row.metrics
+        ]
+        require(not absent, "columns", absent[:1], "must be in every row")
         summaries = {
             column["key"]: _pick_fields(
                 Summary,
@@ -530,7 +543,7 @@ class Table:
 def parse_table(text: str | bytes, named: str) -> Table:
     """The table of a table.json. Raises a one-line ValueError that starts with `named` if the text is none."""
     try:
-        return Table.from_json(json.loads(text))
+        return Table.from_json(parse_json(text))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{named}: is no table.json ({describe_exception(error)})") from None
 
@@ -541,8 +554,10 @@ def format_state(unlearned: str | None) -> str:
 
 
 def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
-    """A dataclass from those of the values that are its fields; missing ones are None."""
-    return kind(**({name: values.get(name) for name in kind.__dataclass_fields__} | changes))
+    """A dataclass from those of the values that are its fields; missing ones are None. Raises ValueError."""
+    made = kind(**({name: values.get(name) for name in kind.__dataclass_fields__} | changes))
+    check_kinds(kind.__name__, made)
+    return made
 
 
 def _tuples_to_lists(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -564,7 +579,7 @@ def format_csv(lines: Iterable[Sequence[object]]) -> str:
 
 
 def _escape_formula(text: str) -> str:
-    line = text.replace("\r", " ")  # csv with lineterminator "\n" does not quote a carriage return
+    line = escape_controls(text.replace("\r", " "))  # csv with lineterminator "\n" does not quote a carriage return
     return f"'{line}" if line.startswith(FORMULA) else line
 
 

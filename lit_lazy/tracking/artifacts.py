@@ -1,5 +1,6 @@
 """Artifacts of runs. A local store has them in a folder beside its database, by whatever path that is reached."""
 
+import functools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from mlflow.utils.file_utils import local_file_uri_to_path
 
+from lit_lazy.support.inside import is_entry_name, join_name
 from lit_lazy.tracking.databases import LOCKED_SECONDS, StorageError, sqlite_file
 
 ARTIFACTS = "mlartifacts"
@@ -18,7 +20,7 @@ ARTIFACTS = "mlartifacts"
 
 def create_artifact_folder(database: Path, experiment: str) -> str:
     """Create the folder of an experiment's artifacts; returns its address. `locate` needs the folder to exist."""
-    folder = database.resolve().parent / ARTIFACTS / experiment
+    folder = join_name(database.resolve().parent / ARTIFACTS, experiment)
     folder.mkdir(parents=True, exist_ok=True)
     return folder.as_uri()
 
@@ -37,8 +39,10 @@ def locate(stored: Path, database: Path) -> Path:
     The database names the path by which it was reached when the run began. In another container, or after a move, that
     is another folder or none. Artifacts that were not stored beside the database stay where they are.
     """
-    here = database.resolve().parent / ARTIFACTS / Path(*stored.parts[-3:])  # EXPERIMENT/RUN/artifacts
-    return here if stored.parts[-4:-3] == (ARTIFACTS,) and here.parents[1].exists() else stored
+    if stored.parts[-4:-3] != (ARTIFACTS,):
+        return stored
+    here = functools.reduce(join_name, stored.parts[-3:], database.resolve().parent / ARTIFACTS)
+    return here if here.parents[1].exists() else stored  # EXPERIMENT/RUN/artifacts
 
 
 def make_addresses_relative(database: Path) -> None:
@@ -53,7 +57,9 @@ def make_addresses_relative(database: Path) -> None:
         with closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as connection, connection:
             for (address,) in connection.execute("SELECT artifact_location FROM experiments").fetchall():
                 _, beside, name = address.rpartition(f"/{ARTIFACTS}/")
-                here = folder / unquote(name)
+                if not is_entry_name(unquote(name)):
+                    continue
+                here = join_name(folder, unquote(name))
                 if beside and address != here.as_uri() and here.exists():
                     _replace_prefix(connection, address, f"file:{ARTIFACTS}/{name}")
     except sqlite3.Error as error:

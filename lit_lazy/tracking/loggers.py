@@ -1,6 +1,5 @@
 """Lightning loggers in addition to MLflow; they receive the same metrics as a run's metric file."""
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.inside import delete
 from lit_lazy.tracking.spool import METRICS, read_lines
 
 
@@ -38,7 +38,7 @@ def open_loggers(
 
 def _start_logger(kind: str, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
     if kind == "csv":
-        shutil.rmtree(folder / kind, ignore_errors=True)  # Lightning's logger starts over, and would warn
+        delete(folder / kind)  # Lightning's logger starts over, and would warn
     is_new = not (folder / kind).exists()
     try:
         logger = _make_logger(kind, folder, project, name)

@@ -7,9 +7,8 @@ import re
 import uuid
 from pathlib import Path
 
-from filelock import FileLock
-
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.locks import FileLock
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 

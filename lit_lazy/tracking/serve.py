@@ -25,6 +25,8 @@ from lit_lazy.tracking.store import check_store, default_uri
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
+WATCH_SECONDS = 1.0
+"""Time between looks at whether the server and its database are still there."""
 
 
 def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -> int:
@@ -54,37 +56,59 @@ def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -
 
 
 def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folder: Path, first: str | None) -> int:
-    """MLflow's server, until it is interrupted; returns its exit status."""
+    """MLflow's server, until it is interrupted; returns its exit status.
+
+    It is started again when another database is put in the place of its own, as from a backup: it would go on with the
+    old one, whose file is still open.
+    """
     url, log = f"http://{HOST}:{port}", log_folder / "mlflow-server.log"
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: is in use; choose another port")
     folder = None
     if (file := sqlite_file(uri)) is not None:
-        make_addresses_relative(file)
         uri, folder = sqlite_url(file), file.resolve().parent
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
         "MLFLOW_BACKEND_STORE_URI": uri,  # not an argument, which other users could read: it may contain a password
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here submits jobs to the server
     }
-    with open(log, "w", opener=open_private) as output:
-        # A new session, so that the server's subprocesses end with it.
-        server = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
-        )
-    try:
-        print(f"starting MLflow on {url} ...", flush=True)
-        wait_until_ready(server, url, log)
-        show_links(links, first)
-        print("Ctrl-C stops the server.", flush=True)
-        return server.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
+    status, restarted = None, False
+    while status is None:
+        if file is not None:
+            make_addresses_relative(file)
+        begun = identify_file(file)
+        with open(log, "w", opener=open_private) as output:
+            # A new session, so that the server's subprocesses end with it.
+            server = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
+            )
+        try:
+            print(f"starting MLflow on {url} ...", flush=True)
+            wait_until_ready(server, url, log)
+            if not restarted:
+                show_links(links, first)
+            print("Ctrl-C stops the server.", flush=True)
+            while (status := server.poll()) is None and identify_file(file) in (begun, None):
+                time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            status = 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)
+            server.wait()
+        if status is None:
+            restarted = True
+            print(f"{file} was replaced: MLflow is started again; run this command again for links to it", flush=True)
+    return status
+
+
+def identify_file(file: Path | None) -> tuple[int, int] | None:
+    """What stays the same while a file is written, and changes when another takes its place; None without a file."""
+    if file is None or not file.exists():
+        return None
+    found = file.stat()
+    return found.st_dev, found.st_ino
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

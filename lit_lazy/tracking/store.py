@@ -13,7 +13,6 @@ from typing import ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import mlflow
-from filelock import FileLock
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
@@ -24,6 +23,7 @@ from sqlalchemy.exc import OperationalError
 
 from lit_lazy.support.disk import check_writable_folder, describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, iter_causes, one_line
+from lit_lazy.support.locks import FileLock
 from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking.databases import (

@@ -294,13 +294,13 @@ def train_tracked(
     check_init_from(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
     require_unedited_code(cfg)
-    check_writable_folder("--runs", runs)
+    check_writable_folder("--runs", runs, locks=True)
     uri = default_uri(runs)
     check_store(uri)
     experiment = f"train-{name}"
-    folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
     tracker = Tracker(uri, runs, experiment)
+    folder = tracker.folder / key
     active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
     lock, begin = make_lock(folder), _Begin()

@@ -20,6 +20,7 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import write_atomically
+from lit_lazy.support.inside import join_name
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.artifacts import create_artifact_folder, open_artifacts
 from lit_lazy.tracking.databases import sqlite_file
@@ -84,6 +85,11 @@ class Tracker:
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
         self.secret_uri, self.uri, self.runs, self.experiment = uri, redact_url(uri), runs, experiment
         self.client = open_store(uri)
+
+    @property
+    def folder(self) -> Path:
+        """The experiment's folder of results. Raises a one-line ValueError if its name cannot be that of a folder."""
+        return join_name(self.runs, self.experiment)
 
     @functools.cached_property
     def experiment_id(self) -> str:

@@ -6,14 +6,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.disk import quarantine, write_text
-from lit_lazy.support.formats import require_known_format
+from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.typecheck import check_kinds
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
 FORMAT = 1
 """Format of result.json; raised when a field is added, removed or changes its meaning."""
+
+LARGEST = 1e150
+"""Largest size of a metric."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,12 @@ class RunResult:
             require_known_format(file, fields, FORMAT)
         result = cls(**fields)
         check_kinds(RESULT, result)
+        train = result.config.get("train")
+        require_whole("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, 1)
+        require("loss/val" in result.metrics, "metrics", result.metrics, "must have loss/val")
+        require("git_sha" in result.environment, "environment", result.environment, "must have git_sha")
+        for name, value in result.metrics.items():
+            require(abs(value) <= LARGEST, name, value, f"must be at most {LARGEST:g}, so that its square is a number")
         return result
 
     @classmethod
@@ -67,8 +77,8 @@ class RunResult:
         """
         path = folder / RESULT
         try:
-            return cls.from_dict(json.loads(path.read_bytes()), str(path))
-        except (OSError, ValueError, TypeError, RecursionError):
+            return cls.from_dict(parse_json(path.read_bytes()), str(path))
+        except (OSError, ValueError, TypeError):
             return None
 
     @classmethod
@@ -81,8 +91,8 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            return cls.from_dict(json.loads(path.read_bytes()), str(path))
-        except (ValueError, TypeError, RecursionError) as error:
+            return cls.from_dict(parse_json(path.read_bytes()), str(path))
+        except (ValueError, TypeError) as error:
             quarantine(path, f"damaged ({type(error).__name__})")
             return None
 

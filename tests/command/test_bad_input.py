@@ -309,6 +309,12 @@ ABLATIONS = {
     "rows=(SOFT, None)": "must be a tuple, each item a Row",
     "rows=(SOFT, Row('b' * 300, {}, 'ours'))": "has an empty, long or unprintable name",
     "rows=(SOFT, Row('b\\n', {}, 'ours'))": "row 'b\\n' has an empty, long or unprintable name",
+    **{
+        f"rows=(SOFT, Row({name!r}, {{}}, 'ours'))": f"row {name!r}: MLflow would read its name as a path"
+        for name in ("a//b", "../x", "x/..", "./x", "x/", "/x", ".", "..", "x/./y")
+    },
+    "columns=(Column('loss//val', 'b'),)": "MLflow takes no metric of this name",
+    "columns=(Column('loss%', 'b'),)": "MLflow takes no metric of this name",
     "rows=(SOFT, Row(3, {}, 'ours'))": "row 3: name=3: must be text",
     "rows=(SOFT, Row('b', None, 'ours'))": "row 'b': changes=None: must be a dict, each key text",
     "rows=(SOFT, Row('b', {1: 2}, 'ours'))": "row 'b': changes={1: 2}: must be a dict, each key text",

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import re
 import shutil
@@ -211,3 +212,18 @@ def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[st
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--dry-run", "--rows", "softmax", "--seeds", "0"]
     assert main([*command, "--model.n_kv_heads=None"]) == 0
     assert "1 cells of table2-backcopy_tiny:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_work_is_not_undone_by_a_character_that_the_terminal_lacks(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def print_arrow(*_: object) -> int:
+        print("loss \u2193")
+        return 0
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    monkeypatch.setattr("lit_lazy.command.main.run_command", print_arrow)
+    assert main([]) == 0
+    assert written.getvalue() == b"loss \\u2193\n"

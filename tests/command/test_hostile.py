@@ -3,6 +3,8 @@
 What asks the most of a machine is refused by an estimate; nothing here is large.
 """
 
+import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -20,6 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.plan import Plan
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report.checkpoint import read_taus
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise
 from lit_lazy.training.result import RESULT, RunResult
@@ -349,6 +353,22 @@ def test_a_message_is_one_line_without_passwords() -> None:
 
 
 def test_json_of_a_result_is_read_back(place: Path) -> None:
-    result = RunResult("k", {"a": 1}, {"n": 1}, {"loss": 1}, {}, {"s": 1.0}, {"python": "3"}, "f")
+    result = RunResult("k", {"train": {"steps": 1}}, {"n": 1}, {"loss/val": 1}, {}, {"s": 1.0}, {"git_sha": "a"}, "f")
     (place / RESULT).write_text(json.dumps(result.__dict__))
     assert RunResult.read(place) == result
+
+
+@pytest.mark.parametrize("words", [TRAIN, RUN, SEARCH, ["ablate", "status", "table2-backcopy_tiny"], ["runs", "gc"]])
+def test_where_no_file_can_be_locked(
+    words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on some NFS."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if words[0] == "runs" or words[1] == "status":
+        (place / "runs").mkdir()
+        Queue(default_storage(place / "runs"), "table2-backcopy_tiny")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert "no file can be locked there (No locks available)" in expect_refusal(words, capsys)

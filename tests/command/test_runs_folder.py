@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import subprocess
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_tables_that_cannot_be_compared(
     Path("wrong.json").write_text('{"rows": []}')
     shutil.copytree(runs / DUO, runs / "duo-again")
     assert message in expect_refusal(["ablate", "compare", *words], capsys)
+
+
+@pytest.mark.parametrize("commit", ["--output=y", "--help", "-O", ""])
+@pytest.mark.usefixtures("place")
+def test_a_commit_is_no_option_of_git(commit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]):
+        subprocess.run(["git", *words], check=True)
+    Path("y:./x").mkdir(parents=True)  # where git would write
+    table = f"{commit}:x"
+    assert "git shows no such file" in expect_refusal(["ablate", "compare", "--", table, table], capsys)
 
 
 class Links(HTMLParser):
@@ -417,3 +428,43 @@ def test_names_that_cannot_be_removed(
 ) -> None:
     (runs / "notes").mkdir()
     assert message in expect_refusal(["runs", *words], capsys)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other", "..", ".", "{here}/other", f"{DUO}/../../other", "mlflow.db", "mlartifacts"]
+)
+def test_a_stored_name_is_never_a_path(name: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reaches the databases can give any name to an experiment, a study and a cell."""
+    name = name.format(here=Path.cwd())
+    Path("other/cells/k/checkpoints").mkdir(parents=True)
+    shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), "other/cells/k")
+    for file, query in {
+        "mlflow.db": "UPDATE experiments SET name = ? WHERE name LIKE 'train%'",
+        "queue.db": "UPDATE studies SET study_name = ?",
+    }.items():
+        with closing(sqlite3.connect(runs / file)) as database, database:
+            database.execute(query, [name])
+    before = {path for path in snapshot_tree(Path.cwd()) if path.name != "final.ckpt"}
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert main(["runs", "list"]) == 0
+    expect_refusal(["runs", "rm", name, "--yes"], capsys)
+    if "/" in name:
+        expect_refusal(["ablate", "status", name], capsys)
+    assert before <= snapshot_tree(Path.cwd()).keys()
+
+
+@pytest.mark.parametrize("where", ["", "cells", "cells/k", "cells/k/checkpoints"])
+def test_removal_does_not_follow_links(where: str, runs: Path) -> None:
+    Path("other/cells/k/checkpoints").mkdir(parents=True)
+    Path("other/cells/k/checkpoints/last.damaged").touch()
+    Path("other/cells/k/final.ckpt").touch()
+    shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), "other/cells/k")
+    link = runs / "linked" / where
+    shutil.copytree("other", runs / "linked")
+    shutil.rmtree(link)
+    link.symlink_to(Path("other").resolve() / where)
+    before = snapshot_tree(Path("other"))
+    for words in (["gc", "--models"], ["rm", "linked"]):
+        assert main(["runs", *words, "--yes"]) == 0
+        assert snapshot_tree(Path("other")) == before
+    assert not (runs / "linked").exists()

@@ -121,7 +121,7 @@ def test_a_figure_of_one_contrast_is_legible(name: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_figure_of_as_many_contrasts_as_a_question_may_have_is_legible() -> None:
-    rows = {"old": [1.0] * 80} | {f"new, {i} times as far {'and so on ' * 9}": around(0.9, 0.5, 80) for i in range(5)}
+    rows = {"old": [1.0] * 80} | {f"new, {i} times as far{' and so on' * 9}": around(0.9, 0.5, 80) for i in range(5)}
     table = sequential("lower", rows)
     assert table.declaration is not None
     assert len(table.declaration.contrasts) == MOST_CONTRASTS

@@ -4,11 +4,14 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limit, _validate_metric_name
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
 from lit_lazy.command import ablate_run
@@ -32,6 +35,7 @@ from lit_lazy.grid.ablation import (
 from lit_lazy.grid.jobs import estimate
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.stored_names import check_row_name, is_metric_name, make_outcome_name
 from lit_lazy.table.columns import COLUMNS
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
@@ -308,3 +312,33 @@ def test_a_baseline_that_is_not_run_has_the_seeds_that_are() -> None:
     grid = make_grid(make_parser().parse_args(["ablate", "run", "table2", "--rows", "softmax", "--seeds", "0,1"]), [])
     assert {cell.variant for cell in grid.cells} == {"softmax"}
     assert {row.variant: row.seeds for row in grid.plan.rows} == {"softmax": (0, 1), "lazy": (0, 1)}
+
+
+PARTS = ("a", "..", ".", "", "..b", "é", "a b", "a:b", "a,b", "a%b", "a\n", "\ud800", "\x1b[1m", "c" * 250, "c" * 249)
+
+
+def is_taken(metric: str) -> bool:
+    """Whether MLflow itself takes the name of a metric; unlike here, also one that ends a line."""
+    try:
+        _validate_metric_name(metric)
+        _validate_length_limit("Metric name", MAX_ENTITY_KEY_LENGTH, metric)
+    except MlflowException:
+        return False
+    return "\n" not in metric
+
+
+def test_names_are_taken_as_mlflow_takes_them() -> None:
+    """Also the name of a row's outcome, whatever the row: a finished grid must not fail to publish."""
+    names = [*PARTS, *map("/".join, product(PARTS, PARTS))]
+    assert [name for name in names if is_metric_name(name) != is_taken(name)] == []
+    rows = [name for name in names if is_row_name(name)]
+    assert len(rows) > 20
+    assert [name for name in rows if not is_taken(make_outcome_name("loss/val", name))] == []
+
+
+def is_row_name(name: str) -> bool:
+    try:
+        check_row_name(name)
+    except ValueError:
+        return False
+    return True

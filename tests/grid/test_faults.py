@@ -39,7 +39,7 @@ from lit_lazy.grid.jobs.worker import find_write_status
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support import disk
-from lit_lazy.support.disk import describe_shortage
+from lit_lazy.support.disk import describe_failed_write, describe_shortage
 from lit_lazy.tracking.spool import read_lines
 from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracker import Tracker
@@ -263,6 +263,45 @@ def test_a_database_s_own_disk_is_waited_for(which: str, runs: Path, tmp_path: P
         assert Counter(Queue(url if which == "queue" else default_storage(runs), ID).states().values()) == {
             "complete": 4
         }
+
+
+@pytest.mark.long
+def test_a_disk_of_the_cells_alone_is_waited_for(runs: Path, tmp_path: Path) -> None:
+    cells = runs / ID / "cells"
+    cells.parent.mkdir()
+    with small_disk(cells, "size=64m"):
+        command = (write(tmp_path, filling(cells, BYTES)), "--runs", str(runs), "--workers", "2")
+        waits_for_space(command, (cells / "ballast").unlink, f"room for 17 MB in {cells}")
+        assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
+
+
+NO_SPACE = f"""
+{IN_WORKERS}
+    import errno
+    from lit_lazy.tracking.spool import MetricFile
+
+    log_metrics = MetricFile.log_metrics
+
+    def refuse(self, *args, **kwargs):
+        tries = Path(__file__).parent / "tries"
+        tries.touch()
+        if (size := tries.stat().st_size) < 5:
+            tries.write_text("x" * (size + 1))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return log_metrics(self, *args, **kwargs)
+
+    MetricFile.log_metrics = refuse
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_ends_for_lack_of_space_has_not_died(runs: Path, tmp_path: Path) -> None:
+    """Whatever file had no space, and although every disk seems to have some."""
+    process = start(write(tmp_path, NO_SPACE), "--runs", str(runs), "--workers", "1")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "died" not in said
+    assert said.count("retrying") == 4
 
 
 @pytest.mark.parametrize(
@@ -551,6 +590,9 @@ def test_a_refused_write_is_told_from_one_that_may_pass() -> None:
     with file_limit(2**30):
         assert find_write_status(wrapped) == FILE_TOO_LONG
     assert find_write_status(OSError(errno.EFBIG, "File too large")) == FILE_TOO_LONG
+    for broken in (OSError(errno.EIO, os.strerror(errno.EIO), "a/b.json"), wrapped):  # of reading or of writing
+        assert "ulimit" not in describe_failed_write(broken)
+        assert "Input/output error" in describe_failed_write(broken)
     assert find_write_status(OSError(errno.ENOSPC, "No space left on device")) == DISK_FULL
 
 

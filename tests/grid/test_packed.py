@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 import re
 import shutil
 import signal
@@ -193,6 +194,45 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
         lambda trained, path: trained.edit(path, lambda line: line | {"metrics": 1}),
         "is truncated, or no packed file (ValueError: result.json: metrics=1",
     ),
+    **{
+        f"{where}={value!r}": (
+            lambda trained, path, where=where, value=value: trained.edit(path, lambda line: line | {where: value}),
+            "is truncated, or no packed file (",
+        )
+        for where, value in [
+            ("ended", math.inf),
+            ("ended", math.nan),
+            ("ended", 1e30),
+            ("ended", 10**400),
+            ("ended", -1),
+            ("ended", None),
+            ("ended", "soon"),
+            ("variant", "\ud800"),
+            ("variant", "a/../b"),
+            ("variant", 3),
+            ("taken_from", "\udfff"),
+        ]
+    },
+    **{
+        f"{where}={value!r}": (
+            lambda trained, path, where=where, value=value: trained.edit(path, lambda line: line | {where: value}),
+            "is truncated, or no packed file (ValueError: ",
+        )
+        for where, value in [
+            ("config", {}),
+            ("config", {"train": {}}),
+            ("config", {"train": 3}),
+            ("metrics", {}),
+            ("environment", {}),
+            ("metrics", {"loss/val": 1.7e308}),
+            ("metrics", {"loss/val": math.nan}),
+            ("metrics", {"loss/val": 10**400}),
+        ]
+    },
+    "other settings": (
+        lambda trained, path: trained.edit(path, set_at("config", "seed", 99)),
+        "the settings of ",
+    ),
     "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
     "a folder": (lambda _, path: path.mkdir(), "cannot be read (Is a directory); give a file that"),
     "another grid": (
@@ -367,7 +407,7 @@ def make_result(*evaluations: Lengths) -> RunResult:
         metrics={"loss/val": 1.0} | dict.fromkeys(names, 2.0),
         labels={"backend": find_backend(request.config, request.config.data.load().outline)},
         timings={},
-        environment={},
+        environment={"git_sha": "c0ffee"},
         training_key=request.training_key,
         evaluations={evaluation_key(evaluation): NAMES[evaluation] for evaluation in evaluations},
     )
@@ -382,7 +422,7 @@ def test_a_training_serves_a_cell_if_it_has_all_evaluations() -> None:
         assert (found.key, found.config["evaluations"]) == ("asked", [to_dict(one) for one in asked])
         own = make_result(*asked)
         assert (found.metrics, found.evaluations) == (own.metrics, own.evaluations)
-        assert found.taken_from == "there (commit unknown, unknown machine)"
+        assert found.taken_from == "there (commit c0ffee, unknown machine)"
     assert ask(TWICE).adapt(both, "there") is None
     assert ask(LENGTHS).adapt(make_result(), "there") is None
     assert ask(LENGTHS).adapt(make_result(LENGTHS, TWICE), "there") is None, "whose value it is cannot be known"

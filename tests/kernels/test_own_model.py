@@ -186,7 +186,6 @@ def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
     [
         (torch.zeros(10, 32), r"x is \[10, 32\]; give \[batch, tokens, 32\]"),
         (torch.zeros(2, 10, 16), r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
-        (torch.zeros(2, 1, 32).bfloat16(), r"x is torch.bfloat16 and the layer torch.float32; cast one of them"),
         (torch.zeros(3, 1, 32), r"cache has a batch of 2 and x of 3; give each batch its own cache"),
     ],
 )
@@ -198,6 +197,21 @@ def test_a_wrong_shape_is_named(x: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=r"cache is dict; give a flash_lazy.KeyValueCache"):
         layer(tokens(), {})  # type: ignore[arg-type]
     assert cache.length == 10
+
+
+@torch.no_grad()
+def test_a_traced_layer_computes_what_the_layer_does() -> None:
+    layer, x = make().eval(), tokens()
+    traced = torch.jit.trace(layer, (x,), check_trace=False)
+    torch.testing.assert_close(traced(2 * x), layer(2 * x))
+
+
+@torch.no_grad()
+def test_a_quantised_layer_computes_nearly_the_same() -> None:
+    layer, x = make().eval(), tokens()
+    quantised = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear}, dtype=torch.qint8)
+    expected = layer(x)
+    assert 0 < (quantised(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_the_example_learns_and_decodes_as_without_a_cache() -> None:

@@ -1,13 +1,16 @@
 """The table reports what was measured and what is missing, and nothing else, in every format."""
 
 import csv
+import functools
 import io
 import json
 import math
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,11 +18,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from lit_lazy.support.console import PlainConsole
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
+from lit_lazy.table.comparison import compare_tables, format_comparison
 from lit_lazy.table.declaration import SEQUENTIAL, Declaration
 from lit_lazy.table.finding_text import describe_findings, describe_unlearned
 from lit_lazy.table.fixed_rules import compute_welch_contrast
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv, parse_table
 from lit_lazy.table.render import (
     is_saved,
     render_html,
@@ -36,6 +41,7 @@ LOSS = Column("loss", "loss", "lower", unit="nats")
 SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
 PARAMETERS = Column("parameters", "parameters", None, digits=",.0f")
 
+STORED = Path(__file__).parents[2] / "docs" / "results" / "q_null-recall" / "table.json"
 SHA = "3f9c2ab"
 
 
@@ -945,3 +951,53 @@ def test_a_damaged_or_lost_file_is_not_saved(ending: str, tmp_path: Path) -> Non
     assert not is_saved(weighed(), stem)
     file.mkdir()
     assert not is_saved(weighed(), stem)
+
+
+CONTROLS = "\x1b[31m\x07\x9b2J\u202e\x7f"
+
+
+def test_others_texts_cannot_control_a_terminal() -> None:
+    """Neither on one nor in a file that is shown there."""
+    whole = json.loads(STORED.read_text())
+    for name in ("ablation", "base", "command", "environment"):
+        whole[name] = CONTROLS
+    whole["warnings"] = whole["notes"] = [CONTROLS]
+    for row in whole["rows"]:
+        row |= {"git_shas": [CONTROLS], "labels": {CONTROLS: CONTROLS}, "note": CONTROLS, "source": CONTROLS}
+        row |= {"reasons": {"0": CONTROLS}, "normaliser": CONTROLS, "position": CONTROLS}
+    table = parse_table(json.dumps(whole), "it")
+    shown = [render_text(table, Path("all")), render_markdown(table), render_latex(table), render_html(table)]
+    shown += [table.to_csv(), format_comparison(compare_tables(("a", "b"), (table, table), [], (None, None)))]
+    PlainConsole(file=(printed := io.StringIO()), force_terminal=True, highlight=False).print(CONTROLS)
+    for text in [*shown, printed.getvalue()]:
+        assert "x1b" in text
+        assert not set(CONTROLS) - set("[31m2J") & set(text)
+
+
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to the values in dicts, and to the first ones in lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*path, name)
+        yield from list_paths(inner, (*path, name))
+
+
+ODD = (1.7e308, math.nan, 10**400, -1, "\ud800", "\x1b[31m", None, {}, [[]])
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:12])
+def test_a_table_of_others_is_compared_or_refused(odd: Any) -> None:
+    """Whichever of its values is odd."""
+    whole = json.loads(STORED.read_text())
+    text = json.dumps(whole | {name: whole[name][:2] for name in ("rows", "columns", "contrasts")})
+    by_names = {tuple(step for step in path if isinstance(step, str)): path for path in list_paths(json.loads(text))}
+    assert len(by_names) > 50
+    for path in by_names.values():
+        changed = json.loads(text)
+        functools.reduce(lambda inner, step: inner[step], path[:-1], changed)[path[-1]] = odd
+        try:
+            table = parse_table(json.dumps(changed), "it")
+            found = compare_tables(("a", "b"), (table, table), [], (None, None))
+        except ValueError:
+            continue
+        assert "\x1b" not in format_comparison(found), path

@@ -1,17 +1,24 @@
 """Servers other than MLflow at its address: rejected before a training, within a timeout, in one line."""
 
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.timeout import call_with_timeout
+from lit_lazy.tracking import serve as dashboard
 from lit_lazy.tracking import store
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 COMMANDS = [
     ["train", "backcopy_tiny"],
@@ -137,3 +144,25 @@ def test_within_gives_what_is_given_and_raises_what_is_raised() -> None:
         call_with_timeout(5, lambda: 1 / 0)
     with pytest.raises(TimeoutError, match=r"^no answer in 0.1 s$"):
         call_with_timeout(0.1, lambda: time.sleep(1))
+
+
+def test_a_database_put_in_place_of_the_served_one_is_noticed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server would go on with the old one. It is started again, and ends when it ends by itself."""
+    popen, database, started = subprocess.Popen, runs / "mlflow.db", []
+    Tracker(default_uri(runs), runs, "train-a").create_run("a", {"kind": "run"})
+
+    def start(*_: object, **_options: Any) -> "subprocess.Popen[bytes]":
+        started.append(database.stat().st_ino)
+        if len(started) == 1:
+            shutil.copy(database, runs / "backup")
+            return popen(["sh", "-c", "sleep 1; mv backup mlflow.db; sleep 100"], cwd=runs, start_new_session=True)
+        return popen(["sh", "-c", "exit 3"], start_new_session=True)
+
+    monkeypatch.setattr(dashboard.subprocess, "Popen", start)
+    monkeypatch.setattr(dashboard, "wait_until_ready", lambda *_: None)
+    monkeypatch.setattr(dashboard, "WATCH_SECONDS", 0.1)
+    assert dashboard.serve(runs, 1) == 3
+    assert len({*started}) == 2
+    assert "mlflow.db was replaced" in capsys.readouterr().out

@@ -51,9 +51,10 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
 
 
 def is_traced(x: Tensor | None = None) -> bool:
-    """Whether a call is compiled, or intercepted by a mode or a tensor without values, so that only operators count."""
+    """Whether a call is compiled, recorded, or intercepted by a mode or a tensor without values: an operator's work."""
     fake = x is not None and type(x) not in (Tensor, torch.nn.Parameter)
-    return torch.compiler.is_compiling() or fake or torch._C._len_torch_dispatch_stack() > 0
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return recorded or fake or torch._C._len_torch_dispatch_stack() > 0
 
 
 def find_obstacle(q: Tensor) -> str | None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from lit_lazy.data.pipeline.documents import Document, Source
 from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_atomically, write_text
+from lit_lazy.support.locks import FileLock
 
 LAYOUT = 2
 """Part of the names of shards and corpora: increase it when a change gives the same documents other tokens."""

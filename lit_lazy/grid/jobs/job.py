@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.support.inside import join_name
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 
 DISK_FULL = 28
@@ -41,7 +42,7 @@ class Work:
     @property
     def folder(self) -> Path:
         """The folder of the results."""
-        return self.runs / self.id
+        return join_name(self.runs, self.id)
 
 
 @dataclass(frozen=True)
@@ -107,4 +108,4 @@ class Job:
     @property
     def folder(self) -> Path:
         """The grid's folder."""
-        return self.runs / self.study
+        return join_name(self.runs, self.study)

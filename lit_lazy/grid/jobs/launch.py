@@ -39,6 +39,7 @@ from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, RESULT, RunResult
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, LAST, locate_cell
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
@@ -300,12 +301,12 @@ def _compare_with_mlflow(
     losses = {
         run.tags["cell"]: run.metrics["loss/val"]
         for run in tracker.find_children(parent_id)
-        if run.state == "complete" and not _lacks_diagnostics(grid.folder / "cells", tracker, run)
+        if run.state == "complete" and not _lacks_diagnostics(grid.folder, tracker, run)
     }
     ended = [cell for cell in grid.cells if states.get(cell.key) == "complete"]
     if lost := [cell for cell in ended if cell.key not in losses]:
         queue.add_again(lost)  # a worker that finds a result only sends it
-        sent = sum(RunResult.peek(grid.folder / "cells" / cell.key) is not None for cell in lost)
+        sent = sum(RunResult.peek(locate_cell(grid.folder, cell.key)) is not None for cell in lost)
         console.print(
             f"MLflow lacks {len(lost)} of {len(ended)} complete cells (an older database?): {sent} sent again from "
             f"result.json, {len(lost) - sent} trained again",
@@ -315,9 +316,9 @@ def _compare_with_mlflow(
     return {cell.key: losses[cell.key] for cell in grid.cells if cell.key in losses and cell.key not in states}
 
 
-def _lacks_diagnostics(cells: Path, tracker: Tracker, run: TrackedRun) -> bool:
+def _lacks_diagnostics(folder: Path, tracker: Tracker, run: TrackedRun) -> bool:
     """Whether MLflow lacks what a cell's folder has, because its artifacts were copied before its database."""
-    return (cells / run.tags["cell"] / DIAGNOSTICS).exists() and tracker.lacks_file(run, DIAGNOSTICS)
+    return (locate_cell(folder, run.tags["cell"]) / DIAGNOSTICS).exists() and tracker.lacks_file(run, DIAGNOSTICS)
 
 
 def _take_results(
@@ -332,19 +333,20 @@ def _take_results(
 
     Returns the keys of missing cells with a taken result, also one that a command wrote that was then killed.
     """
-    states, folder = opened.queue.states(), grid.folder / "cells"
+    states = opened.queue.states()
     missing = [cell for cell in grid.cells if states.get(cell.key) not in FINISHED and cell.key not in recorded]
+    place = {cell.key: locate_cell(grid.folder, cell.key) for cell in missing}
     untrained = [
-        cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
+        cell for cell in missing if states.get(cell.key) != "running" and not (place[cell.key] / RESULT).exists()
     ]
     taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
     _note_known_results(grid, taken.values(), opened.tracker, parent_id)
     for key, one in taken.items():
-        one.write(folder / key)
+        one.write(place[key])
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
         line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
         console.print(line, highlight=False, soft_wrap=True)
-    found = {cell.key: RunResult.peek(folder / cell.key) for cell in missing}
+    found = {key: RunResult.peek(folder) for key, folder in place.items()}
     return frozenset(key for key, result in found.items() if result and result.taken_from)
 
 
@@ -429,7 +431,7 @@ class Supervisor:
             if ended.disk_full:
                 self._wait_for_space()
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
-                self.release_dead()
+                self.release_dead(full=ended.disk_full > 0)
                 progress.show_running([self._describe_running(entry) for entry in self.queue.entries("running")])
             states = self._read_states()
             over = is_over(self.launch.until) or (self.launch.one_each and self._started)
@@ -451,29 +453,30 @@ class Supervisor:
             self._report_other_workers()
         return bool(len(pool) or counts["waiting"] or counts["running"])
 
-    def release_dead(self) -> None:
-        """Release the cells of dead workers and print a line for each."""
+    def release_dead(self, full: bool = False) -> None:
+        """Release the cells of dead workers and print a line for each. full: whether they ended for lack of space."""
         self._last_search = time.monotonic()
         stale = self._watch.find_stale(self.queue.beats(), self._last_search)
         for entry in self.queue.entries("running"):
             dead = is_dead(entry.worker, self.folder / "workers")
             if dead or (dead is None and entry.trial_id in stale):
-                waits = self.queue.release(entry, self._read_progress(entry), MOST_DEATHS)
+                waits = self.queue.release(entry, self._read_progress(entry), None if full else MOST_DEATHS)
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"
                 then = "it waits again" if waits else f"{MOST_DEATHS} times without progress, so it has failed"
-                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+                how = "ended" if full else "died"
+                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) {how}; {then}")
 
     def _describe_running(self, entry: Entry) -> str:
         """A running cell with its step, loss and the time left, if its folder is on this machine."""
         cell = self.cells.get(entry.key)
         steps = cell.config["train"]["steps"] if cell is not None and cell.config else None  # a point has none
-        training = describe_training(self.folder / "cells" / entry.run, steps)
+        training = describe_training(locate_cell(self.folder, entry.run), steps)
         return f"{format_entry(entry)}: {training}" if training else format_entry(entry)
 
     def _read_progress(self, entry: Entry) -> str:
         """A value that changes whenever a cell makes progress; "" if its folder is on another machine."""
         try:
-            return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+            return str((locate_cell(self.folder, entry.run) / CHECKPOINTS / LAST).stat().st_mtime_ns)
         except FileNotFoundError:
             return ""
 
@@ -520,25 +523,36 @@ class Supervisor:
         repeated = self._pause > 0  # the first time, space may have been freed since
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
         if repeated:
-            places = " and ".join(str(folder) for folder, _ in self._list_disks())
+            places = " and ".join(
+                map(str, {folder.stat().st_dev: folder for folder, _ in self._list_places()}.values())
+            )
             self._say(
                 f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
                 f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
             )
         time.sleep(self._pause)
 
-    def _list_disks(self) -> Iterable[tuple[Path, int]]:
-        """For each disk, a folder that this grid writes to and the bytes that must be free."""
+    def _list_places(self) -> list[tuple[Path, int]]:
+        """The folders that this grid writes to, which may be on several disks, and the bytes that must be free."""
         files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
-        sizes = [path.stat().st_size for path in self.folder.glob("cells/*/checkpoints/last.ckpt")]
-        databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
-        results = (self.folder, max(LEAST_FREE_BYTES, 3 * max(sizes, default=0)))
-        return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()
+        places = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
+        sizes = [path.stat().st_size for path in self.folder.glob(f"{CELLS}/*/{CHECKPOINTS}/{LAST}")]
+        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
+        running = [locate_cell(self.folder, entry.run) for entry in self.queue.entries("running")]
+        cells = [folder for folder in (*running, self.folder / CELLS) if folder.is_dir()]
+        return [*places, *((folder, needed) for folder in (*cells, self.folder))]
 
     def _describe_missing_space(self) -> str:
-        """The missing space by folder; "" if there is enough."""
-        lacks = [(folder, describe_shortage(folder, size)) for folder, size in self._list_disks()]
-        return " and ".join(f"room for {what} in {folder}" for folder, what in lacks if what)
+        """The missing space of each disk, by folder; "" if there is enough.
+
+        Every folder is tried, since a quota may be that of one.
+        """
+        lacks = {
+            folder.stat().st_dev: f"room for {what} in {folder}"
+            for folder, size in self._list_places()
+            if (what := describe_shortage(folder, size))
+        }
+        return " and ".join(lacks.values())
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)

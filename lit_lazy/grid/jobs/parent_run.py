@@ -19,6 +19,7 @@ from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import one_line
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.run_folder import CELLS
 
 ASIDE = ".until-"
 """In the names of folders that `--fresh` has moved aside."""
@@ -86,7 +87,7 @@ def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> 
     if grid_id := _find_grid_id(work, queue.facts):
         for run in tracker.find({"grid": grid_id}, deleted=True):
             tracker.retire(run.run_id)
-    if (work.folder / "cells").exists():
+    if (work.folder / CELLS).exists():
         aside = work.folder.with_name(f"{work.id}{ASIDE}{datetime.now():%Y%m%d-%H%M%S}")
         work.folder.rename(aside)
         work.folder.mkdir()

@@ -14,6 +14,7 @@ from lit_lazy.grid.queue.liveness import is_dead
 from lit_lazy.grid.queue.queue import Entry, Queue
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
+from lit_lazy.training.run_folder import locate_cell
 
 
 def print_status(queue: Queue, folder: Path, console: Console) -> None:
@@ -66,5 +67,5 @@ def _describe_worker(entry: Entry, folder: Path) -> tuple[str, str, str, str]:
     worker = entry.worker
     seconds = (datetime.now() - entry.since).total_seconds() if entry.since else 0.0
     dead = " (dead)" if is_dead(worker, folder / "workers") else ""
-    training = describe_training(folder / "cells" / entry.run)
+    training = describe_training(locate_cell(folder, entry.run))
     return f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0)), training

@@ -35,6 +35,7 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, read_finished
+from lit_lazy.training.run_folder import locate_cell
 
 BEAT_SECONDS = 15.0
 BUSY_SECONDS = 5.0
@@ -224,7 +225,7 @@ class Worker:
         }
         return ActiveRun(
             self.tracker,
-            self.folder / "cells" / cell.key,
+            locate_cell(self.folder, cell.key),
             f"{cell.variant} seed {cell.seed}",
             tags,
             cell.axes,

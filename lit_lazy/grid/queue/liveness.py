@@ -11,9 +11,11 @@ from pathlib import Path
 
 import optuna
 import sqlalchemy
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from lit_lazy.grid.queue.queue import Queue, Task
+from lit_lazy.support.inside import join_name
+from lit_lazy.support.locks import FileLock
 
 NAME = re.compile(
     r"(?P<host>.+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})(-of-(?P<command>[0-9a-f]{8})-(?P<slot>\d+))?\.lock"
@@ -99,7 +101,7 @@ def is_held(path: Path) -> bool:
 
 def _find_lock(worker: Mapping[str, str], folder: Path) -> Path:
     """A worker's lock file in the folder of lock files, which may be elsewhere, or moved, since the worker began."""
-    return folder / Path(worker["lock"]).name
+    return join_name(folder, Path(worker["lock"]).name)
 
 
 def is_dead(worker: Mapping[str, str], folder: Path) -> bool | None:

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 import optuna
 import sqlalchemy
-from filelock import FileLock
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
@@ -34,6 +33,7 @@ from lit_lazy.grid.queue.storage import (
 )
 from lit_lazy.support.disk import is_disk_full, is_file_too_long
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.locks import FileLock
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import (
     KEEPALIVES,
@@ -393,14 +393,19 @@ class Queue:
             values = None if value is None else [value]
             self._retry(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
 
-    def release(self, entry: Entry, progress: str, most: int) -> bool:
+    def release(self, entry: Entry, progress: str, most: int | None) -> bool:
         """Requeue the cell of a dead worker, or fail it after `most` deaths without progress; returns whether it waits.
 
-        progress: a value that changes when the cell makes progress.
+        progress: a value that changes when the cell makes progress. most: None for an end for lack of space, which
+        counts as no death.
         """
         with self.lock():
             if not self._retry(lambda: self._is_holder(entry.trial_id, entry.worker["token"])):
                 return True  # another process was faster
+            if most is None:
+                self._set_attribute(entry.trial_id, "reason", "no space left")
+                self._retry(lambda: self._storage.set_trial_state_values(entry.trial_id, TrialState.WAITING))
+                return True
             attrs = self._retry(lambda: self._storage.get_trial(entry.trial_id)).user_attrs
             deaths, former = attrs.get("deaths", (0, progress))
             deaths = deaths + 1 if former == progress else 1

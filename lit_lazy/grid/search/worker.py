@@ -1,7 +1,6 @@
 """Worker process of a search: claims points, trains them, and prunes those that are worse than most."""
 
 import logging
-import shutil
 import sys
 from collections.abc import Callable
 from typing import cast
@@ -17,6 +16,7 @@ from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import remove_checkpoints
 from lit_lazy.training.trainer import AtStart, MissedValidation
 
 log = logging.getLogger("lit_lazy.worker")
@@ -82,7 +82,7 @@ class SearchWorker(Worker):
             log.warning("MLflow is away (%s); `lit-lazy ablate search` reports it at its end", away)
         try:
             self.search.prune(task, reason, diverged)
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+            remove_checkpoints(run.folder)
         except CellLostError as lost:
             log.warning("%s", lost)
 

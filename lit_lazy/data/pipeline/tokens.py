@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lit_lazy.data.base import list_doubts
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
@@ -447,7 +447,13 @@ class _Meter:
 
     def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
         self.console = plain_console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.sizes = {job.name: job.source.size for job in jobs}
         self.task = self.progress.add_task("tokenising", total=None)
@@ -469,14 +475,9 @@ class _Meter:
             self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
             done = self.bytes + sum(shard.bytes for shard in self.found.values())
             total = self._estimate_total(done)
-            rest = (
-                ""
-                if total is None
-                else f", {_format_duration((total - done) * self._seconds / max(self.bytes, 1))} left"
-            )
             files = f", {self.joined} of {len(self.sizes)} parts" if len(self.sizes) > 1 else ""
             self.progress.update(
-                self.task, completed=done, total=total, description=f"tokenising, {self._format_rate()}{files}{rest}"
+                self.task, completed=done, total=total, description=f"tokenising, {self._format_rate()}{files}"
             )
 
     def _estimate_total(self, done: int) -> float | None:
@@ -515,13 +516,3 @@ class _Meter:
     def _format_rate(self) -> str:
         megabytes = self.bytes / 1e6
         return f"{megabytes:.1f} MB at {megabytes / self._seconds:.1f} MB/s"
-
-
-def _format_duration(seconds: float) -> str:
-    return (
-        f"{seconds / 3600:.1f} h"
-        if seconds > 5400
-        else f"{seconds / 60:.0f} min"
-        if seconds > 90
-        else f"{seconds:.0f} s"
-    )

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
@@ -44,6 +45,8 @@ def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
     found: dict[tuple[int, int], Path] = {}
     try:
         root = Path(given).expanduser()
+        with suppress(FileNotFoundError):  # a glob is no file
+            root.stat()  # names a loop of links, which a glob would only not match
         pattern = os.path.join(glob.escape(str(root)), "**/*") if root.is_dir() else str(root)
         matches = [str(root)] if root.is_file() else list(_match_files(pattern, left_out))
         for path in sorted(matches, key=os.path.islink):  # a link gives way to the file itself

@@ -12,6 +12,7 @@ from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
     balance_programs,
+    can_describe,
     collect_shared_arguments,
     count_call_blocks,
     count_resident_programs,
@@ -28,10 +29,12 @@ from flash_lazy.fused.tiles import (
     compute_exponentials,
     compute_tile_scores,
     count_blocks,
+    describe_rows,
     has_survivor,
     is_positive,
     load_rows,
     load_softmax,
+    load_tile,
     load_thresholds,
     locate_block,
     locate_key_tiles,
@@ -102,6 +105,7 @@ def query_gradient_kernel(
     RENORMALISE: tl.constexpr,
     UPCAST: tl.constexpr,
     SKIP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -130,6 +134,8 @@ def query_gradient_kernel(
     k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
     v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
     grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+    k_rows = describe_rows(k_base, high, stride_kl, WIDTH, BLOCK_N, BLOCK_D, DESCRIBED)
+    v_rows = describe_rows(v_base, high, stride_vl, WIDTH, BLOCK_N, BLOCK_D, DESCRIBED)
     head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
     slope = None if slopes is None else tl.load(slopes + head)
     query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
@@ -162,13 +168,13 @@ def query_gradient_kernel(
                 disable_licm=True,
             ):
                 origin = low + tile * BLOCK_N
-                key = load_rows(
-                    k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                key = load_tile(
+                    k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
                 )
-                value = load_rows(
-                    v_base, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                value = load_tile(
+                    v_rows, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
                 )
-                s = compute_tile_scores(
+                s, factor = compute_tile_scores(
                     query,
                     tl.trans(key),
                     own,
@@ -181,7 +187,7 @@ def query_gradient_kernel(
                     KIND,
                     BLOCK_N,
                 )
-                e = compute_exponentials(s, top)
+                e = compute_exponentials(s, factor, top)
                 if not SKIP or has_survivor(e, cut):
                     survives = is_positive(s, e, cut[:, None], KIND)
                     dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
@@ -313,6 +319,7 @@ def key_gradient_kernel(
     RENORMALISE: tl.constexpr,
     UPCAST: tl.constexpr,
     SKIP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -363,6 +370,8 @@ def key_gradient_kernel(
             head = kv_head * group + member
             q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
             grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+            q_rows = describe_rows(q_base, high, stride_ql, WIDTH, BLOCK_M, BLOCK_D, DESCRIBED)
+            grad_rows = describe_rows(grad_base, high, stride_gl, WIDTH, BLOCK_M, BLOCK_D, DESCRIBED)
             head_rows = (batch.to(tl.int64) * heads + head) * rows
             head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
             slope = None if slopes is None else tl.load(slopes + head)
@@ -378,17 +387,17 @@ def key_gradient_kernel(
                         row = origin + line
                         own = row + shift
                         valid_row = row < high
-                        query = load_rows(
-                            q_base, origin, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, True
+                        query = load_tile(
+                            q_rows, origin, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
                         )
-                        gradient = load_rows(
-                            grad_base, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, True
+                        gradient = load_tile(
+                            grad_rows, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
                         )
                         top, total, share = load_softmax(softmax, second, head_rows + row, valid_row)
                         row_delta = tl.load(delta + head_rows + row, mask=valid_row, other=0.0)
                         theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
                         cut = tl.where(valid_row, theta * total, float("inf"))
-                        s = compute_tile_scores(
+                        s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
                             own,
@@ -401,7 +410,7 @@ def key_gradient_kernel(
                             KIND,
                             BLOCK_N,
                         )
-                        e = compute_exponentials(s, top)
+                        e = compute_exponentials(s, factor, top)
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                         if not SKIP or has_survivor(e, cut):
                             survives = is_positive(s, e, cut[:, None], KIND)
@@ -423,7 +432,7 @@ def key_gradient_kernel(
                         if dbias is not None and KIND != PLAIN:
                             _add_diagonals(dbias + head * reach, ds, origin + shift - first, reach, BLOCK_M, BLOCK_N)
                         if dslopes is not None:
-                            slope_gradient += tl.sum(ds * compute_distances(own, first, BLOCK_N), 1)
+                            slope_gradient += tl.sum(ds * compute_distances(own, tl.arange(0, BLOCK_N), first), 1)
             if dslopes is not None:
                 tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
                 tl.debug_barrier()
@@ -460,6 +469,7 @@ def backward(
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
+    shared["DESCRIBED"] &= can_describe(grad)
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
     _launch_key_gradient(call, shared, dk, dv, dbias, dslopes)
     return dq, dk, dv, survivors, dbias, dslopes

@@ -22,14 +22,21 @@ from flash_lazy.fused.tiles import (
     PLAIN,
     STRIP_PAD,
     compute_tile_scores,
+    describe_rows,
     count_blocks,
     is_positive,
     load_rows,
+    load_tile,
     load_thresholds,
     locate_block,
     locate_key_tiles,
     store_rows,
 )
+
+try:
+    from flash_lazy.fused import hopper
+except ImportError:  # a triton without Gluon
+    hopper = None
 
 LIST_CHUNK = tl.constexpr(16)
 ROUNDING = tl.constexpr(2.0**-18)
@@ -92,6 +99,7 @@ def forward_kernel(
     STATS: tl.constexpr,
     UPCAST: tl.constexpr,
     SKIP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -118,6 +126,8 @@ def forward_kernel(
         q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
         v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
+        k_rows = describe_rows(k_base, high, stride_kl, WIDTH, BLOCK_N, BLOCK_D, DESCRIBED)
+        v_rows = describe_rows(v_base, high, stride_vl, WIDTH, BLOCK_N, BLOCK_D, DESCRIBED)
         head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
         slope = None if slopes is None else tl.load(slopes + head)
         query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
@@ -133,10 +143,10 @@ def forward_kernel(
                     disable_licm=True,
                 ):
                     origin = low + tile * BLOCK_N
-                    key = load_rows(
-                        k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    key = load_tile(
+                        k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
                     )
-                    s = compute_tile_scores(
+                    s, factor = compute_tile_scores(
                         query,
                         tl.trans(key),
                         own,
@@ -149,12 +159,12 @@ def forward_kernel(
                         KIND,
                         BLOCK_N,
                     )
-                    tile_top = tl.max(s, 1)
+                    tile_top = tl.max(s, 1) * factor
                     if SKIP:
                         tl.store(maxima + tile * BLOCK_M + line, tile_top)
                     new_top = tl.maximum(top, tile_top)
                     safe = tl.where(new_top > -float("inf"), new_top, 0.0)
-                    total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+                    total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s * factor - safe[:, None]), 1)
                     top = new_top
 
         has_key = total != 0  # also true for NaN, by which the row's output is divided
@@ -196,13 +206,13 @@ def forward_kernel(
                     if SKIP:
                         tile = tl.load(alive_tiles + listed + turn)
                     origin = low + tile * BLOCK_N
-                    key = load_rows(
-                        k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    key = load_tile(
+                        k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
                     )
-                    value = load_rows(
-                        v_base, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    value = load_tile(
+                        v_rows, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
                     )
-                    s = compute_tile_scores(
+                    s, factor = compute_tile_scores(
                         query,
                         tl.trans(key),
                         own,
@@ -215,14 +225,15 @@ def forward_kernel(
                         KIND,
                         BLOCK_N,
                     )
-                    e = tl.exp2(s - safe[:, None])
-                    survives = is_positive(s, e, cut[:, None], KIND)
-                    w = tl.where(survives, e - cut[:, None], 0.0)
+                    e = tl.exp2(s * factor - safe[:, None])
+                    w = tl.maximum(e - cut[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+                    if KIND != PLAIN:
+                        w = tl.where(s != -float("inf"), w, 0.0)  # 0 exceeds a negative threshold
                     acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
                     if RENORMALISE or STATS:
                         row_mass += tl.sum(w, 1)
                     if STATS:
-                        survivors += tl.sum(survives.to(tl.float32), 1)
+                        survivors += tl.sum(is_positive(s, e, cut[:, None], KIND).to(tl.float32), 1)
                         row_first += tl.sum(tl.where((origin + column)[None, :] == start, w, 0.0), 1)
                 listed += count
 
@@ -256,6 +267,10 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     """
     q = call.q
     batches, heads, rows, _ = q.shape
+    if configurations.HOPPER and hopper is not None and hopper.covers(call, stats):
+        results = allocate_forward_buffers(call, True, stats)
+        hopper.forward(call, *results[:2])
+        return results
     out, softmax, mass, first_weight, zeros = allocate_forward_buffers(call, training, stats)
     choices = configurations.list_choices("forward", q)
     columns = call.k.shape[2]

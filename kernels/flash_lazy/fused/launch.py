@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from functools import cache
 from typing import Any
 
@@ -25,12 +26,13 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
     batches, heads, rows, width = q.shape
     keys = k.shape[2]
     reach = 0 if call.bias is None else call.bias.shape[1]
+    described = all(map(can_describe, (q, k, v)))
     return {
         "q": q,
         "k": k,
         "v": v,
         "tau": call.tau.contiguous(),
-        "strip": _make_strip(call.bias),
+        "strip": make_strip(call.bias),
         "slopes": None if call.slopes is None else call.slopes * LOG2E,
         "kv_lengths": None if call.kv_lengths is None else call.kv_lengths.contiguous(),
         "cu_seqlens": None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
@@ -52,6 +54,7 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
         "entries": call.tau.shape[-1],
         "THRESHOLD": call.threshold,
         "RENORMALISE": call.renormalise,
+        "DESCRIBED": described,
         "SKIP": configurations.SKIP_EMPTY_TILES,
         "WIDTH": width,
         "BLOCK_D": max(16, next_power_of_2(width)),
@@ -64,7 +67,9 @@ def launch(
 ) -> None:
     """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
     choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
-    with use_device(call.q):
+
+    def run() -> None:
+        triton.set_allocator(lambda size, _alignment, _stream: call.q.new_empty(size, dtype=torch.int8))
         if configurations.AUTOTUNE:
             _autotune(kernel, tuple(choices))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
         else:
@@ -73,6 +78,9 @@ def launch(
             options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
             kernel[grid(meta)](**arguments, size=0, **meta, **options)
 
+    with use_device(call.q):
+        copy_context().run(run)  # the allocator, memory for descriptors, is a context variable of the caller's
+
 
 @cache
 def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
@@ -80,7 +88,7 @@ def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
         triton.Config({"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}, num_warps=blocks.warps, num_stages=blocks.stages)
         for blocks in choices
     ]
-    key = ["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP"]
+    key = ["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP", "DESCRIBED"]
     return triton.autotune(configs, key=key, cache_results=True)(kernel)
 
 
@@ -134,7 +142,7 @@ def makespan(programs: int, slots: int, kv_heads: int, costs: tuple[int, ...]) -
     return max(free)
 
 
-def _make_strip(bias: Tensor | None) -> Tensor | None:
+def make_strip(bias: Tensor | None) -> Tensor | None:
     """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf at negative distances, 0 from W on."""
     if bias is None:
         return None
@@ -147,6 +155,18 @@ def _make_strip(bias: Tensor | None) -> Tensor | None:
 def name_strides(name: str, x: Tensor, with_columns: bool = True) -> dict[str, int]:
     letters = "bhld" if with_columns else "bhl"
     return {f"stride_{name}{letter}": x.stride(axis) for axis, letter in enumerate(letters)}
+
+
+def can_describe(x: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for the rows of x: 16-byte steps, on a device that loads tiles by them."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])) if x.device.type != "meta" else ()
+    aligned = x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
+    return x.element_size() == 2 and aligned and loads_by_descriptor(x.device)
+
+
+def loads_by_descriptor(device: torch.device) -> bool:
+    """Whether a device has an engine that copies tiles: Hopper and later. Elsewhere triton takes them apart again."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def ensure_32bit_offsets(x: Tensor) -> Tensor:

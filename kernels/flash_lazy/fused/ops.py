@@ -33,6 +33,8 @@ MAX_BATCHES = 2**16 - 1
 
 def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype and, with `with_stats`, the row statistics. Shapes as in `lazy_attention`."""
+    if call.factor < 0:  # the kernels take the maximum before they scale
+        call = call._replace(q=-call.q, scale=-call.factor)
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:LEAVES])
     if not (training or with_stats) and _is_decoding(call):
         return decode(*call), None

@@ -142,6 +142,43 @@ def load_rows(
 
 
 @triton.jit
+def describe_rows(
+    base, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIBED: tl.constexpr
+):
+    """What `load_tile` reads rows of up to `end` from: a tensor descriptor with DESCRIBED, otherwise their address."""
+    if DESCRIBED:
+        rows = tl.make_tensor_descriptor(base, [end, WIDTH], [stride, 1], [BLOCK, BLOCK_D])
+    else:
+        rows = base
+    return rows
+
+
+@triton.jit
+def load_tile(
+    rows,
+    first,
+    end,
+    stride,
+    stride_d,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    REMULTIPLY: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable
+):
+    """`load_rows` in a loop, from the result of `describe_rows`, whose descriptor reads 0 beyond its end by itself."""
+    if DESCRIBED:
+        x = rows.load([first, 0])
+        if UPCAST:
+            x = x.to(tl.float32)
+    else:
+        x = load_rows(rows, first, end, stride, stride_d, WIDTH, BLOCK, BLOCK_D, MASKED, UPCAST, REMULTIPLY)
+    return x
+
+
+@triton.jit
 def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store `[BLOCK, BLOCK_D]` from row `first` on, up to `end` and WIDTH; columns are contiguous."""
     row = tl.arange(0, BLOCK)[:, None]
@@ -154,12 +191,12 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def compute_distances(own, first, BLOCK_N: tl.constexpr):
-    """Distances from the rows' own keys `[M]` to the tile's keys, which start at `first`; float32 `[M, N]`.
+def compute_distances(own, column, first):
+    """Distances from the rows' own keys `[M]` to the tile's keys, `first` + column `[N]`; float32 `[M, N]`.
 
     Exact below 2**24, with one conversion per row and column instead of one per score.
     """
-    return (own - first).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
+    return (own - first).to(tl.float32)[:, None] - column.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -178,24 +215,36 @@ def _load_elementwise(pointers):
 def compute_tile_scores(
     a, b, own, first, scale, strip, reach, slope, window, KIND: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Scores a @ b of the rows with own keys `own` and the keys from `first` on; -inf where hidden."""
-    s = tl.dot(a, b, input_precision="ieee") * scale
-    column = tl.arange(0, BLOCK_N)[None, :]
+    """Scores of the rows with own keys `own` and the keys from `first` on, and their factor: see `place_scores`."""
+    s = tl.dot(a, b, input_precision="ieee")
+    return place_scores(s, own, tl.arange(0, BLOCK_N), first, scale, strip, reach, slope, window, KIND)
+
+
+@triton.jit
+def place_scores(s, own, column, first, scale, strip, reach, slope, window, KIND: tl.constexpr):
+    """Scores from products s of the rows with own keys `own` and the keys from `first` on; -inf where hidden.
+
+    Also their factor: `scale` where nothing is added to a product, so that one instruction scales it and subtracts the
+    row's maximum; otherwise 1. column: 0, 1, ... in the layout of the products' columns.
+    """
+    factor = scale if KIND == PLAIN and slope is None else 1.0
+    if KIND != PLAIN or slope is not None:
+        s *= scale
     offset = (own - first)[:, None]
-    distance = offset - column
+    distance = offset - column[None, :]
     if slope is not None:
-        s -= slope * compute_distances(own, first, BLOCK_N)
+        s -= slope * compute_distances(own, column, first)
     if KIND == NEAR:
         if strip is not None:
             # Summed in 64 bits, so that each of a thread's addresses is that of its row plus a constant.
-            s += _load_elementwise(strip + offset.to(tl.int64) - column.to(tl.int64))
+            s += _load_elementwise(strip + offset.to(tl.int64) - column[None, :].to(tl.int64))
         else:
             s = tl.where(distance >= 0, s, -float("inf"))
     elif KIND == EDGE:
         if strip is not None:
             s += _load_elementwise(strip + tl.minimum(distance, reach))
         s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
-    return s
+    return s, factor
 
 
 @triton.jit
@@ -218,12 +267,12 @@ def load_softmax(softmax, second, row_index, valid_row):
 
 
 @triton.jit
-def compute_exponentials(s, top):
-    """exp2(s - top), at most 1: the recomputed largest score of a row may exceed `top` by a rounding error.
+def compute_exponentials(s, factor, top):
+    """exp2(s factor - top), at most 1: the recomputed largest score of a row may exceed `top` by a rounding error.
 
     Otherwise a row of one key, with threshold 1 at tau = 1, could survive in one kernel and not in another.
     """
-    return tl.exp2(tl.minimum(s - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.exp2(tl.minimum(s * factor - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

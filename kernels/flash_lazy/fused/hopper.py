@@ -1,0 +1,277 @@
+"""The forward kernel for Hopper, in Gluon: one warp copies tiles, two groups of four multiply 64 rows each.
+
+It computes what `forward.forward_kernel` does, without documents, ragged lengths, statistics, slopes, renormalisation or
+skipped tiles; geometry, masks and thresholds are those of `tiles`. Gluon has no interpreter, so only a GPU runs it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flash_lazy.call import Call
+from flash_lazy.fused.launch import LOG2E, can_describe, ceil_div, make_strip, use_device
+from flash_lazy.fused.tiles import EDGE, NEAR, PLAIN, STRIP_PAD, load_thresholds, locate_key_tiles, place_scores
+
+GROUP_ROWS = gl.constexpr(64)
+"""Rows of a group of four warps: those of one wgmma instruction."""
+
+
+@gluon.jit
+def _locate_item(item, batches, heads, rows, keys, window, reach, N: gl.constexpr):
+    """Head, batch and first row of an item, the longest first, and its key tiles as `locate_key_tiles` gives them."""
+    blocks = gl.cdiv(rows, 2 * GROUP_ROWS)
+    head = item % heads
+    batch = item // heads % batches
+    first = (blocks - 1 - item // heads // batches) * 2 * GROUP_ROWS
+    low, _, edge, near, tiles = locate_key_tiles(first, rows, item * 0, keys - rows, window, reach, 2 * GROUP_ROWS, N)
+    return head, batch, first, low, edge, near, tiles
+
+
+@gluon.jit
+def _wait_turn(full, turn):
+    """Wait until tile number `turn` has arrived; returns its place."""
+    place = turn % full.type.shape[0]
+    mbarrier.wait(full.index(place), (turn // full.type.shape[0]) & 1)
+    return place
+
+
+@gluon.jit
+def _copy_tile(rows, batch, head, first, tile_bufs, full, empty, turn):
+    """Copy a tile into the place of number `turn` as soon as both groups have released it."""
+    place = turn % full.type.shape[0]
+    mbarrier.wait(empty.index(place), ((turn // full.type.shape[0]) & 1) ^ 1)
+    mbarrier.expect(full.index(place), rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(rows, [batch, head, first, 0], full.index(place), tile_bufs.index(place))
+
+
+@gluon.jit
+def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: gl.constexpr):
+    """The copying warp: per item q, then its keys, then its keys and values in turn."""
+    q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
+    batches, heads, group, rows, keys, window, reach = sizes
+    turn = 0
+    for item in range(gl.program_id(0), gl.cdiv(rows, 2 * GROUP_ROWS) * batches * heads, gl.num_programs(0)):
+        head, batch, first, low, _, _, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+        number = (item - gl.program_id(0)) // gl.num_programs(0)
+        for half in gl.static_range(2):
+            mbarrier.wait(q_empty.index(half), (number & 1) ^ 1)
+            mbarrier.expect(q_full.index(half), q_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_rows, [batch, head, first + half * GROUP_ROWS, 0], q_full.index(half), q_bufs.index(half)
+            )
+        kv_head = head // group
+        for tile in range(tiles):
+            _copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
+            turn += 1
+        for tile in range(tiles):
+            _copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
+            _copy_tile(v_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn + 1)
+            turn += 2
+
+
+@gluon.jit
+def _weigh_scores(s, own, column, first, scale, strip, reach, window, top, cut, KIND: gl.constexpr):
+    """Weights of a tile times the row's sum, from its products, as `forward_kernel` computes them."""
+    s, factor = place_scores(s, own, column, first, scale, strip, reach, None, window, KIND)
+    e = gl.exp2(s * factor - top[:, None])
+    w = gl.maximum(e - cut[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if KIND != PLAIN:
+        w = gl.where(s != -float("inf"), w, 0.0)
+    return w
+
+
+@gluon.jit
+def _multiply(
+    tensors, shared, sizes, others, D: gl.constexpr, N: gl.constexpr, THRESHOLD: gl.constexpr, HALF: gl.constexpr
+):
+    """One group: maximum and sum of its 64 rows, then weights times values, the next scores in flight meanwhile."""
+    tau, strip, out, softmax = tensors
+    q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
+    batches, heads, group, rows, keys, window, reach = sizes
+    stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries = others
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    w_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    column = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
+    line = HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
+    zeros = gl.zeros([GROUP_ROWS, N], gl.float32, s_layout)
+    dtype: gl.constexpr = out.dtype.element_ty
+    turn = 0
+    for item in tl.range(
+            gl.program_id(0), gl.cdiv(rows, 2 * GROUP_ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
+        ):
+        head, batch, first, low, edge, near, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+        number = (item - gl.program_id(0)) // gl.num_programs(0)
+        row = first + line
+        own = row + keys - rows
+        head_strip = strip + head.to(gl.int64) * strip_row + STRIP_PAD
+        mbarrier.wait(q_full.index(HALF), number & 1)
+        query = q_bufs.index(HALF).reshape([GROUP_ROWS, D])
+
+        top = gl.full([GROUP_ROWS], -float("inf"), gl.float32, row_layout)
+        total = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
+        for KIND in gl.static_range(3):
+            for tile in tl.range(
+                0 if KIND == EDGE else (edge if KIND == PLAIN else near),
+                edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
+                disable_licm=True,
+            ):
+                place = _wait_turn(full, turn)
+                key = tile_bufs.index(place).reshape([N, D]).permute((1, 0))
+                s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(empty.index(place), count=1)
+                turn += 1
+                s, factor = place_scores(
+                    s, own, column, low + tile * N, scale, head_strip, reach, None, window, KIND
+                )
+                new_top = gl.maximum(top, gl.max(s, 1) * factor)
+                safe = gl.where(new_top > -float("inf"), new_top, 0.0)
+                total = total * gl.exp2(top - safe) + gl.sum(gl.exp2(s * factor - safe[:, None]), 1)
+                top = new_top
+
+        has_key = total != 0
+        total = gl.where(has_key, total, 1.0)
+        safe = gl.where(has_key, top, 0.0)
+        theta = load_thresholds(tau, head, own, item * 0, window, context_length, entries, THRESHOLD)
+        cut = theta * total
+
+        acc = gl.zeros([GROUP_ROWS, D], gl.float32, o_layout)
+        place = _wait_turn(full, turn)
+        key = tile_bufs.index(place).reshape([N, D]).permute((1, 0))
+        s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(empty.index(place), count=1)
+        turn += 1
+        # The first tile is of any kind, and EDGE is right for all.
+        w = _weigh_scores(s, own, column, low, scale, head_strip, reach, window, safe, cut, EDGE)
+        weights = gl.convert_layout(w.to(dtype), w_layout)
+        for KIND in gl.static_range(3):
+            for tile in tl.range(
+                1 if KIND == EDGE else gl.maximum(edge if KIND == PLAIN else near, 1),
+                edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
+                disable_licm=True,
+            ):
+                key_place = _wait_turn(full, turn + 1)
+                key = tile_bufs.index(key_place).reshape([N, D]).permute((1, 0))
+                s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+                value_place = _wait_turn(full, turn)
+                acc = warpgroup_mma(weights, tile_bufs.index(value_place).reshape([N, D]), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                mbarrier.arrive(empty.index(key_place), count=1)
+                w = _weigh_scores(
+                    s, own, column, low + tile * N, scale, head_strip, reach, window, safe, cut, KIND
+                )
+                next_weights = gl.convert_layout(w.to(dtype), w_layout)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(value_place), count=1)
+                weights = next_weights
+                turn += 2
+        mbarrier.arrive(q_empty.index(HALF), count=1)
+        place = _wait_turn(full, turn)
+        acc = warpgroup_mma(weights, tile_bufs.index(place).reshape([N, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(place), count=1)
+        turn += 1
+
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
+        out_row = first + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, o_layout))
+        out_base = out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+        pointers = out_base + out_row.to(gl.int64)[:, None] * stride_ol
+        pointers += gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
+        gl.store(pointers, acc.to(dtype), mask=(out_row < rows)[:, None])
+        row_index = (batch.to(gl.int64) * heads + head) * rows + row
+        gl.store(softmax + row_index, top, mask=row < rows)
+        gl.store(softmax + second + row_index, gl.where(has_key, total, 0.0), mask=row < rows)
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    q_rows, k_rows, v_rows, tau, strip, out, softmax, stride_ob, stride_oh, stride_ol,
+    batches, heads, group, rows, keys, second, scale, strip_row, reach, window, context_length, entries,
+    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, THRESHOLD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Output of all rows, the longest first, by resident programs of 128 rows; two numbers per row to `softmax`."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, D], q_rows.layout)
+    tile_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_rows.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for half in gl.static_range(2):
+        mbarrier.init(q_full.index(half), count=1)
+        mbarrier.init(q_empty.index(half), count=1)
+    for place in gl.static_range(STAGES):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=2)
+    shared = (q_bufs, q_full, q_empty, tile_bufs, full, empty)
+    sizes = (batches, heads, group, rows, keys, window, reach)
+    tensors = (tau, strip, out, softmax)
+    others = (stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries)
+    gl.warp_specialize(
+        [
+            (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 0)),
+            (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 1)),
+            (_copy_tiles, (q_rows, k_rows, v_rows, shared, sizes, N)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+class Blocks(NamedTuple):
+    """One configuration: keys of a tile, tiles in flight, and registers of a thread that multiplies."""
+
+    n: int
+    stages: int
+    registers: int = 240
+
+
+CONFIGURATIONS = {64: Blocks(128, 6), 128: Blocks(128, 4)}
+"""By head width."""
+ENTRY_REGISTERS = 168
+"""Registers of a thread before the groups take theirs: 65,536 over 12 warps."""
+
+
+def covers(call: Call, stats: bool) -> bool:
+    """Whether the kernel takes a call, on a device for which it is made."""
+    q, k, v = call[:3]
+    plain = call.slopes is None and call.kv_lengths is None and call.cu_seqlens is None and not call.renormalise
+    made_for = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
+    return made_for and plain and not stats and q.shape[3] in CONFIGURATIONS and all(map(can_describe, (q, k, v)))
+
+
+def forward(call: Call, out: Tensor, softmax: Tensor) -> None:
+    """Fill out `[B, H, Lq, D]`, and softmax `[2, B, H, Lq]`, the maximum (base 2) and sum of each row."""
+    q, k, v = call[:3]
+    batches, heads, rows, width = q.shape
+    keys, reach = k.shape[2], 0 if call.bias is None else call.bias.shape[1]
+    blocks = CONFIGURATIONS[width]
+    strip = make_strip(call.bias if reach else q.new_zeros(1, 0, dtype=torch.float32))
+    items = ceil_div(rows, 2 * GROUP_ROWS.value) * batches * heads
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    with use_device(q):
+        hopper_forward_kernel[(min(processors, items),)](
+            _describe(q, GROUP_ROWS.value), _describe(k, blocks.n), _describe(v, blocks.n),
+            call.tau.contiguous(), strip, out, softmax, *out.stride()[:3],
+            batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E,
+            strip.stride(0) if reach else 0, reach, min(call.window or keys, keys),
+            call.context_length or 0, call.tau.shape[-1],
+            width, blocks.n, blocks.stages, call.threshold, blocks.registers,
+            num_warps=4, maxnreg=ENTRY_REGISTERS,
+        )  # fmt: skip
+
+
+def _describe(x: Tensor, block: int) -> TensorDescriptor:
+    shape = [1, 1, block, x.shape[3]]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor.from_tensor(x, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))

@@ -1,0 +1,215 @@
+"""Milliseconds of each pass of the kernels alone, in every configuration, against SDPA in the same process.
+
+    python3 -m bench.passes --out FOLDER
+
+On a CUDA device. Every candidate is first checked against `reference` in float64, in parallel processes; one that is
+wrong, hangs or crashes is reported and not timed. FOLDER/passes.json is rewritten after every figure.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import correctness, cuda
+from bench.provenance import collect_provenance
+from bench.worker import GpuWorker, run_in_parallel
+from flash_lazy.call import Call
+from flash_lazy.fused import backward, configurations, forward, launch
+from flash_lazy.fused.configurations import Blocks
+
+BATCH, HEADS, LENGTH = 4, 16, 4096
+SHAPES = ((128, 512), (64, 512), (128, 0), (64, 0), (64, 4096))
+"""Head width D and biases per head W."""
+CASES = {
+    64: ("bf16, D = 64", "fp16, D = 64", "no bias", "more biases than keys", "window", "two kv heads", "tau < 0",
+         "seq_len", "constant", "a tau per position", "few queries", "more blocks than programs"),
+    128: ("bf16, D = 128",),
+}  # fmt: skip
+"""Cases of `correctness` that a candidate must pass, by width."""
+ROUNDS, CHECK_SECONDS, TIME_SECONDS = 20, 100.0, 30.0
+PASSES = ("forward", "query_gradient", "key_gradient")
+
+
+class Candidate(NamedTuple):
+    """One way to run a pass."""
+
+    name: str
+    """forward, query_gradient or key_gradient."""
+    width: int
+    blocks: tuple[int, ...]
+    """Of `configurations.Blocks`; of `hopper.Blocks` with the kernel made for Hopper."""
+    kind: str
+    """pointers, descriptors or hopper."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, D {self.width}, {self.kind}, {' '.join(map(str, self.blocks))}"
+
+
+CANDIDATES: list[Candidate] = []
+
+
+def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
+    CANDIDATES.extend(Candidate(name, width, each, kind) for each in blocks)
+
+
+add("forward", 128, "pointers", (128, 64, 8, 3))
+add("forward", 128, "descriptors", (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2))
+add("forward", 128, "hopper", (128, 4), (64, 6))
+add("forward", 64, "pointers", (128, 64, 8, 3))
+add("forward", 64, "descriptors", (64, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2))
+add("forward", 64, "hopper", (128, 6), (64, 8))
+add("query_gradient", 128, "pointers", (64, 32, 4, 3))
+add("query_gradient", 128, "descriptors", (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3))
+add("query_gradient", 64, "pointers", (128, 64, 8, 2))
+add("query_gradient", 64, "descriptors", (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3))
+add("key_gradient", 128, "pointers", (128, 64, 8, 2))
+add("key_gradient", 128, "descriptors", (128, 64, 8, 2), (64, 64, 4, 2))
+add("key_gradient", 64, "pointers", (64, 64, 4, 2))
+add("key_gradient", 64, "descriptors", (64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 1))
+
+
+@contextmanager
+def use_candidate(candidate: Candidate) -> Iterator[None]:
+    """Inside, the pass runs in the candidate's way, all else by the defaults, without tuning."""
+    list_choices = configurations.list_choices
+
+    def choose(kernel: str, q: torch.Tensor) -> list[Blocks]:
+        mine = kernel == candidate.name and candidate.kind != "hopper" and q.shape[3] == candidate.width
+        return [Blocks(*candidate.blocks)] if mine else list_choices(kernel, q)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
+        stack.enter_context(patch.object(configurations, "HOPPER", candidate.kind == "hopper"))
+        if candidate.kind == "pointers":
+            stack.enter_context(patch.object(launch, "loads_by_descriptor", lambda device: False))
+        if candidate.kind == "hopper":
+            chosen = {candidate.width: forward.hopper.Blocks(*candidate.blocks)}
+            stack.enter_context(patch.object(forward.hopper, "CONFIGURATIONS", chosen))
+        yield
+
+
+def make_call(width: int, reach: int) -> Call:
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bias = 0.1 * torch.randn(HEADS, reach, device="cuda") if reach else None
+    return Call(q, k, v, torch.ones(HEADS, device="cuda"), bias)
+
+
+def make_step(name: str, call: Call) -> Callable[[], Any]:
+    """A call of one pass alone."""
+    if name == "forward":
+        return partial(forward.forward, call, True, False)
+    out, softmax, mass, *_ = forward.forward(call, True, False)
+    other = "_launch_key_gradient" if name == "query_gradient" else "_launch_query_gradient"
+
+    def step() -> None:
+        with patch.object(backward, other, lambda *_: None):
+            backward.backward(call, None, out, None, softmax, mass, call.bias is not None, False)
+
+    return step
+
+
+def check(candidate: Candidate) -> list[dict[str, Any]]:
+    """Rows of `correctness` that are wrong; also compiles the candidate for the shapes that are timed."""
+    wrong: list[dict[str, Any]] = []
+    with use_candidate(candidate):
+        for case in CASES[candidate.width]:
+            wrong += [row for row in correctness.check_cases("triton", [case]) if not row["passed"]]
+        for width, reach in SHAPES:
+            if width == candidate.width:
+                make_step(candidate.name, make_call(width, reach))()
+                torch.cuda.synchronize()
+    return wrong
+
+
+def time_candidate(candidate: Candidate, reach: int) -> float:
+    """Median milliseconds of the pass."""
+    with use_candidate(candidate):
+        return time_step(make_step(candidate.name, make_call(candidate.width, reach)))
+
+
+def time_step(step: Callable[[], Any]) -> float:
+    events = []
+    for index in range(3 + ROUNDS):
+        start = cuda.record_event()
+        step()
+        if index >= 3:
+            events.append((start, cuda.record_event()))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def time_softmax(width: int, backend: SDPBackend) -> dict[str, float]:
+    """Median milliseconds of SDPA's passes."""
+    q, k, v, grad = (
+        torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(4)
+    )
+    with sdpa_kernel(backend):
+        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        with torch.no_grad():
+            alone = time_step(attend)
+        both = time_step(lambda: torch.autograd.grad(attend(), (q, k, v), grad.detach()))
+    return {"forward": alone, "forward+backward": both}
+
+
+def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"made": collect_provenance("bench.passes"), "softmax": {}, "rows": []}
+
+    def write() -> None:
+        (out / "passes.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    started = time.monotonic()
+    right = []
+    tasks = {candidate: partial(check, candidate) for candidate in candidates}
+    for candidate, outcome in run_in_parallel(tasks, 14, lambda: CHECK_SECONDS, lambda: None, out / "passes.log"):
+        seconds = f"({time.monotonic() - started:.0f} s)"
+        if outcome.failed or outcome.value:
+            why = outcome.failed or outcome.value
+            result["rows"].append({"candidate": str(candidate), "wrong": why})
+            print(f"wrong: {candidate}: {str(why)[:400]} {seconds}", flush=True)
+        else:
+            right.append(candidate)
+            print(f"right: {candidate} {seconds}", flush=True)
+        write()
+    with GpuWorker(lambda: None, out / "passes.log") as worker:
+        for width in (128, 64):
+            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+                outcome = worker.run(partial(time_softmax, width, backend), TIME_SECONDS)
+                result["softmax"][f"{backend.name}, D {width}"] = outcome.value or outcome.failed
+                print(backend.name, width, outcome.value or outcome.failed, flush=True)
+        for width, reach in SHAPES:
+            for candidate in sorted(right, key=candidates.index):
+                if candidate.width == width:
+                    outcome = worker.run(partial(time_candidate, candidate, reach), TIME_SECONDS)
+                    row = {"candidate": str(candidate), "W": reach, "milliseconds": outcome.value, "why": outcome.failed}
+                    result["rows"].append(row)
+                    shown = outcome.failed or f"{outcome.value:.3f} ms"
+                    print(f"W {reach}: {candidate}: {shown}", flush=True)
+                    write()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m bench.passes", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="TEXT", help="candidates whose description contains TEXT")
+    options = parser.parse_args(argv)
+    chosen = [candidate for candidate in CANDIDATES if options.only in str(candidate)]
+    bench_passes(options.out, chosen)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -164,6 +164,10 @@ def time_softmax(width: int, backend: SDPBackend) -> dict[str, float]:
     return {"forward": alone, "forward+backward": both}
 
 
+def _set_up() -> None:
+    """A worker needs nothing."""
+
+
 def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"made": collect_provenance("bench.passes"), "softmax": {}, "rows": []}
@@ -174,7 +178,7 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
     started = time.monotonic()
     right = []
     tasks = {candidate: partial(check, candidate) for candidate in candidates}
-    for candidate, outcome in run_in_parallel(tasks, 14, lambda: CHECK_SECONDS, lambda: None, out / "passes.log"):
+    for candidate, outcome in run_in_parallel(tasks, 14, lambda: CHECK_SECONDS, _set_up, out / "passes.log"):
         seconds = f"({time.monotonic() - started:.0f} s)"
         if outcome.failed or outcome.value:
             why = outcome.failed or outcome.value
@@ -184,7 +188,7 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
             right.append(candidate)
             print(f"right: {candidate} {seconds}", flush=True)
         write()
-    with GpuWorker(lambda: None, out / "passes.log") as worker:
+    with GpuWorker(_set_up, out / "passes.log") as worker:
         for width in (128, 64):
             for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
                 outcome = worker.run(partial(time_softmax, width, backend), TIME_SECONDS)

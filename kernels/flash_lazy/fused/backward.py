@@ -13,6 +13,7 @@ from flash_lazy.fused.launch import (
     allocate_like,
     balance_programs,
     can_describe,
+    ceil_div,
     collect_shared_arguments,
     count_call_blocks,
     count_resident_programs,
@@ -23,6 +24,7 @@ from flash_lazy.fused.launch import (
 )
 from flash_lazy.fused.tiles import (
     EDGE,
+    NEAR,
     PLAIN,
     STRIP_PAD,
     compute_distances,
@@ -42,6 +44,10 @@ from flash_lazy.fused.tiles import (
 )
 
 
+BIAS_WAVES = 4
+"""Programs of the bias gradient for each one that is resident: its diagonals are of unequal length."""
+
+
 @triton.jit(do_not_specialize=["size"])
 def query_gradient_kernel(
     q,
@@ -58,7 +64,7 @@ def query_gradient_kernel(
     softmax,
     mass,
     dq,
-    delta,
+    by_row,
     survivors,
     correction,
     dlse,
@@ -109,7 +115,8 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of one block of rows, and per row delta = sum p m dp and survivors = sum m dp (d tau without its factor).
+    """dq of one block of rows, per row survivors = sum m dp (d tau without its factor), and `by_row` `[3, B, H, Lq]`:
+    threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
@@ -222,8 +229,30 @@ def query_gradient_kernel(
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    tl.store(delta + row_index, row_delta, mask=valid_row)
+    tl.store(by_row + row_index, cut, mask=valid_row)
+    tl.store(by_row + second + row_index, share, mask=valid_row)
+    tl.store(by_row + 2 * second.to(tl.int64) + row_index, share * row_delta, mask=valid_row)
     tl.store(survivors + row_index, row_survivors, mask=valid_row)
+
+
+@triton.jit
+def _load_gradient_rows(softmax, by_row, second, row_index, valid_row):
+    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; with these no weight of a row out of range is left."""
+    top = tl.load(softmax + row_index, mask=valid_row, other=float("inf"))
+    cut = tl.load(by_row + row_index, mask=valid_row, other=float("inf"))
+    share = tl.load(by_row + second + row_index, mask=valid_row, other=0.0)
+    mean = tl.load(by_row + 2 * second.to(tl.int64) + row_index, mask=valid_row, other=0.0)
+    return tl.where(share == 0, float("inf"), top), cut, share, mean
+
+
+@triton.jit
+def _centre(dp, mass, correction, softmax, second, row_index, valid_row):
+    """Gradients of the renormalised weights' numerators from those of the weights, and 1 / (mass times sum) of rows."""
+    row_mass = tl.load(mass + row_index, mask=valid_row, other=0.0)
+    mean = tl.load(correction + row_index, mask=valid_row, other=0.0)
+    total = tl.load(softmax + second + row_index, mask=valid_row, other=0.0)
+    inverse = tl.where(row_mass == 0, 0.0, 1.0 / tl.where(row_mass == 0, 1.0, row_mass))
+    return (dp - mean[:, None]) * (total * inverse)[:, None], inverse
 
 
 @triton.jit
@@ -232,28 +261,124 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit
-def _add_diagonals(partial, ds, first_distance, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add the sums of ds `[BLOCK_M, BLOCK_N]` over equal distances to `partial[distance]`.
+def _sum_diagonals(ds, BLOCK: tl.constexpr):
+    """Sums of ds `[BLOCK, BLOCK]` over equal row - column, by row - column modulo BLOCK: those from 0 on, and negative
+    ones.
 
-    Each row of the tile is rotated until column c holds the distance `first_distance` + c, modulo BLOCK_N. In a group
-    of SIDE rows, column c then holds one distance from row c on, and above it one that is BLOCK_N less: two sums. A
-    program adds only to its private partial sums, in a fixed order.
+    Each row is rotated until column c holds row - column = c modulo BLOCK: one distance from row c on, another above.
     """
-    GROUPS: tl.constexpr = (BLOCK_M + BLOCK_N - 1) // BLOCK_N
-    SIDE: tl.constexpr = BLOCK_M // GROUPS
-    remainder = tl.arange(0, BLOCK_N)[None, :]
-    rotated = tl.gather(ds, (tl.arange(0, BLOCK_M)[:, None] - remainder) & (BLOCK_N - 1), 1)
-    rotated = tl.reshape(rotated, [GROUPS, SIDE, BLOCK_N])
-    upper = tl.arange(0, SIDE)[None, :, None] >= remainder[None, :, :]
-    sums, wrapped_sums = tl.reduce((tl.where(upper, rotated, 0.0), tl.where(upper, 0.0, rotated)), 1, _add_both)
-    distance = first_distance + tl.arange(0, GROUPS)[:, None] * BLOCK_N + remainder
-    in_reach = distance < reach
-    tl.store(partial + distance, tl.load(partial + distance, mask=in_reach, other=0.0) + sums, mask=in_reach)
-    tl.debug_barrier()
-    distance -= BLOCK_N
-    in_reach = (distance >= 0) & (distance < reach)
-    tl.store(partial + distance, tl.load(partial + distance, mask=in_reach, other=0.0) + wrapped_sums, mask=in_reach)
-    tl.debug_barrier()
+    remainder = tl.arange(0, BLOCK)[None, :]
+    line = tl.arange(0, BLOCK)[:, None]
+    rotated = tl.gather(ds, (line - remainder) & (BLOCK - 1), 1)
+    return tl.reduce((tl.where(line >= remainder, rotated, 0.0), tl.where(line >= remainder, 0.0, rotated)), 0, _add_both)
+
+
+@triton.jit(do_not_specialize=["size"])
+def bias_gradient_kernel(
+    q,
+    k,
+    v,
+    strip,
+    slopes,
+    kv_lengths,
+    cu_seqlens,
+    cu_seqlens_k,
+    grad,
+    softmax,
+    mass,
+    by_row,
+    correction,
+    partial,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_vd,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    stride_gd,
+    batches,
+    heads,
+    group,
+    rows,
+    keys,
+    documents,
+    second,
+    scale,
+    strip_row,
+    reach,
+    window,
+    size,  # noqa: ARG001 - key of the autotuner
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # noqa: ARG001 - tiles are square
+    BLOCK_N: tl.constexpr,
+):
+    """Gradient of a head's biases at the distances of one diagonal of tiles, over every n-th of its tiles.
+
+    Along a diagonal each score has the same distance in every tile, so tiles are added score by score, and summed over
+    distances once at the end: `partial` `[P, H, diagonals, 2, BLOCK_N]` receives the sums of `_sum_diagonals`. Products
+    per tile: q.k and dO.v.
+    """
+    diagonal = tl.program_id(0)
+    head = tl.program_id(1)
+    line = tl.arange(0, BLOCK_N)
+    slope = None if slopes is None else tl.load(slopes + head)
+    head_strip = strip + head.to(tl.int64) * strip_row + STRIP_PAD
+    blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_N)
+    skipped = diagonal * 0
+    if cu_seqlens is None and kv_lengths is None:
+        skipped = tl.maximum(diagonal - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tile lies before the first key
+    ds = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    for item in tl.range(
+        tl.program_id(2) + skipped * batches, blocks * batches, tl.num_programs(2), disable_licm=True
+    ):
+        batch = item % batches
+        first, end, start, shift, _ = locate_block(
+            item // batches, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_N
+        )
+        row = first + line
+        own = row + shift
+        valid_row = row < end
+        row_index = (batch.to(tl.int64) * heads + head) * rows + row
+        origin = first + shift - diagonal * BLOCK_N
+        column = origin + line
+        q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+        k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
+        v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
+        grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+        last = tl.minimum(first + BLOCK_N, end) + shift
+        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        key = load_rows(k_base, origin, last, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
+        value = load_rows(v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
+        top, cut, share, mean = _load_gradient_rows(softmax, by_row, second, row_index, valid_row)
+        s, factor = compute_tile_scores(
+            query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
+            NEAR if window is None else EDGE, BLOCK_N,
+        )  # fmt: skip
+        s = tl.where((column >= start)[None, :], s, -float("inf"))
+        e = compute_exponentials(s, factor, top)
+        dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
+        if RENORMALISE:
+            dp, _ = _centre(dp, mass, correction, softmax, second, row_index, valid_row)
+        dp = tl.where(is_positive(s, e, cut[:, None], NEAR), dp, 0.0)
+        ds += e * (share[:, None] * dp - mean[:, None])
+    sums, negative = _sum_diagonals(ds, BLOCK_N)
+    place = (tl.program_id(2).to(tl.int64) * heads + head) * tl.num_programs(0) + diagonal
+    tl.store(partial + place * 2 * BLOCK_N + line, sums)
+    tl.store(partial + (place * 2 + 1) * BLOCK_N + line, negative)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -270,11 +395,10 @@ def key_gradient_kernel(
     grad,
     softmax,
     mass,
-    delta,
+    by_row,
     correction,
     dk,
     dv,
-    dbias,
     dslopes,
     stride_qb,
     stride_qh,
@@ -325,17 +449,11 @@ def key_gradient_kernel(
 ):
     """dk and dv of blocks of keys, those with the most rows first, summed over the query heads of the group.
 
-    A program processes one kv head, so it needs one partial `[W]` of dbias per query head. Products per tile: k.q and
-    ds.q; v.dO and w.dO only if a weight survives.
+    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives.
     """
     kv_head = tl.program_id(0)  # the first programs, of all heads, have the most rows
     line = tl.arange(0, BLOCK_M)
     heads = kv_heads * group
-    if dbias is not None:
-        dbias += tl.program_id(1).to(tl.int64) * heads * reach
-        for entry in range(kv_head * group * reach, (kv_head + 1) * group * reach, BLOCK_M):
-            tl.store(dbias + entry + line, 0.0, mask=entry + line < (kv_head + 1) * group * reach)
-        tl.debug_barrier()
     if dslopes is not None:
         dslopes += tl.program_id(1) * heads
         for member in tl.range(group, disable_licm=True):
@@ -393,10 +511,7 @@ def key_gradient_kernel(
                         gradient = load_tile(
                             grad_rows, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
                         )
-                        top, total, share = load_softmax(softmax, second, head_rows + row, valid_row)
-                        row_delta = tl.load(delta + head_rows + row, mask=valid_row, other=0.0)
-                        theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
-                        cut = tl.where(valid_row, theta * total, float("inf"))
+                        top, cut, share, mean = _load_gradient_rows(softmax, by_row, second, head_rows + row, valid_row)
                         s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
@@ -418,19 +533,14 @@ def key_gradient_kernel(
                             dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
                             inverse = share
                             if RENORMALISE:
-                                row_mass = tl.load(mass + head_rows + row, mask=valid_row, other=0.0)
-                                mean = tl.load(correction + head_rows + row, mask=valid_row, other=0.0)
-                                inverse = tl.where(row_mass == 0, 0.0, 1.0 / tl.where(row_mass == 0, 1.0, row_mass))
-                                dp = (dp - mean[:, None]) * (total * inverse)[:, None]
+                                dp, inverse = _centre(dp, mass, correction, softmax, second, head_rows + row, valid_row)
                             w = w * inverse[:, None]
                             dp = tl.where(survives, dp, 0.0)
                             value_gradient = tl.dot(
                                 tl.trans(w.to(gradient.dtype)), gradient, value_gradient, input_precision="ieee"
                             )
-                        ds = e * (share[:, None] * dp - (share * row_delta)[:, None])
+                        ds = e * (share[:, None] * dp - mean[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
-                        if dbias is not None and KIND != PLAIN:
-                            _add_diagonals(dbias + head * reach, ds, origin + shift - first, reach, BLOCK_M, BLOCK_N)
                         if dslopes is not None:
                             slope_gradient += tl.sum(ds * compute_distances(own, tl.arange(0, BLOCK_N), first), 1)
             if dslopes is not None:
@@ -464,21 +574,23 @@ def backward(
         "grad": grad,
         "softmax": softmax,
         "mass": none_if_empty(mass),
-        "delta": torch.empty_like(survivors),
+        "by_row": survivors.new_empty(3, *survivors.shape),
         "correction": torch.empty_like(survivors) if call.renormalise else None,
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
     shared["DESCRIBED"] &= can_describe(grad)
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
-    _launch_key_gradient(call, shared, dk, dv, dbias, dslopes)
+    _launch_key_gradient(call, shared, dk, dv, dslopes)
+    if dbias.numel():
+        _launch_bias_gradient(call, shared, dbias)
     return dq, dk, dv, survivors, dbias, dslopes
 
 
 def _launch_query_gradient(
     call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
 ) -> None:
-    """Fill dq, survivors, and the shared delta and correction; `out` is read only with renormalise."""
+    """Fill dq, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
     batches, heads, rows, _ = call.q.shape
     arguments = {
         **shared,
@@ -497,29 +609,38 @@ def _launch_query_gradient(
     launch(query_gradient_kernel, call, grid, arguments)
 
 
-def _launch_key_gradient(
-    call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor
-) -> None:
-    """Fill dk and dv, and dbias and dslopes unless empty."""
+def _launch_key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dslopes: Tensor) -> None:
+    """Fill dk and dv, and dslopes unless empty."""
     q, kv_heads = call.q, call.k.shape[1]
     block = configurations.list_choices("key_gradient", q)[0].n
     programs = balance_programs(count_resident_programs(q), kv_heads, _estimate_costs(call, block))
-    # Partial sums per program, added afterwards in a fixed order.
-    partial_bias, partial_slopes = (x.new_empty(programs, *x.shape) if x.numel() else None for x in (dbias, dslopes))
+    # A partial sum per program, added afterwards in a fixed order.
+    partial = q.new_empty(programs, len(dslopes), dtype=torch.float32) if dslopes.numel() else None
     arguments = {
         **shared,
         "dk": dk,
         "dv": dv,
-        "dbias": partial_bias,
-        "dslopes": partial_slopes,
+        "dslopes": partial,
         **name_strides("dk", dk, with_columns=False),
         **name_strides("dv", dv, with_columns=False),
         "kv_heads": kv_heads,
     }
     launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments)
-    for partial, total in ((partial_bias, dbias), (partial_slopes, dslopes)):
-        if partial is not None:
-            torch.sum(partial, 0, out=total)
+    if partial is not None:
+        torch.sum(partial, 0, out=dslopes)
+
+
+def _launch_bias_gradient(call: Call, shared: dict[str, Any], dbias: Tensor) -> None:
+    """Fill dbias `[H, W]`."""
+    heads, reach = dbias.shape
+    block = configurations.list_choices("bias_gradient", call.q)[0].n
+    diagonals = ceil_div(reach, block) + 1
+    programs = max(1, ceil_div(BIAS_WAVES * count_resident_programs(call.q), diagonals * heads))
+    partial = dbias.new_empty(programs, heads, diagonals, 2, block)
+    arguments = {**shared, "partial": partial, "heads": heads}
+    launch(bias_gradient_kernel, call, lambda _: (diagonals, heads, programs), arguments)
+    sums = partial.sum(0)
+    torch.add(*(x.flatten(1)[:, :reach] for x in (sums[:, :-1, 0], sums[:, 1:, 1])), out=dbias)
 
 
 def _estimate_costs(call: Call, block: int) -> tuple[int, ...]:

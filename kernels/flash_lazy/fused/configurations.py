@@ -65,6 +65,10 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
             256: [Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)],
         },
     },
+    "bias_gradient": {
+        2: {128: [Blocks(64, 64, 4, 2)], 256: [Blocks(32, 32, 4, 1)]},
+        4: {128: [Blocks(32, 32, 4, 1)], 256: [Blocks(16, 16, 4, 1)]},
+    },
     "key_gradient": {
         2: {
             64: [Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)],

@@ -68,6 +68,8 @@ def launch(
     """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
     choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
 
+    arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+
     def run() -> None:
         triton.set_allocator(lambda size, _alignment, _stream: call.q.new_empty(size, dtype=torch.int8))
         if configurations.AUTOTUNE:

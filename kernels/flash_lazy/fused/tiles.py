@@ -117,8 +117,9 @@ def load_rows(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
     REMULTIPLY: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable
+    begin=None,
 ):
-    """Load `[BLOCK, BLOCK_D]` from row `first` on, 0 beyond WIDTH and, with MASKED, beyond `end`.
+    """Load `[BLOCK, BLOCK_D]` from row `first` on, 0 beyond WIDTH and, with MASKED, beyond `end` and before `begin`.
 
     REMULTIPLY: multiply the row offsets here instead of keeping them in registers over a loop.
     """
@@ -128,10 +129,13 @@ def load_rows(
         pointers = base + (first + row).to(tl.int64) * stride + column * stride_d
     else:
         pointers = base + first.to(tl.int64) * stride + row * stride + column * stride_d
+    valid = first + row < end
+    if begin is not None:
+        valid &= first + row >= begin
     if MASKED and WIDTH < BLOCK_D:
-        x = tl.load(pointers, mask=(first + row < end) & (column < WIDTH), other=0.0)
+        x = tl.load(pointers, mask=valid & (column < WIDTH), other=0.0)
     elif MASKED:
-        x = tl.load(pointers, mask=first + row < end, other=0.0)
+        x = tl.load(pointers, mask=valid, other=0.0)
     elif WIDTH < BLOCK_D:
         x = tl.load(pointers, mask=column < WIDTH, other=0.0)
     else:

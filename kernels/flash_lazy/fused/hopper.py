@@ -23,13 +23,13 @@ GROUP_ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _locate_item(item, batches, heads, rows, keys, window, reach, N: gl.constexpr):
+def _locate_item(item, batches, heads, rows, keys, window, reach, M: gl.constexpr, N: gl.constexpr):
     """Head, batch and first row of an item, the longest first, and its key tiles as `locate_key_tiles` gives them."""
-    blocks = gl.cdiv(rows, 2 * GROUP_ROWS)
+    blocks = gl.cdiv(rows, M)
     head = item % heads
     batch = item // heads % batches
-    first = (blocks - 1 - item // heads // batches) * 2 * GROUP_ROWS
-    low, _, edge, near, tiles = locate_key_tiles(first, rows, item * 0, keys - rows, window, reach, 2 * GROUP_ROWS, N)
+    first = (blocks - 1 - item // heads // batches) * M
+    low, _, edge, near, tiles = locate_key_tiles(first, rows, item * 0, keys - rows, window, reach, M, N)
     return head, batch, first, low, edge, near, tiles
 
 
@@ -54,16 +54,17 @@ def _copy_tile(rows, batch, head, first, tile_bufs, full, empty, turn):
 def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: gl.constexpr):
     """The copying warp: per item q, then its keys, then its keys and values in turn."""
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
+    GROUPS: gl.constexpr = q_full.type.shape[0]
     batches, heads, group, rows, keys, window, reach = sizes
     turn = 0
-    for item in range(gl.program_id(0), gl.cdiv(rows, 2 * GROUP_ROWS) * batches * heads, gl.num_programs(0)):
-        head, batch, first, low, _, _, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+    for item in range(gl.program_id(0), gl.cdiv(rows, GROUPS * GROUP_ROWS) * batches * heads, gl.num_programs(0)):
+        head, batch, first, low, _, _, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, GROUPS * GROUP_ROWS, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
-        for half in gl.static_range(2):
-            mbarrier.wait(q_empty.index(half), (number & 1) ^ 1)
-            mbarrier.expect(q_full.index(half), q_rows.block_type.nbytes)
+        for each in gl.static_range(GROUPS):
+            mbarrier.wait(q_empty.index(each), (number & 1) ^ 1)
+            mbarrier.expect(q_full.index(each), q_rows.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                q_rows, [batch, head, first + half * GROUP_ROWS, 0], q_full.index(half), q_bufs.index(half)
+                q_rows, [batch, head, first + each * GROUP_ROWS, 0], q_full.index(each), q_bufs.index(each)
             )
         kv_head = head // group
         for tile in range(tiles):
@@ -88,11 +89,13 @@ def _weigh_scores(s, own, column, first, scale, strip, reach, window, top, cut, 
 
 @gluon.jit
 def _multiply(
-    tensors, shared, sizes, others, D: gl.constexpr, N: gl.constexpr, THRESHOLD: gl.constexpr, HALF: gl.constexpr
-):
+    tensors, shared, sizes, others,
+    D: gl.constexpr, N: gl.constexpr, THRESHOLD: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """One group: maximum and sum of its 64 rows, then weights times values, the next scores in flight meanwhile."""
     tau, strip, out, softmax = tensors
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
+    GROUPS: gl.constexpr = q_full.type.shape[0]
     batches, heads, group, rows, keys, window, reach = sizes
     stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries = others
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -100,20 +103,20 @@ def _multiply(
     w_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     column = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
-    line = HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
+    line = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
     zeros = gl.zeros([GROUP_ROWS, N], gl.float32, s_layout)
     dtype: gl.constexpr = out.dtype.element_ty
     turn = 0
     for item in tl.range(
-            gl.program_id(0), gl.cdiv(rows, 2 * GROUP_ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
+            gl.program_id(0), gl.cdiv(rows, GROUPS * GROUP_ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
         ):
-        head, batch, first, low, edge, near, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+        head, batch, first, low, edge, near, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, GROUPS * GROUP_ROWS, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         row = first + line
         own = row + keys - rows
         head_strip = strip + head.to(gl.int64) * strip_row + STRIP_PAD
-        mbarrier.wait(q_full.index(HALF), number & 1)
-        query = q_bufs.index(HALF).reshape([GROUP_ROWS, D])
+        mbarrier.wait(q_full.index(GROUP), number & 1)
+        query = q_bufs.index(GROUP).reshape([GROUP_ROWS, D])
 
         top = gl.full([GROUP_ROWS], -float("inf"), gl.float32, row_layout)
         total = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
@@ -174,7 +177,7 @@ def _multiply(
                 mbarrier.arrive(empty.index(value_place), count=1)
                 weights = next_weights
                 turn += 2
-        mbarrier.arrive(q_empty.index(HALF), count=1)
+        mbarrier.arrive(q_empty.index(GROUP), count=1)
         place = _wait_turn(full, turn)
         acc = warpgroup_mma(weights, tile_bufs.index(place).reshape([N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -182,7 +185,7 @@ def _multiply(
         turn += 1
 
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
-        out_row = first + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, o_layout))
+        out_row = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, o_layout))
         out_base = out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
         pointers = out_base + out_row.to(gl.int64)[:, None] * stride_ol
         pointers += gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
@@ -196,50 +199,62 @@ def _multiply(
 def hopper_forward_kernel(
     q_rows, k_rows, v_rows, tau, strip, out, softmax, stride_ob, stride_oh, stride_ol,
     batches, heads, group, rows, keys, second, scale, strip_row, reach, window, context_length, entries,
-    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, THRESHOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, THRESHOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output of all rows, the longest first, by resident programs of 128 rows; two numbers per row to `softmax`."""
     dtype: gl.constexpr = out.dtype.element_ty
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, D], q_rows.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, GROUP_ROWS, D], q_rows.layout)
     tile_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_rows.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for half in gl.static_range(2):
-        mbarrier.init(q_full.index(half), count=1)
-        mbarrier.init(q_empty.index(half), count=1)
+    for each in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(each), count=1)
+        mbarrier.init(q_empty.index(each), count=1)
     for place in gl.static_range(STAGES):
         mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
+        mbarrier.init(empty.index(place), count=GROUPS)
     shared = (q_bufs, q_full, q_empty, tile_bufs, full, empty)
     sizes = (batches, heads, group, rows, keys, window, reach)
     tensors = (tau, strip, out, softmax)
     others = (stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries)
-    gl.warp_specialize(
-        [
-            (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 0)),
-            (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 1)),
-            (_copy_tiles, (q_rows, k_rows, v_rows, shared, sizes, N)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 0)),
+                (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 1)),
+                (_copy_tiles, (q_rows, k_rows, v_rows, shared, sizes, N)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 0)),
+                (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 1)),
+                (_multiply, (tensors, shared, sizes, others, D, N, THRESHOLD, 2)),
+                (_copy_tiles, (q_rows, k_rows, v_rows, shared, sizes, N)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
 
 
 class Blocks(NamedTuple):
-    """One configuration: keys of a tile, tiles in flight, and registers of a thread that multiplies."""
+    """One configuration: groups of four warps, keys of a tile, tiles in flight."""
 
+    groups: int
     n: int
     stages: int
-    registers: int = 240
 
 
-CONFIGURATIONS = {64: Blocks(128, 6), 128: Blocks(128, 4)}
+CONFIGURATIONS = {64: Blocks(2, 64, 8), 128: Blocks(2, 64, 6)}
 """By head width."""
-ENTRY_REGISTERS = 168
-"""Registers of a thread before the groups take theirs: 65,536 over 12 warps."""
+REGISTERS = {2: (168, 240), 3: (128, 160)}
+"""Registers of a thread on entry and of one that multiplies, by groups: 65,536 over 12 or 16 warps."""
 
 
 def covers(call: Call, stats: bool) -> bool:
@@ -256,8 +271,9 @@ def forward(call: Call, out: Tensor, softmax: Tensor) -> None:
     batches, heads, rows, width = q.shape
     keys, reach = k.shape[2], 0 if call.bias is None else call.bias.shape[1]
     blocks = CONFIGURATIONS[width]
+    entry, held = REGISTERS[blocks.groups]
     strip = make_strip(call.bias if reach else q.new_zeros(1, 0, dtype=torch.float32))
-    items = ceil_div(rows, 2 * GROUP_ROWS.value) * batches * heads
+    items = ceil_div(rows, blocks.groups * GROUP_ROWS.value) * batches * heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     with use_device(q):
         hopper_forward_kernel[(min(processors, items),)](
@@ -266,8 +282,8 @@ def forward(call: Call, out: Tensor, softmax: Tensor) -> None:
             batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E,
             strip.stride(0) if reach else 0, reach, min(call.window or keys, keys),
             call.context_length or 0, call.tau.shape[-1],
-            width, blocks.n, blocks.stages, call.threshold, blocks.registers,
-            num_warps=4, maxnreg=ENTRY_REGISTERS,
+            width, blocks.groups, blocks.n, blocks.stages, call.threshold, held,
+            num_warps=4, maxnreg=entry,
         )  # fmt: skip
 
 

@@ -34,16 +34,25 @@ from flash_lazy.fused.tiles import (
     describe_rows,
     has_survivor,
     is_positive,
+    load_gradient_rows,
     load_rows,
     load_softmax,
     load_tile,
     load_thresholds,
     locate_block,
     locate_key_tiles,
+    locate_row_tiles,
     store_rows,
 )
 
 
+try:
+    from flash_lazy.fused import hopper
+except ImportError:  # a triton without Gluon
+    hopper = None
+
+ROWS_PADDED_TO = 128
+"""Multiple of the rows of every block."""
 BIAS_WAVES = 4
 """Programs of the bias gradient for each one that is resident: its diagonals are of unequal length."""
 
@@ -97,6 +106,7 @@ def query_gradient_kernel(
     keys,
     documents,
     second,
+    padded_rows,
     scale,
     natural_scale,
     strip_row,
@@ -115,8 +125,8 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of one block of rows, per row survivors = sum m dp (d tau without its factor), and `by_row` `[3, B, H, Lq]`:
-    threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
+    """dq of one block of rows, per row survivors = sum m dp (d tau without its factor), and `by_row` `[4, B, H, P]` with
+    P >= Lq: maximum, threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
@@ -194,7 +204,7 @@ def query_gradient_kernel(
                     KIND,
                     BLOCK_N,
                 )
-                e = compute_exponentials(s, factor, top)
+                e = compute_exponentials(s, factor, top[:, None])
                 if not SKIP or has_survivor(e, cut):
                     survives = is_positive(s, e, cut[:, None], KIND)
                     dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
@@ -229,20 +239,16 @@ def query_gradient_kernel(
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    tl.store(by_row + row_index, cut, mask=valid_row)
-    tl.store(by_row + second + row_index, share, mask=valid_row)
-    tl.store(by_row + 2 * second.to(tl.int64) + row_index, share * row_delta, mask=valid_row)
+    # Rows past the last get values with which no weight of theirs is left.
+    padded_index = (batch.to(tl.int64) * heads + head) * padded_rows + row
+    stored = valid_row | ((row >= rows) & (row < padded_rows))
+    by_row += padded_index
+    plane = batches.to(tl.int64) * heads * padded_rows
+    tl.store(by_row, top, mask=stored)
+    tl.store(by_row + plane, cut, mask=stored)
+    tl.store(by_row + 2 * plane, share, mask=stored)
+    tl.store(by_row + 3 * plane, share * row_delta, mask=stored)
     tl.store(survivors + row_index, row_survivors, mask=valid_row)
-
-
-@triton.jit
-def _load_gradient_rows(softmax, by_row, second, row_index, valid_row):
-    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; with these no weight of a row out of range is left."""
-    top = tl.load(softmax + row_index, mask=valid_row, other=float("inf"))
-    cut = tl.load(by_row + row_index, mask=valid_row, other=float("inf"))
-    share = tl.load(by_row + second + row_index, mask=valid_row, other=0.0)
-    mean = tl.load(by_row + 2 * second.to(tl.int64) + row_index, mask=valid_row, other=0.0)
-    return tl.where(share == 0, float("inf"), top), cut, share, mean
 
 
 @triton.jit
@@ -312,6 +318,7 @@ def bias_gradient_kernel(
     keys,
     documents,
     second,
+    padded_rows,
     scale,
     strip_row,
     reach,
@@ -363,13 +370,15 @@ def bias_gradient_kernel(
         gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
         key = load_rows(k_base, origin, last, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
         value = load_rows(v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
-        top, cut, share, mean = _load_gradient_rows(softmax, by_row, second, row_index, valid_row)
+        top, cut, share, mean = load_gradient_rows(
+            by_row, batches * heads, padded_rows, batch * heads + head, row, valid_row
+        )
         s, factor = compute_tile_scores(
             query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
             NEAR if window is None else EDGE, BLOCK_N,
         )  # fmt: skip
         s = tl.where((column >= start)[None, :], s, -float("inf"))
-        e = compute_exponentials(s, factor, top)
+        e = compute_exponentials(s, factor, top[:, None])
         dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
         if RENORMALISE:
             dp, _ = _centre(dp, mass, correction, softmax, second, row_index, valid_row)
@@ -429,6 +438,7 @@ def key_gradient_kernel(
     keys,
     documents,
     second,
+    padded_rows,
     scale,
     natural_scale,
     strip_row,
@@ -466,18 +476,7 @@ def key_gradient_kernel(
         first, end, start, shift, top_row = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, True, BLOCK_N
         )
-        # Rows that see some of these keys. NEAR tiles mask keys past the end, which come after every row's own key.
-        low = tl.maximum(first - shift, top_row)
-        last_own = end - 1
-        if window is not None:
-            last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)
-        high = tl.where(first < end, tl.maximum(last_own + 1 - shift, low), low)
-        tiles = tl.cdiv(high - low, BLOCK_M)
-        edge = tiles
-        if window is not None:
-            edge = tl.minimum(tl.maximum(first + window - (low + shift), 0) // BLOCK_M, tiles)
-        near = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 + reach - (low + shift), 0), BLOCK_M), edge)
-
+        low, high, near, edge, tiles = locate_row_tiles(first, end, shift, top_row, window, reach, BLOCK_M, BLOCK_N)
         k_base = k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
         v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
         key = load_rows(k_base, first, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
@@ -511,7 +510,9 @@ def key_gradient_kernel(
                         gradient = load_tile(
                             grad_rows, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
                         )
-                        top, cut, share, mean = _load_gradient_rows(softmax, by_row, second, head_rows + row, valid_row)
+                        top, cut, share, mean = load_gradient_rows(
+                            by_row, batches * heads, padded_rows, batch * heads + head, row, valid_row
+                        )
                         s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
@@ -525,7 +526,7 @@ def key_gradient_kernel(
                             KIND,
                             BLOCK_N,
                         )
-                        e = compute_exponentials(s, factor, top)
+                        e = compute_exponentials(s, factor, top[:, None])
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                         if not SKIP or has_survivor(e, cut):
                             survives = is_positive(s, e, cut[:, None], KIND)
@@ -542,7 +543,7 @@ def key_gradient_kernel(
                         ds = e * (share[:, None] * dp - mean[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
                         if dslopes is not None:
-                            slope_gradient += tl.sum(ds * compute_distances(own, tl.arange(0, BLOCK_N), first), 1)
+                            slope_gradient += tl.sum(ds * compute_distances((own - first)[:, None], tl.arange(0, BLOCK_N)[None, :]), 1)
             if dslopes is not None:
                 tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
                 tl.debug_barrier()
@@ -569,19 +570,24 @@ def backward(
     """
     dq, dk, dv, survivors, dbias, dslopes = allocate_backward_buffers(call, bias_gradient, slopes_gradient)
     grad = ensure_32bit_offsets(grad)
+    padded_rows = ceil_div(call.q.shape[2], ROWS_PADDED_TO) * ROWS_PADDED_TO
     shared = {
         **collect_shared_arguments(call),
         "grad": grad,
         "softmax": softmax,
         "mass": none_if_empty(mass),
-        "by_row": survivors.new_empty(3, *survivors.shape),
+        "by_row": survivors.new_empty(4, *survivors.shape[:2], padded_rows),
+        "padded_rows": padded_rows,
         "correction": torch.empty_like(survivors) if call.renormalise else None,
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
     shared["DESCRIBED"] &= can_describe(grad)
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
-    _launch_key_gradient(call, shared, dk, dv, dslopes)
+    if configurations.HOPPER and hopper is not None and hopper.covers_key_gradient(call, grad):
+        hopper.key_gradient(call, grad, shared["by_row"], dk, dv)
+    else:
+        _launch_key_gradient(call, shared, dk, dv, dslopes)
     if dbias.numel():
         _launch_bias_gradient(call, shared, dbias)
     return dq, dk, dv, survivors, dbias, dslopes

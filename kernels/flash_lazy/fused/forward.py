@@ -267,7 +267,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     """
     q = call.q
     batches, heads, rows, _ = q.shape
-    if configurations.HOPPER and hopper is not None and hopper.covers(call, stats):
+    if configurations.HOPPER and hopper is not None and not stats and hopper.covers(call):
         results = allocate_forward_buffers(call, True, stats)
         hopper.forward(call, *results[:2])
         return results

@@ -195,15 +195,6 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def compute_distances(own, column, first):
-    """Distances from the rows' own keys `[M]` to the tile's keys, `first` + column `[N]`; float32 `[M, N]`.
-
-    Exact below 2**24, with one conversion per row and column instead of one per score.
-    """
-    return (own - first).to(tl.float32)[:, None] - column.to(tl.float32)[None, :]
-
-
-@triton.jit
 def _load_elementwise(pointers):
     """Load float32 values in the register layout of the scores to which they are added.
 
@@ -221,27 +212,29 @@ def compute_tile_scores(
 ):
     """Scores of the rows with own keys `own` and the keys from `first` on, and their factor: see `place_scores`."""
     s = tl.dot(a, b, input_precision="ieee")
-    return place_scores(s, own, tl.arange(0, BLOCK_N), first, scale, strip, reach, slope, window, KIND)
+    return place_scores(
+        s, (own - first)[:, None], tl.arange(0, BLOCK_N)[None, :], scale, strip, reach, slope, window, KIND
+    )
 
 
 @triton.jit
-def place_scores(s, own, column, first, scale, strip, reach, slope, window, KIND: tl.constexpr):
-    """Scores from products s of the rows with own keys `own` and the keys from `first` on; -inf where hidden.
+def place_scores(s, offset, column, scale, strip, reach, slope, window, KIND: tl.constexpr):
+    """Scores from products s of rows and keys at the distances offset - column; -inf where hidden.
 
     Also their factor: `scale` where nothing is added to a product, so that one instruction scales it and subtracts the
-    row's maximum; otherwise 1. column: 0, 1, ... in the layout of the products' columns.
+    row's maximum; otherwise 1. offset: own - first key of the tile, of each row; column: 0, 1, ... of each key; both
+    with an axis of size 1.
     """
     factor = scale if KIND == PLAIN and slope is None else 1.0
     if KIND != PLAIN or slope is not None:
         s *= scale
-    offset = (own - first)[:, None]
-    distance = offset - column[None, :]
     if slope is not None:
-        s -= slope * compute_distances(own, column, first)
+        s -= slope * compute_distances(offset, column)
+    distance = offset - column
     if KIND == NEAR:
         if strip is not None:
             # Summed in 64 bits, so that each of a thread's addresses is that of its row plus a constant.
-            s += _load_elementwise(strip + offset.to(tl.int64) - column[None, :].to(tl.int64))
+            s += _load_elementwise(strip + offset.to(tl.int64) - column.to(tl.int64))
         else:
             s = tl.where(distance >= 0, s, -float("inf"))
     elif KIND == EDGE:
@@ -249,6 +242,12 @@ def place_scores(s, own, column, first, scale, strip, reach, slope, window, KIND
             s += _load_elementwise(strip + tl.minimum(distance, reach))
         s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
     return s, factor
+
+
+@triton.jit
+def compute_distances(offset, column):
+    """offset - column in float32, exact below 2**24, with one conversion per row and column instead of one per score."""
+    return offset.to(tl.float32) - column.to(tl.float32)
 
 
 @triton.jit
@@ -276,7 +275,7 @@ def compute_exponentials(s, factor, top):
 
     Otherwise a row of one key, with threshold 1 at tau = 1, could survive in one kernel and not in another.
     """
-    return tl.exp2(tl.minimum(s * factor - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.exp2(tl.minimum(s * factor - top, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -313,3 +312,44 @@ def locate_key_tiles(
         edge = tl.minimum(tl.cdiv(tl.maximum(own_last - window + 1 - low, 0), BLOCK_N), tiles)
     near = tl.maximum(own_first + 1 - reach - low, 0) // BLOCK_N
     return low, high, edge, tl.minimum(tl.maximum(near, edge), tiles), tiles
+
+
+@triton.jit
+def locate_row_tiles(
+    first, end, shift, top_row, window, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Rows that see a block of keys: first and end, the ends of their NEAR and PLAIN tiles, and all tiles.
+
+    Keys past `end` come after every row's own key, so NEAR tiles mask them.
+    """
+    low = tl.maximum(first - shift, top_row)
+    last_own = end - 1
+    if window is not None:
+        last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)
+    high = tl.where(first < end, tl.maximum(last_own + 1 - shift, low), low)
+    tiles = tl.cdiv(high - low, BLOCK_M)
+    edge = tiles
+    if window is not None:
+        edge = tl.minimum(tl.maximum(first + window - (low + shift), 0) // BLOCK_M, tiles)
+    near = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 + reach - (low + shift), 0), BLOCK_M), edge)
+    return low, high, near, edge, tiles
+
+
+@triton.jit
+def load_gradient_rows(by_row, all_heads, padded_rows, head, row, valid_row):
+    """Of rows of one of all heads: maximum, threshold times sum, 1 / sum, delta / sum, as `query_gradient_kernel` saves
+    them.
+
+    valid_row: mask, or None if every row is below `padded_rows`.
+    """
+    by_row += head.to(tl.int64) * padded_rows + row
+    plane = all_heads.to(tl.int64) * padded_rows
+    if valid_row is None:
+        top, cut = tl.load(by_row), tl.load(by_row + plane)
+        share, mean = tl.load(by_row + 2 * plane), tl.load(by_row + 3 * plane)
+    else:
+        top = tl.load(by_row, mask=valid_row, other=float("inf"))
+        cut = tl.load(by_row + plane, mask=valid_row, other=float("inf"))
+        share = tl.load(by_row + 2 * plane, mask=valid_row, other=0.0)
+        mean = tl.load(by_row + 3 * plane, mask=valid_row, other=0.0)
+    return top, cut, share, mean

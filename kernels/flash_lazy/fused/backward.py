@@ -12,7 +12,6 @@ from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
     balance_programs,
-    can_describe,
     ceil_div,
     collect_shared_arguments,
     count_call_blocks,
@@ -328,7 +327,6 @@ def bias_gradient_kernel(
     BLOCK_D: tl.constexpr,
     RENORMALISE: tl.constexpr,
     UPCAST: tl.constexpr,
-    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,  # noqa: ARG001 - tiles are square
     BLOCK_N: tl.constexpr,
 ):
@@ -582,7 +580,6 @@ def backward(
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
-    shared["DESCRIBED"] &= can_describe(grad)
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
     if configurations.HOPPER and hopper is not None and hopper.covers_key_gradient(call, grad):
         hopper.key_gradient(call, grad, shared["by_row"], dk, dv)

@@ -30,12 +30,14 @@ MAX_BLOCK = 256
 
 
 class Blocks(NamedTuple):
-    """One configuration of a kernel: tile of m rows by n keys, warps, pipeline stages."""
+    """One configuration of a kernel: tile of m rows by n keys, warps, pipeline stages, and how tiles are loaded."""
 
     m: int
     n: int
     warps: int
     stages: int
+    described: bool = False
+    """By tensor descriptors, where a call allows it; otherwise by addresses."""
 
 
 # By kernel, element size in bytes, and maximum head width. The first of a list is the default: for half precision the
@@ -43,8 +45,8 @@ class Blocks(NamedTuple):
 CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     "forward": {
         2: {
-            64: [Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3), Blocks(128, 128, 8, 2)],
-            128: [Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 128, 8, 2)],
+            64: [Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 2, True), Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 3)],
+            128: [Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3, True), Blocks(64, 64, 4, 2)],
             256: [Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2)],
         },
         4: {
@@ -55,7 +57,7 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     },
     "query_gradient": {
         2: {
-            64: [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)],
+            64: [Blocks(64, 32, 4, 3, True), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)],
             128: [Blocks(64, 32, 4, 3), Blocks(128, 32, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)],
             256: [Blocks(32, 32, 8, 2), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)],
         },
@@ -66,13 +68,13 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
         },
     },
     "bias_gradient": {
-        2: {128: [Blocks(64, 64, 4, 2)], 256: [Blocks(32, 32, 4, 1)]},
+        2: {128: [Blocks(64, 64, 4, 1)], 256: [Blocks(32, 32, 4, 1)]},
         4: {128: [Blocks(32, 32, 4, 1)], 256: [Blocks(16, 16, 4, 1)]},
     },
     "key_gradient": {
         2: {
-            64: [Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)],
-            128: [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)],
+            64: [Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 2)],
+            128: [Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 2)],
             256: [Blocks(32, 32, 8, 1), Blocks(32, 64, 8, 1), Blocks(32, 32, 4, 1)],
         },
         4: {

@@ -318,7 +318,7 @@ def _sum_over_rows(
     for member in range(group):
         head = kv_head * group + member
         head_strip = strip + head.to(gl.int64) * strip_row + STRIP_PAD
-        for KIND in gl.static_range(3):
+        for KIND in gl.static_range(2, -1, -1):  # NEAR tiles come first, in the order in which they are copied
             for tile in tl.range(
                 edge if KIND == EDGE else (near if KIND == PLAIN else 0),
                 tiles if KIND == EDGE else (edge if KIND == PLAIN else near),

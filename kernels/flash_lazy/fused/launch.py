@@ -18,6 +18,7 @@ from flash_lazy.fused.configurations import Blocks
 from flash_lazy.fused.tiles import STRIP_PAD
 
 LOG2E = 1.4426950408889634
+TUNED_FOR = ("size", "group", "reach", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP")
 
 
 def collect_shared_arguments(call: Call) -> dict[str, Any]:
@@ -26,7 +27,6 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
     batches, heads, rows, width = q.shape
     keys = k.shape[2]
     reach = 0 if call.bias is None else call.bias.shape[1]
-    described = all(map(can_describe, (q, k, v)))
     return {
         "q": q,
         "k": k,
@@ -54,7 +54,6 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
         "entries": call.tau.shape[-1],
         "THRESHOLD": call.threshold,
         "RENORMALISE": call.renormalise,
-        "DESCRIBED": described,
         "SKIP": configurations.SKIP_EMPTY_TILES,
         "WIDTH": width,
         "BLOCK_D": max(16, next_power_of_2(width)),
@@ -67,16 +66,17 @@ def launch(
 ) -> None:
     """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
     choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
-
+    if not all(can_describe(arguments[name]) for name in ("q", "k", "v", "grad") if name in arguments):
+        choices = [blocks._replace(described=False) for blocks in choices]
     arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
 
     def run() -> None:
         triton.set_allocator(lambda size, _alignment, _stream: call.q.new_empty(size, dtype=torch.int8))
         if configurations.AUTOTUNE:
-            _autotune(kernel, tuple(choices))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
+            _autotune(kernel, tuple(dict.fromkeys(choices)))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
         else:
             blocks = choices[0]
-            meta = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
+            meta = _make_meta(kernel, blocks)
             options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
             kernel[grid(meta)](**arguments, size=0, **meta, **options)
 
@@ -84,13 +84,18 @@ def launch(
         copy_context().run(run)  # the allocator, memory for descriptors, is a context variable of the caller's
 
 
+def _make_meta(kernel: Any, blocks: Blocks) -> dict[str, Any]:
+    meta = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "DESCRIBED": blocks.described}
+    return {name: value for name, value in meta.items() if name in kernel.arg_names}
+
+
 @cache
 def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
-        triton.Config({"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}, num_warps=blocks.warps, num_stages=blocks.stages)
+        triton.Config(_make_meta(kernel, blocks), num_warps=blocks.warps, num_stages=blocks.stages)
         for blocks in choices
     ]
-    key = ["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP", "DESCRIBED"]
+    key = [name for name in TUNED_FOR if name in kernel.arg_names]
     return triton.autotune(configs, key=key, cache_results=True)(kernel)
 
 

@@ -32,7 +32,11 @@ from lit_lazy.support.timing import Quartiles
 from timings.results import collect_provenance, format_provenance, format_row, format_spread
 from timings.workload import make_training_step
 
-ATTENTION = {"softmax": AttentionSpec(), "lazy": AttentionSpec(Elastic(), LearnedBias())}
+ATTENTION = {
+    "softmax": AttentionSpec(),
+    "lazy, W 512": AttentionSpec(Elastic(), LearnedBias(512)),  # the authors' length
+    "lazy, W = L": AttentionSpec(Elastic(), LearnedBias()),
+}
 PROGRAM = "timings.gpu_step"
 PEAK_FLOPS = 989e12
 """bfloat16 FLOP/s of an H100 or H200 (data sheet), the denominator of MFU."""
@@ -138,7 +142,7 @@ def measure_in_process(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
 
 
 def make_cases(lengths: Iterable[int], kinds: Iterable[bool] = (False, True)) -> list[Case]:
-    """Both attentions in turn, uncompiled first. kinds: whether they are compiled."""
+    """The attentions in turn, uncompiled first. kinds: whether they are compiled."""
     return [Case(attention, length, compiled) for compiled, length, attention in product(kinds, lengths, ATTENTION)]
 
 

@@ -28,11 +28,13 @@ from triton.compiler import ASTSource
 from flash_lazy.call import Call
 from flash_lazy.fused import backward, configurations, decode, forward
 from flash_lazy.fused.configurations import Blocks
+from flash_lazy.fused.launch import make_meta
 
 KERNELS: dict[str, ModuleType] = {
     "forward": forward,
     "query_gradient": backward,
     "key_gradient": backward,
+    "bias_gradient": backward,
     "decode_scores": decode,
     "decode_values": decode,
     "decode_sum": decode,
@@ -144,7 +146,7 @@ def compile_kernel(
     arguments = collect_launch_arguments(name, DTYPES[dtype], width, variant)
     warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
     if blocks is not None:
-        arguments |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
+        arguments |= make_meta(kernel, blocks)
         warps, stages = blocks.warps, blocks.stages
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():

@@ -1,9 +1,10 @@
-"""Milliseconds of each pass of the kernels alone, in every configuration, against SDPA in the same process.
+"""Milliseconds of each pass of the kernels alone, by configuration, and of the whole function, beside SDPA's.
 
     python3 -m bench.passes --out FOLDER
 
-On a CUDA device. Every candidate is first checked against `reference` in float64, in parallel processes; one that is
-wrong, hangs or crashes is reported and not timed. FOLDER/passes.json is rewritten after every figure.
+On a CUDA device. First every case of `correctness` is checked by the default kernels, and one case by each candidate,
+in parallel processes; a candidate that is wrong, hangs or crashes is reported and not timed. FOLDER/passes.json and .md
+are rewritten after every figure.
 """
 
 import argparse
@@ -33,12 +34,7 @@ from flash_lazy.fused.configurations import Blocks
 BATCH, HEADS, LENGTH = 4, 16, 4096
 SHAPES = ((128, 512), (64, 512), (128, 0), (64, 0), (64, 4096))
 """Head width D and biases per head W."""
-CASES = {
-    64: ("bf16, D = 64", "window", "two kv heads", "more blocks than programs"),
-    128: ("bf16, D = 128",),
-}  # fmt: skip
-"""Cases of `correctness` that a candidate must pass, by width."""
-ROUNDS, CHECK_SECONDS, TIME_SECONDS = 20, 150.0, 30.0
+ROUNDS, WORKERS, CHECK_SECONDS, TIME_SECONDS = 20, 15, 150.0, 30.0
 PASSES = ("forward", "query_gradient", "key_gradient", "bias_gradient")
 
 
@@ -64,14 +60,16 @@ def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
     CANDIDATES.extend(Candidate(name, width, each, kind) for each in blocks)
 
 
-add("forward", 128, "hopper", (2, 64, 6), (3, 64, 6))
-add("forward", 64, "hopper", (2, 64, 8), (3, 64, 8))
-add("key_gradient", 128, "hopper", (32, 4), (32, 6))
-add("key_gradient", 64, "hopper", (64, 4), (32, 6))
-add("key_gradient", 128, "descriptors", (64, 64, 4, 2))
-add("key_gradient", 64, "descriptors", (64, 64, 4, 3))
-add("query_gradient", 128, "pointers", (64, 32, 4, 3))
+for each in (64, 128):
+    add("forward", each, "pointers", (128, 64, 8, 3))
+    add("bias_gradient", each, "pointers", (64, 64, 4, 1))
+add("forward", 64, "hopper", (64, 8))
+add("forward", 128, "hopper", (64, 6))
 add("query_gradient", 64, "descriptors", (64, 32, 4, 3))
+add("query_gradient", 128, "pointers", (64, 32, 4, 3))
+add("key_gradient", 64, "descriptors", (64, 64, 4, 3))
+add("key_gradient", 64, "pointers", (64, 64, 4, 2))
+add("key_gradient", 128, "descriptors", (64, 64, 4, 2))
 
 
 @contextmanager
@@ -81,17 +79,14 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
 
     def choose(kernel: str, q: torch.Tensor) -> list[Blocks]:
         mine = kernel == candidate.name and candidate.kind != "hopper" and q.shape[3] == candidate.width
-        return [Blocks(*candidate.blocks, candidate.kind == "descriptors")] if mine else list_choices(kernel, q)
+        return [Blocks(*candidate.blocks)._replace(described=candidate.kind == "descriptors")] if mine else list_choices(kernel, q)
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
         stack.enter_context(patch.object(configurations, "HOPPER", candidate.kind == "hopper"))
-        if candidate.name == "forward":
-            stack.enter_context(patch.object(hopper, "covers_key_gradient", lambda *_: False))
         if candidate.kind == "hopper":
-            lists = {"forward": hopper.FORWARD, "key_gradient": hopper.KEY_GRADIENT}[candidate.name]
-            chosen = type(lists[64])(*candidate.blocks)
-            stack.enter_context(patch.dict(lists, {candidate.width: chosen}))
+            chosen = {candidate.width: hopper.Blocks(*candidate.blocks)}
+            stack.enter_context(patch.dict(hopper.CONFIGURATIONS, chosen))
         yield
 
 
@@ -120,21 +115,19 @@ def make_step(name: str, call: Call) -> Callable[[], Any]:
     with ExitStack() as stack:
         for each in originals:
             stack.enter_context(patch.object(backward, f"_launch_{each}", keep(each)))
-        if name == "key_gradient" and configurations.HOPPER:
-            original = hopper.key_gradient
-            stack.enter_context(patch.object(hopper, "key_gradient", lambda *a: launches.update({name: partial(original, *a)})))
         backward.backward(call, None, out, None, softmax, mass, call.bias is not None, False)
-    step = launches[name]
-
-    return step
+    return launches[name]
 
 
-def check(candidate: Candidate) -> list[dict[str, Any]]:
-    """Rows of `correctness` that are wrong; also compiles the candidate for the shapes that are timed."""
-    wrong: list[dict[str, Any]] = []
+def check_case(case: str) -> list[dict[str, Any]]:
+    """Wrong rows of a case of `correctness` by the default kernels."""
+    return [row for row in correctness.check_cases("triton", [case]) if not row["passed"]]
+
+
+def check_candidate(candidate: Candidate) -> list[dict[str, Any]]:
+    """Wrong rows of `correctness` at the candidate's width; also compiles it for the shapes that are timed."""
     with use_candidate(candidate):
-        for case in CASES[candidate.width]:
-            wrong += [row for row in correctness.check_cases("triton", [case]) if not row["passed"]]
+        wrong = check_case(f"bf16, D = {candidate.width}")
         for width, reach in SHAPES:
             if width == candidate.width and (reach or candidate.name != "bias_gradient"):
                 make_step(candidate.name, make_call(width, reach))()
@@ -149,18 +142,17 @@ def time_candidate(candidate: Candidate, reach: int) -> float:
 
 
 def time_both(width: int, reach: int) -> dict[str, float]:
-    """Median milliseconds of the function with the kernels for Hopper, without tuning."""
+    """Median milliseconds of the function by the default kernels, tuned."""
     call = make_call(width, reach)
-    leaves = [x.requires_grad_() for x in (*call[:4], *([call.bias] if reach else []))]
+    leaves = [x.requires_grad_() for x in (call.q, call.k, call.v, call.tau, call.bias) if x is not None]
     grad = torch.randn_like(call.q)
 
     def attend() -> torch.Tensor:
         return lazy_attention(*leaves[:4], bias=call.bias)
 
-    with patch.multiple(configurations, AUTOTUNE=False, HOPPER=True):
-        with torch.no_grad():
-            alone = time_step(attend)
-        return {"forward": alone, "forward+backward": time_step(lambda: torch.autograd.grad(attend(), leaves, grad))}
+    with torch.no_grad():
+        alone = time_step(attend)
+    return {"forward": alone, "forward+backward": time_step(lambda: torch.autograd.grad(attend(), leaves, grad))}
 
 
 def time_step(step: Callable[[], Any]) -> float:
@@ -194,39 +186,46 @@ def _set_up() -> None:
 
 def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"made": collect_provenance("bench.passes"), "softmax": {}, "rows": []}
+    result: dict[str, Any] = {"made": collect_provenance("bench.passes"), "right": [], "whole": {}, "rows": []}
 
     def write() -> None:
         (out / "passes.json").write_text(json.dumps(result, indent=1) + "\n")
 
     started = time.monotonic()
     right = []
-    tasks = {candidate: partial(check, candidate) for candidate in candidates}
-    for candidate, outcome in run_in_parallel(tasks, 14, lambda: CHECK_SECONDS, _set_up, out / "passes.log"):
+    tasks: dict[Any, Callable[[], Any]] = {case: partial(check_case, case) for case in correctness.CASES}
+    tasks |= {candidate: partial(check_candidate, candidate) for candidate in candidates}
+    for candidate, outcome in run_in_parallel(tasks, WORKERS, lambda: CHECK_SECONDS, _set_up, out / "passes.log"):
         seconds = f"({time.monotonic() - started:.0f} s)"
         if outcome.failed or outcome.value:
             why = outcome.failed or outcome.value
             result["rows"].append({"candidate": str(candidate), "wrong": why})
             print(f"wrong: {candidate}: {str(why)[:400]} {seconds}", flush=True)
         else:
-            right.append(candidate)
+            right += [candidate] * isinstance(candidate, Candidate)
+            result["right"].append(str(candidate))
             print(f"right: {candidate} {seconds}", flush=True)
         write()
     with GpuWorker(_set_up, out / "passes.log") as worker:
         for width in (128, 64):
             for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
                 outcome = worker.run(partial(time_softmax, width, backend), TIME_SECONDS)
-                result["softmax"][f"{backend}, D {width}"] = outcome.value or outcome.failed
+                result["whole"][f"{backend}, D {width}"] = outcome.value or outcome.failed
                 print(backend, width, outcome.value or outcome.failed, flush=True)
         for width, reach in SHAPES:
             outcome = worker.run(partial(time_both, width, reach), TIME_SECONDS)
-            result["softmax"][f"lazy, D {width}, W {reach}"] = outcome.value or outcome.failed
+            result["whole"][f"lazy, D {width}, W {reach}"] = outcome.value or outcome.failed
             print("lazy", width, reach, outcome.value or outcome.failed, flush=True)
             write()
             for candidate in sorted(right, key=candidates.index):
                 if candidate.width == width and (reach or candidate.name != "bias_gradient"):
                     outcome = worker.run(partial(time_candidate, candidate, reach), TIME_SECONDS)
-                    row = {"candidate": str(candidate), "W": reach, "milliseconds": outcome.value, "why": outcome.failed}
+                    row = {
+                        "candidate": str(candidate),
+                        "W": reach,
+                        "milliseconds": outcome.value,
+                        "why": outcome.failed,
+                    }
                     result["rows"].append(row)
                     shown = outcome.failed or f"{outcome.value:.3f} ms"
                     print(f"W {reach}: {candidate}: {shown}", flush=True)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.xdist_group("bench step")
 
 
 def test_a_step_is_measured():
-    softmax, lazy = (measure(Case(name, 32, False), TINY, "cpu") for name in ("softmax", "lazy"))
+    softmax, lazy = (measure(Case(name, 32, False), TINY, "cpu") for name in ("softmax", "lazy, W = L"))
     # tau of every head, and its biases for 32 positions
     assert lazy["parameters"] - softmax["parameters"] == TINY.n_layers * TINY.n_heads * (1 + 32)
     for found in (softmax, lazy):
@@ -23,7 +23,7 @@ def test_a_step_is_measured():
 
 @pytest.mark.long
 def test_a_compiled_step_is_measured():
-    assert measure(Case("lazy", 32, True), TINY, "cpu")["seconds"]["median"] > 0
+    assert measure(Case("lazy, W = L", 32, True), TINY, "cpu")["seconds"]["median"] > 0
 
 
 def test_flops_are_those_of_the_products():
@@ -38,7 +38,7 @@ def test_flops_are_those_of_the_products():
 def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
     monkeypatch.setattr(
-        gpu_step, "make_cases", lambda lengths, _: [Case(n, *lengths, False) for n in ("nonsense", "lazy")]
+        gpu_step, "make_cases", lambda lengths, _: [Case(n, *lengths, False) for n in ("nonsense", "lazy, W = L")]
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--out", str(tmp_path / "new")]) == 0
@@ -54,7 +54,7 @@ def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
 
 def test_a_hang_costs_its_case(monkeypatch):
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
-    found = measure_in_process(Case("lazy", 32, False), TINY, "cpu")
+    found = measure_in_process(Case("lazy, W = L", 32, False), TINY, "cpu")
     assert found["not_run"] == "TimeoutError: no result within 0 s"
 
 
@@ -87,6 +87,6 @@ def test_each_is_written_as_it_comes(tmp_path, monkeypatch):
 def test_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    found = measure(Case("lazy", 32, False), TINY, "cuda")
+    found = measure(Case("lazy, W = L", 32, False), TINY, "cuda")
     assert found["peak_bytes"] > 0
     assert 0 < found["mfu"] < 1

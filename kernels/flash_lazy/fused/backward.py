@@ -1,4 +1,4 @@
-"""The two backward kernels: a sweep over keys for dq, a sweep over rows for dk, dv, dbias and dslopes."""
+"""The backward kernels: a sweep over keys for dq, over rows for dk, dv and dslopes, along diagonals for dbias."""
 
 from typing import Any
 
@@ -33,25 +33,15 @@ from flash_lazy.fused.tiles import (
     describe_rows,
     has_survivor,
     is_positive,
-    load_gradient_rows,
     load_rows,
     load_softmax,
-    load_tile,
     load_thresholds,
+    load_tile,
     locate_block,
     locate_key_tiles,
-    locate_row_tiles,
     store_rows,
 )
 
-
-try:
-    from flash_lazy.fused import hopper
-except ImportError:  # a triton without Gluon
-    hopper = None
-
-ROWS_PADDED_TO = 128
-"""Multiple of the rows of every block."""
 BIAS_WAVES = 4
 """Programs of the bias gradient for each one that is resident: its diagonals are of unequal length."""
 
@@ -105,7 +95,6 @@ def query_gradient_kernel(
     keys,
     documents,
     second,
-    padded_rows,
     scale,
     natural_scale,
     strip_row,
@@ -124,8 +113,8 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of one block of rows, per row survivors = sum m dp (d tau without its factor), and `by_row` `[4, B, H, P]` with
-    P >= Lq: maximum, threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
+    """dq of one block of rows, per row survivors = sum m dp (d tau without its factor), and `by_row` `[4, B, H, Lq]`:
+    maximum, threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
@@ -185,10 +174,30 @@ def query_gradient_kernel(
             ):
                 origin = low + tile * BLOCK_N
                 key = load_tile(
-                    k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
+                    k_rows,
+                    origin,
+                    high,
+                    stride_kl,
+                    stride_kd,
+                    WIDTH,
+                    BLOCK_N,
+                    BLOCK_D,
+                    KIND != PLAIN,
+                    UPCAST,
+                    DESCRIBED,
                 )
                 value = load_tile(
-                    v_rows, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
+                    v_rows,
+                    origin,
+                    high,
+                    stride_vl,
+                    stride_vd,
+                    WIDTH,
+                    BLOCK_N,
+                    BLOCK_D,
+                    KIND != PLAIN,
+                    UPCAST,
+                    DESCRIBED,
                 )
                 s, factor = compute_tile_scores(
                     query,
@@ -238,16 +247,23 @@ def query_gradient_kernel(
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    # Rows past the last get values with which no weight of theirs is left.
-    padded_index = (batch.to(tl.int64) * heads + head) * padded_rows + row
-    stored = valid_row | ((row >= rows) & (row < padded_rows))
-    by_row += padded_index
-    plane = batches.to(tl.int64) * heads * padded_rows
-    tl.store(by_row, top, mask=stored)
-    tl.store(by_row + plane, cut, mask=stored)
-    tl.store(by_row + 2 * plane, share, mask=stored)
-    tl.store(by_row + 3 * plane, share * row_delta, mask=stored)
+    by_row += row_index
+    tl.store(by_row, top, mask=valid_row)
+    tl.store(by_row + second, cut, mask=valid_row)
+    tl.store(by_row + 2 * second.to(tl.int64), share, mask=valid_row)
+    tl.store(by_row + 3 * second.to(tl.int64), share * row_delta, mask=valid_row)
     tl.store(survivors + row_index, row_survivors, mask=valid_row)
+
+
+@triton.jit
+def _load_gradient_rows(by_row, all_rows, row_index, valid_row):
+    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; of rows out of range those that leave no weight."""
+    by_row += row_index
+    top = tl.load(by_row, mask=valid_row, other=float("inf"))
+    cut = tl.load(by_row + all_rows, mask=valid_row, other=float("inf"))
+    share = tl.load(by_row + 2 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
+    mean = tl.load(by_row + 3 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
+    return top, cut, share, mean
 
 
 @triton.jit
@@ -275,7 +291,9 @@ def _sum_diagonals(ds, BLOCK: tl.constexpr):
     remainder = tl.arange(0, BLOCK)[None, :]
     line = tl.arange(0, BLOCK)[:, None]
     rotated = tl.gather(ds, (line - remainder) & (BLOCK - 1), 1)
-    return tl.reduce((tl.where(line >= remainder, rotated, 0.0), tl.where(line >= remainder, 0.0, rotated)), 0, _add_both)
+    return tl.reduce(
+        (tl.where(line >= remainder, rotated, 0.0), tl.where(line >= remainder, 0.0, rotated)), 0, _add_both
+    )
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -317,7 +335,6 @@ def bias_gradient_kernel(
     keys,
     documents,
     second,
-    padded_rows,
     scale,
     strip_row,
     reach,
@@ -346,9 +363,7 @@ def bias_gradient_kernel(
     if cu_seqlens is None and kv_lengths is None:
         skipped = tl.maximum(diagonal - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tile lies before the first key
     ds = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    for item in tl.range(
-        tl.program_id(2) + skipped * batches, blocks * batches, tl.num_programs(2), disable_licm=True
-    ):
+    for item in tl.range(tl.program_id(2) + skipped * batches, blocks * batches, tl.num_programs(2), disable_licm=True):
         batch = item % batches
         first, end, start, shift, _ = locate_block(
             item // batches, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_N
@@ -367,10 +382,10 @@ def bias_gradient_kernel(
         query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
         gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
         key = load_rows(k_base, origin, last, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
-        value = load_rows(v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
-        top, cut, share, mean = load_gradient_rows(
-            by_row, batches * heads, padded_rows, batch * heads + head, row, valid_row
+        value = load_rows(
+            v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start
         )
+        top, cut, share, mean = _load_gradient_rows(by_row, second, row_index, valid_row)
         s, factor = compute_tile_scores(
             query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
             NEAR if window is None else EDGE, BLOCK_N,
@@ -388,12 +403,30 @@ def bias_gradient_kernel(
     tl.store(partial + (place * 2 + 1) * BLOCK_N + line, negative)
 
 
+@triton.jit
+def _locate_row_tiles(first, end, shift, top_row, window, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows that see a block of keys: first and end, the ends of their NEAR and PLAIN tiles, and all tiles.
+
+    Keys past `end` come after every row's own key, so NEAR tiles mask them.
+    """
+    low = tl.maximum(first - shift, top_row)
+    last_own = end - 1
+    if window is not None:
+        last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)
+    high = tl.where(first < end, tl.maximum(last_own + 1 - shift, low), low)
+    tiles = tl.cdiv(high - low, BLOCK_M)
+    edge = tiles
+    if window is not None:
+        edge = tl.minimum(tl.maximum(first + window - (low + shift), 0) // BLOCK_M, tiles)
+    near = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 + reach - (low + shift), 0), BLOCK_M), edge)
+    return low, high, near, edge, tiles
+
+
 @triton.jit(do_not_specialize=["size"])
 def key_gradient_kernel(
     q,
     k,
     v,
-    tau,
     strip,
     slopes,
     kv_lengths,
@@ -436,18 +469,14 @@ def key_gradient_kernel(
     keys,
     documents,
     second,
-    padded_rows,
     scale,
     natural_scale,
     strip_row,
     reach,
     window,
-    context_length,
-    entries,
     size,  # noqa: ARG001 - key of the autotuner
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    THRESHOLD: tl.constexpr,
     RENORMALISE: tl.constexpr,
     UPCAST: tl.constexpr,
     SKIP: tl.constexpr,
@@ -471,10 +500,10 @@ def key_gradient_kernel(
     for item in tl.range(tl.program_id(1), blocks * batches, tl.num_programs(1), disable_licm=True):
         batch = item % batches
         index = item // batches
-        first, end, start, shift, top_row = locate_block(
+        first, end, _, shift, top_row = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, True, BLOCK_N
         )
-        low, high, near, edge, tiles = locate_row_tiles(first, end, shift, top_row, window, reach, BLOCK_M, BLOCK_N)
+        low, high, near, edge, tiles = _locate_row_tiles(first, end, shift, top_row, window, reach, BLOCK_M, BLOCK_N)
         k_base = k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
         v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
         key = load_rows(k_base, first, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
@@ -503,14 +532,34 @@ def key_gradient_kernel(
                         own = row + shift
                         valid_row = row < high
                         query = load_tile(
-                            q_rows, origin, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
+                            q_rows,
+                            origin,
+                            high,
+                            stride_ql,
+                            stride_qd,
+                            WIDTH,
+                            BLOCK_M,
+                            BLOCK_D,
+                            True,
+                            UPCAST,
+                            DESCRIBED,
+                            True,
                         )
                         gradient = load_tile(
-                            grad_rows, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, DESCRIBED, True
+                            grad_rows,
+                            origin,
+                            high,
+                            stride_gl,
+                            stride_gd,
+                            WIDTH,
+                            BLOCK_M,
+                            BLOCK_D,
+                            True,
+                            UPCAST,
+                            DESCRIBED,
+                            True,
                         )
-                        top, cut, share, mean = load_gradient_rows(
-                            by_row, batches * heads, padded_rows, batch * heads + head, row, valid_row
-                        )
+                        top, cut, share, mean = _load_gradient_rows(by_row, second, head_rows + row, valid_row)
                         s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
@@ -541,7 +590,9 @@ def key_gradient_kernel(
                         ds = e * (share[:, None] * dp - mean[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
                         if dslopes is not None:
-                            slope_gradient += tl.sum(ds * compute_distances((own - first)[:, None], tl.arange(0, BLOCK_N)[None, :]), 1)
+                            slope_gradient += tl.sum(
+                                ds * compute_distances((own - first)[:, None], tl.arange(0, BLOCK_N)[None, :]), 1
+                            )
             if dslopes is not None:
                 tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
                 tl.debug_barrier()
@@ -568,23 +619,18 @@ def backward(
     """
     dq, dk, dv, survivors, dbias, dslopes = allocate_backward_buffers(call, bias_gradient, slopes_gradient)
     grad = ensure_32bit_offsets(grad)
-    padded_rows = ceil_div(call.q.shape[2], ROWS_PADDED_TO) * ROWS_PADDED_TO
     shared = {
         **collect_shared_arguments(call),
         "grad": grad,
         "softmax": softmax,
         "mass": none_if_empty(mass),
-        "by_row": survivors.new_empty(4, *survivors.shape[:2], padded_rows),
-        "padded_rows": padded_rows,
+        "by_row": survivors.new_empty(4, *survivors.shape),
         "correction": torch.empty_like(survivors) if call.renormalise else None,
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
-    if configurations.HOPPER and hopper is not None and hopper.covers_key_gradient(call, grad):
-        hopper.key_gradient(call, grad, shared["by_row"], dk, dv)
-    else:
-        _launch_key_gradient(call, shared, dk, dv, dslopes)
+    _launch_key_gradient(call, shared, dk, dv, dslopes)
     if dbias.numel():
         _launch_bias_gradient(call, shared, dbias)
     return dq, dk, dv, survivors, dbias, dslopes

@@ -16,8 +16,8 @@ SKIP_EMPTY_TILES = os.environ.get("FLASH_LAZY_SKIP_EMPTY_TILES", "0") != "0"
 
 Off: by it an H200 loses up to 31 % where few tiles are empty, as in trained models (docs/results/kernels/bench.md).
 """
-HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "0") != "0"
-"""Whether an H100 or H200 takes the forward kernel that is made for it, where that covers the call."""
+HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "1") != "0"
+"""Whether an H100 or H200 takes the forward kernel that is made for it, where that covers a call; it skips no tile."""
 RESIDENT_PER_PROCESSOR = 2
 INTERPRETED_RESIDENT = 3
 MAX_WIDTH = 256

@@ -22,12 +22,12 @@ from flash_lazy.fused.tiles import (
     PLAIN,
     STRIP_PAD,
     compute_tile_scores,
-    describe_rows,
     count_blocks,
+    describe_rows,
     is_positive,
     load_rows,
-    load_tile,
     load_thresholds,
+    load_tile,
     locate_block,
     locate_key_tiles,
     store_rows,
@@ -144,7 +144,17 @@ def forward_kernel(
                 ):
                     origin = low + tile * BLOCK_N
                     key = load_tile(
-                        k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
+                        k_rows,
+                        origin,
+                        high,
+                        stride_kl,
+                        stride_kd,
+                        WIDTH,
+                        BLOCK_N,
+                        BLOCK_D,
+                        KIND != PLAIN,
+                        UPCAST,
+                        DESCRIBED,
                     )
                     s, factor = compute_tile_scores(
                         query,
@@ -207,10 +217,30 @@ def forward_kernel(
                         tile = tl.load(alive_tiles + listed + turn)
                     origin = low + tile * BLOCK_N
                     key = load_tile(
-                        k_rows, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
+                        k_rows,
+                        origin,
+                        high,
+                        stride_kl,
+                        stride_kd,
+                        WIDTH,
+                        BLOCK_N,
+                        BLOCK_D,
+                        KIND != PLAIN,
+                        UPCAST,
+                        DESCRIBED,
                     )
                     value = load_tile(
-                        v_rows, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST, DESCRIBED
+                        v_rows,
+                        origin,
+                        high,
+                        stride_vl,
+                        stride_vd,
+                        WIDTH,
+                        BLOCK_N,
+                        BLOCK_D,
+                        KIND != PLAIN,
+                        UPCAST,
+                        DESCRIBED,
                     )
                     s, factor = compute_tile_scores(
                         query,

@@ -76,7 +76,7 @@ def launch(
             _autotune(kernel, tuple(dict.fromkeys(choices)))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
         else:
             blocks = choices[0]
-            meta = _make_meta(kernel, blocks)
+            meta = make_meta(kernel, blocks)
             options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
             kernel[grid(meta)](**arguments, size=0, **meta, **options)
 
@@ -84,7 +84,7 @@ def launch(
         copy_context().run(run)  # the allocator, memory for descriptors, is a context variable of the caller's
 
 
-def _make_meta(kernel: Any, blocks: Blocks) -> dict[str, Any]:
+def make_meta(kernel: Any, blocks: Blocks) -> dict[str, Any]:
     meta = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "DESCRIBED": blocks.described}
     return {name: value for name, value in meta.items() if name in kernel.arg_names}
 
@@ -92,7 +92,7 @@ def _make_meta(kernel: Any, blocks: Blocks) -> dict[str, Any]:
 @cache
 def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
-        triton.Config(_make_meta(kernel, blocks), num_warps=blocks.warps, num_stages=blocks.stages)
+        triton.Config(make_meta(kernel, blocks), num_warps=blocks.warps, num_stages=blocks.stages)
         for blocks in choices
     ]
     key = [name for name in TUNED_FOR if name in kernel.arg_names]
@@ -166,7 +166,9 @@ def name_strides(name: str, x: Tensor, with_columns: bool = True) -> dict[str, i
 
 def can_describe(x: Tensor) -> bool:
     """Whether a tensor descriptor can stand for the rows of x: 16-byte steps, on a device that loads tiles by them."""
-    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])) if x.device.type != "meta" else ()
+    steps = (
+        (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])) if x.device.type != "meta" else ()
+    )
     aligned = x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
     return x.element_size() == 2 and aligned and loads_by_descriptor(x.device)
 

@@ -150,11 +150,7 @@ def describe_rows(
     base, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIBED: tl.constexpr
 ):
     """What `load_tile` reads rows of up to `end` from: a tensor descriptor with DESCRIBED, otherwise their address."""
-    if DESCRIBED:
-        rows = tl.make_tensor_descriptor(base, [end, WIDTH], [stride, 1], [BLOCK, BLOCK_D])
-    else:
-        rows = base
-    return rows
+    return tl.make_tensor_descriptor(base, [end, WIDTH], [stride, 1], [BLOCK, BLOCK_D]) if DESCRIBED else base
 
 
 @triton.jit
@@ -246,7 +242,7 @@ def place_scores(s, offset, column, scale, strip, reach, slope, window, KIND: tl
 
 @triton.jit
 def compute_distances(offset, column):
-    """offset - column in float32, exact below 2**24, with one conversion per row and column instead of one per score."""
+    """offset - column in float32, exact below 2**24: one conversion per row and column instead of one per score."""
     return offset.to(tl.float32) - column.to(tl.float32)
 
 
@@ -312,44 +308,3 @@ def locate_key_tiles(
         edge = tl.minimum(tl.cdiv(tl.maximum(own_last - window + 1 - low, 0), BLOCK_N), tiles)
     near = tl.maximum(own_first + 1 - reach - low, 0) // BLOCK_N
     return low, high, edge, tl.minimum(tl.maximum(near, edge), tiles), tiles
-
-
-@triton.jit
-def locate_row_tiles(
-    first, end, shift, top_row, window, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Rows that see a block of keys: first and end, the ends of their NEAR and PLAIN tiles, and all tiles.
-
-    Keys past `end` come after every row's own key, so NEAR tiles mask them.
-    """
-    low = tl.maximum(first - shift, top_row)
-    last_own = end - 1
-    if window is not None:
-        last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)
-    high = tl.where(first < end, tl.maximum(last_own + 1 - shift, low), low)
-    tiles = tl.cdiv(high - low, BLOCK_M)
-    edge = tiles
-    if window is not None:
-        edge = tl.minimum(tl.maximum(first + window - (low + shift), 0) // BLOCK_M, tiles)
-    near = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 + reach - (low + shift), 0), BLOCK_M), edge)
-    return low, high, near, edge, tiles
-
-
-@triton.jit
-def load_gradient_rows(by_row, all_heads, padded_rows, head, row, valid_row):
-    """Of rows of one of all heads: maximum, threshold times sum, 1 / sum, delta / sum, as `query_gradient_kernel` saves
-    them.
-
-    valid_row: mask, or None if every row is below `padded_rows`.
-    """
-    by_row += head.to(tl.int64) * padded_rows + row
-    plane = all_heads.to(tl.int64) * padded_rows
-    if valid_row is None:
-        top, cut = tl.load(by_row), tl.load(by_row + plane)
-        share, mean = tl.load(by_row + 2 * plane), tl.load(by_row + 3 * plane)
-    else:
-        top = tl.load(by_row, mask=valid_row, other=float("inf"))
-        cut = tl.load(by_row + plane, mask=valid_row, other=float("inf"))
-        share = tl.load(by_row + 2 * plane, mask=valid_row, other=0.0)
-        mean = tl.load(by_row + 3 * plane, mask=valid_row, other=0.0)
-    return top, cut, share, mean

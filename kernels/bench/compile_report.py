@@ -23,10 +23,12 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from flash_lazy.call import Call
-from flash_lazy.fused import backward, configurations, decode, forward
+from flash_lazy.fused import backward, configurations, decode, forward, hopper
 from flash_lazy.fused.configurations import Blocks
 from flash_lazy.fused.launch import make_meta
 
@@ -63,16 +65,16 @@ MULTIPLICATIONS, EXPONENTIALS, ISSUED = 2048, 16, 4
 """Rates per cycle of an H100 or H200 processor: bfloat16 multiplications, exp2, and warp instructions."""
 REGISTERS = 65536
 """Registers of a processor."""
-MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
+MOVED = {"forward": (4, 2), "query_gradient": (5, 7), "key_gradient": (6, 4), "bias_gradient": (4, 4)}
 """Minimum traffic of a kernel in T and R of the cost model: each input read once, each result written once."""
 BUFFERS = {
     "softmax": "2 R, kept for the backward pass",
     "maxima": "4 P M ceil(L / N), to skip empty tiles",
     "alive_tiles": "4 P ceil(L / N), to skip empty tiles",
     "strip": "4 H (W + 512)",
-    "delta": "R",
+    "by_row": "4 R",
     "survivors": "R",
-    "dbias": "4 H W ceil(P / Hkv)",
+    "partial": "8 H N (ceil(W / N) + 1) ceil(4 P / (H (ceil(W / N) + 1))), for dbias",
 }
 """Buffers allocated in addition to inputs, outputs and gradients, by kernel parameter."""
 _POINTERS = {
@@ -148,15 +150,16 @@ def compile_kernel(
     if blocks is not None:
         arguments |= make_meta(kernel, blocks)
         warps, stages = blocks.warps, blocks.stages
+    source = ASTSource(kernel, *_specialise(kernel, arguments))
+    return _analyse(source, GPUTarget("cuda", target, 32), {"num_warps": warps, "num_stages": stages})
+
+
+def _analyse(source: Any, target: GPUTarget, options: dict[str, Any]) -> CompiledKernel:
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
         with contextlib.redirect_stdout(log):  # triton prints the output of `ptxas -v`
-            binary = triton.compile(
-                ASTSource(kernel, *_specialise(kernel, arguments)),
-                target=GPUTarget("cuda", target, 32),
-                options={"num_warps": warps, "num_stages": stages},
-            )
+            binary = triton.compile(source, target=target, options=options)
     return CompiledKernel(
         shared=binary.metadata.shared,
         registers=_parse_number(r"Used (\d+) registers", log.getvalue()),
@@ -165,6 +168,37 @@ def compile_kernel(
         instructions=tuple(name for name, text in _INSTRUCTIONS.items() if text in binary.asm["ptx"]),
         serialised="wgmma.mma_async instructions are serialized" in log.getvalue(),
     )
+
+
+def compile_hopper_kernel(width: int) -> CompiledKernel:
+    """The Gluon forward kernel for a head width, in bfloat16 with a bias, compiled for sm_90 and analysed.
+
+    Its loops are those of both groups of warps. Raises as `compile_kernel` does.
+    """
+    q = torch.empty(2, 2, 256, width, dtype=torch.bfloat16)
+    call = Call(q, q, q, torch.empty(2), bias=torch.empty(2, 64))
+    recorder = _GluonRecorder()
+    with patch.object(hopper, "hopper_forward_kernel", recorder), patch.object(hopper, "count_processors", lambda _: 2):
+        hopper.forward(call, torch.empty_like(q), torch.empty(2, 2, 2, 256))
+    kernel = hopper.hopper_forward_kernel
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialisation, options = binder(*recorder.arguments, **recorder.options)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, recorder.options, bound, specialisation, options
+    )
+    return _analyse(GluonASTSource(kernel, signature, constants, attributes), target, options.__dict__)
+
+
+class _GluonRecorder:
+    """Replaces the kernel and records the arguments of its launch."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._record
+
+    def _record(self, *arguments: Any, **options: Any) -> None:
+        self.arguments, self.options = arguments, options
 
 
 def _get_kernel(name: str) -> Any:
@@ -471,8 +505,9 @@ def count_buffer_bytes(width: int) -> dict[str, int]:
     """Bytes of each buffer of BUFFERS in the example call."""
     arguments: dict[str, Any] = {}
     with patch.object(configurations, "SKIP_EMPTY_TILES", True):
-        for kernel in ("query_gradient", "forward", "key_gradient"):
-            arguments |= collect_launch_arguments(kernel, torch.bfloat16, width)
+        for kernel in ("query_gradient", "forward", "bias_gradient", "key_gradient"):
+            found = collect_launch_arguments(kernel, torch.bfloat16, width)
+            arguments |= {name: value for name, value in found.items() if value is not None}
     return {name: arguments[name].numel() * arguments[name].element_size() for name in BUFFERS}
 
 

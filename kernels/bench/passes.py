@@ -79,7 +79,10 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
 
     def choose(kernel: str, q: torch.Tensor) -> list[Blocks]:
         mine = kernel == candidate.name and candidate.kind != "hopper" and q.shape[3] == candidate.width
-        return [Blocks(*candidate.blocks)._replace(described=candidate.kind == "descriptors")] if mine else list_choices(kernel, q)
+        if not mine:
+            return list_choices(kernel, q)
+        m, n, warps, stages = candidate.blocks
+        return [Blocks(m, n, warps, stages, candidate.kind == "descriptors")]
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
@@ -190,6 +193,7 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
 
     def write() -> None:
         (out / "passes.json").write_text(json.dumps(result, indent=1) + "\n")
+        (out / "passes.md").write_text(format_tables(result))
 
     started = time.monotonic()
     right = []
@@ -230,6 +234,28 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
                     shown = outcome.failed or f"{outcome.value:.3f} ms"
                     print(f"W {reach}: {candidate}: {shown}", flush=True)
                     write()
+
+
+def format_tables(result: dict[str, Any]) -> str:
+    """The whole function and the passes as Markdown, in milliseconds."""
+    lines = ["| function | forward | forward + backward |", "|:---|---:|---:|"]
+    for name, cell in result["whole"].items():
+        figures = (
+            [f"{cell[key]:.2f}" for key in ("forward", "forward+backward")] if isinstance(cell, dict) else [cell, ""]
+        )
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    reaches = list(dict.fromkeys(row["W"] for row in result["rows"] if "W" in row))
+    head = ["pass, head width, loads, blocks", *(f"W {reach}" for reach in reaches)]
+    lines += ["", f"| {' | '.join(head)} |", "|:---|" + "---:|" * len(reaches)]
+    times = {(row["candidate"], row["W"]): row["milliseconds"] for row in result["rows"] if "W" in row}
+    for name in dict.fromkeys(candidate for candidate, _ in times):
+        cells = (times.get((name, reach)) for reach in reaches)
+        lines.append(f"| {name} | " + " | ".join("" if cell is None else f"{cell:.2f}" for cell in cells) + " |")
+    wrong = [f"{row['candidate']}: {row['wrong']}" for row in result["rows"] if "wrong" in row]
+    made = ", ".join(f"{name} {value}" for name, value in result["made"].items())
+    shape = f"B {BATCH}, H {HEADS}, L {LENGTH}, bfloat16, causal; median of {ROUNDS}."
+    checked = f"Checked against float64 beforehand: {len(result['right'])} right, {len(wrong)} wrong."
+    return "\n".join([*lines, "", shape, checked, *wrong, "", made + "."]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -98,18 +98,18 @@ def test_products_of_a_tile():
 @pytest.mark.parametrize("width", [64, 128])
 def test_bytes_are_those_of_the_launched_tensors(width):
     """The formulas of the cost model against the tensors that the launcher passes to the kernels."""
-    small = {"tau", "strip", "maxima", "alive_tiles", "dbias"}
+    small = {"tau", "strip", "maxima", "alive_tiles", "partial"}
     for name in compile_report.MOVED:
         tensors = compile_report.collect_launch_arguments(name, torch.bfloat16, width).items()
         sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
         assert sum(sizes) == compile_report.count_moved_bytes(name, width)
     rows, buffers = 4 * 4 * 16 * 4096, compile_report.count_buffer_bytes(width)
-    assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
+    assert buffers["softmax"] / 2 == buffers["by_row"] / 4 == buffers["survivors"] == rows
     blocks = configurations.CONFIGURATIONS["forward"][2][width]
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
-    assert buffers["dbias"] == 4 * 16 * 512 * 33  # two programs of a kv head for each of its 264 / 16 places
+    assert buffers["partial"] == 4 * 8 * 16 * 9 * 2 * 64  # 9 diagonals of 16 heads by 8 programs each: 4 waves
 
 
 @pytest.mark.long
@@ -125,6 +125,22 @@ def test_a_default_configuration_compiles_within_its_limits():
     assert 0 < found["shared"] <= compile_report.SHARED_LIMITS[90]
     assert 32 <= found["registers"] <= 255
     assert found["instructions"] == ["wgmma"]
+    assert compile_report.count_loop_spills(found) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernel_for_hopper_compiles_without_a_spill_in_a_loop(width):
+    code = (
+        "import json; from bench.compile_report import compile_hopper_kernel; "
+        f"print(json.dumps(compile_hopper_kernel({width})._asdict()))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["shared"] <= compile_report.SHARED_LIMITS[90]
+    assert found["instructions"] == ["wgmma"]
+    assert not found["serialised"]
     assert compile_report.count_loop_spills(found) == 0
 
 

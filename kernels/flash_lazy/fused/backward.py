@@ -630,6 +630,7 @@ def backward(
         "natural_scale": call.factor,
     }
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
+    shared["softmax"] = softmax if call.renormalise else None  # by_row has the rest of it
     _launch_key_gradient(call, shared, dk, dv, dslopes)
     if dbias.numel():
         _launch_bias_gradient(call, shared, dbias)

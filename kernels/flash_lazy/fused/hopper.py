@@ -5,13 +5,13 @@ renormalisation, and skips no tile; geometry, masks and thresholds are those of 
 only a GPU runs it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from triton.experimental.gluon import language
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_lazy.call import Call
-from flash_lazy.fused.launch import LOG2E, can_describe, ceil_div, make_strip, use_device
+from flash_lazy.fused.launch import LOG2E, can_describe, ceil_div, count_processors, make_strip, use_device
 from flash_lazy.fused.tiles import (
     EDGE,
     PLAIN,
@@ -31,15 +31,19 @@ from flash_lazy.fused.tiles import (
     place_scores,
 )
 
-GROUPS = gl.constexpr(2)
-GROUP_ROWS = gl.constexpr(64)
+# The types of Python do not apply to what Gluon compiles.
+jit: Any = gluon.jit
+gl: Any = language
+
+GROUPS = tl.constexpr(2)
+GROUP_ROWS = tl.constexpr(64)
 """Rows of a group of four warps: those of one wgmma instruction."""
-ROWS = gl.constexpr(128)
+ROWS = tl.constexpr(128)
 """Rows of an item."""
 
 
-@gluon.jit
-def _locate_item(item, batches, heads, rows, keys, window, reach, N: gl.constexpr):
+@jit
+def _locate_item(item, batches, heads, rows, keys, window, reach, N: tl.constexpr):
     """Head, batch and first row of an item, the longest first, and its key tiles as `locate_key_tiles` gives them."""
     blocks = gl.cdiv(rows, ROWS)
     head = item % heads
@@ -49,7 +53,7 @@ def _locate_item(item, batches, heads, rows, keys, window, reach, N: gl.constexp
     return head, batch, first, low, edge, near, tiles
 
 
-@gluon.jit
+@jit
 def _wait_turn(full, turn):
     """Wait until tile number `turn` has arrived; returns its place."""
     place = turn % full.type.shape[0]
@@ -57,7 +61,7 @@ def _wait_turn(full, turn):
     return place
 
 
-@gluon.jit
+@jit
 def _copy_tile(rows, batch, head, first, tile_bufs, full, empty, turn):
     """Copy a tile into the place of number `turn` as soon as both groups have released it."""
     place = turn % full.type.shape[0]
@@ -66,8 +70,8 @@ def _copy_tile(rows, batch, head, first, tile_bufs, full, empty, turn):
     tma.async_copy_global_to_shared(rows, [batch, head, first, 0], full.index(place), tile_bufs.index(place))
 
 
-@gluon.jit
-def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: gl.constexpr):
+@jit
+def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: tl.constexpr):
     """The copying warp: per item q, then its keys, then its keys and values in turn."""
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
     batches, heads, group, rows, keys, window, reach = sizes
@@ -91,8 +95,8 @@ def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: gl.constexpr):
             turn += 2
 
 
-@gluon.jit
-def _weigh_scores(s, own, column, first, scale, strip, reach, window, top, cut, KIND: gl.constexpr):
+@jit
+def _weigh_scores(s, own, column, first, scale, strip, reach, window, top, cut, KIND: tl.constexpr):
     """Weights of a tile times the row's sum, from its products, as `forward_kernel` computes them."""
     s, factor = place_scores(s, (own - first)[:, None], column[None, :], scale, strip, reach, None, window, KIND)
     e = gl.exp2(s * factor - top[:, None])
@@ -102,24 +106,24 @@ def _weigh_scores(s, own, column, first, scale, strip, reach, window, top, cut, 
     return w
 
 
-@gluon.jit
+@jit
 def _multiply(
     tensors, shared, sizes, others,
-    D: gl.constexpr, N: gl.constexpr, THRESHOLD: gl.constexpr, GROUP: gl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One group: maximum and sum of its 64 rows, then weights times values, the next scores in flight meanwhile."""
     tau, strip, out, softmax = tensors
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
     batches, heads, _, rows, keys, window, reach = sizes
     stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries = others
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    w_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    w_layout: tl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: tl.constexpr = gl.SliceLayout(1, s_layout)
     column = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
     line = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
     zeros = gl.zeros([GROUP_ROWS, N], gl.float32, s_layout)
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     turn = 0
     for item in tl.range(
         gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
@@ -207,21 +211,20 @@ def _multiply(
         gl.store(softmax + second + row_index, gl.where(has_key, total, 0.0), mask=row < rows)
 
 
-@gluon.jit
+@jit
 def hopper_forward_kernel(
     q_rows, k_rows, v_rows, tau, strip, out, softmax, stride_ob, stride_oh, stride_ol,
     batches, heads, group, rows, keys, second, scale, strip_row, reach, window, context_length, entries,
-    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, THRESHOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Output of all rows, the longest first, by resident programs of 128 rows; two numbers per row to `softmax`."""
-    dtype: gl.constexpr = out.dtype.element_ty
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: tl.constexpr = out.dtype.element_ty
     q_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, GROUP_ROWS, D], q_rows.layout)
     tile_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_rows.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(each), count=1)
         mbarrier.init(q_empty.index(each), count=1)
@@ -272,9 +275,8 @@ def forward(call: Call, out: Tensor, softmax: Tensor) -> None:
     blocks = CONFIGURATIONS[width]
     strip, strip_row, reach = _make_strip(call)
     items = ceil_div(rows, ROWS.value) * batches * heads
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     with use_device(q):
-        hopper_forward_kernel[(min(processors, items),)](
+        hopper_forward_kernel[(min(count_processors(q), items),)](
             _describe(q, GROUP_ROWS.value), _describe(k, blocks.n), _describe(v, blocks.n),
             call.tau.contiguous(), strip, out, softmax, *out.stride()[:3],
             batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E,

@@ -32,7 +32,7 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
         "k": k,
         "v": v,
         "tau": call.tau.contiguous(),
-        "strip": make_strip(call.bias),
+        "strip": None if call.bias is None else make_strip(call.bias),
         "slopes": None if call.slopes is None else call.slopes * LOG2E,
         "kv_lengths": None if call.kv_lengths is None else call.kv_lengths.contiguous(),
         "cu_seqlens": None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
@@ -70,8 +70,11 @@ def launch(
         choices = [blocks._replace(described=False) for blocks in choices]
     arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
 
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:  # noqa: ARG001 - triton's interface
+        return call.q.new_empty(size, dtype=torch.int8)
+
     def run() -> None:
-        triton.set_allocator(lambda size, _alignment, _stream: call.q.new_empty(size, dtype=torch.int8))
+        triton.set_allocator(allocate)
         if configurations.AUTOTUNE:
             _autotune(kernel, tuple(dict.fromkeys(choices)))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
         else:
@@ -92,8 +95,7 @@ def make_meta(kernel: Any, blocks: Blocks) -> dict[str, Any]:
 @cache
 def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
-        triton.Config(make_meta(kernel, blocks), num_warps=blocks.warps, num_stages=blocks.stages)
-        for blocks in choices
+        triton.Config(make_meta(kernel, blocks), num_warps=blocks.warps, num_stages=blocks.stages) for blocks in choices
     ]
     key = [name for name in TUNED_FOR if name in kernel.arg_names]
     return triton.autotune(configs, key=key, cache_results=True)(kernel)
@@ -121,8 +123,12 @@ def count_resident_programs(x: Tensor) -> int:
     """Number of programs that are resident on a device."""
     if x.device.type != "cuda":
         return configurations.INTERPRETED_RESIDENT
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return configurations.RESIDENT_PER_PROCESSOR * processors
+    return configurations.RESIDENT_PER_PROCESSOR * count_processors(x)
+
+
+def count_processors(x: Tensor) -> int:
+    """Number of multiprocessors of x's GPU."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def balance_programs(slots: int, kv_heads: int, costs: tuple[int, ...]) -> int:
@@ -149,10 +155,8 @@ def makespan(programs: int, slots: int, kv_heads: int, costs: tuple[int, ...]) -
     return max(free)
 
 
-def make_strip(bias: Tensor | None) -> Tensor | None:
+def make_strip(bias: Tensor) -> Tensor:
     """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf at negative distances, 0 from W on."""
-    if bias is None:
-        return None
     pad = STRIP_PAD.value
     strip = torch.nn.functional.pad(bias * LOG2E, (pad, pad))
     strip[:, :pad] = -torch.inf

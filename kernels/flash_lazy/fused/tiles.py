@@ -150,7 +150,9 @@ def describe_rows(
     base, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIBED: tl.constexpr
 ):
     """What `load_tile` reads rows of up to `end` from: a tensor descriptor with DESCRIBED, otherwise their address."""
-    return tl.make_tensor_descriptor(base, [end, WIDTH], [stride, 1], [BLOCK, BLOCK_D]) if DESCRIBED else base
+    if DESCRIBED:
+        base = tl.make_tensor_descriptor(base, shape=[end, WIDTH], strides=[stride, 1], block_shape=[BLOCK, BLOCK_D])  # pyrefly: ignore
+    return base
 
 
 @triton.jit

@@ -127,6 +127,15 @@ def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, caps
     assert last[1] == str(len(ids))
 
 
+def test_what_a_byte_fallback_model_samples_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = TestTokenizers().byte_fallback(tmp_path, trims=True)
+    cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(file))})
+    checkpoint = save(tmp_path / "fallback.ckpt", cfg, FileTokenizer(file).vocab_size, 64)
+    for words in (["--prompt", "a"], ["--prompt", "a\n", "--prompt", "b", "--prompt", "é"]):
+        for seed in "0123":
+            said([checkpoint, *words, "--tokens", "40", "--seed", seed], capsys)
+
+
 class TestTokenizers:
     TEXT = "the cat said:\n\tnaïve ✓ Ā 🙂 <|endofte"
 
@@ -151,6 +160,31 @@ class TestTokenizers:
             assert file.decode(ids.tolist()) == self.TEXT
             assert file.token_to_id("<|endoftext|>") == tokenizer.separator
             assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
+
+    @pytest.mark.parametrize("trims", [True, False], ids=["llama", "gemma"])
+    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(
+        self, trims: bool, tmp_path: Path
+    ) -> None:
+        file = self.byte_fallback(tmp_path, trims)
+        tokenizer = FileTokenizer(file)
+        whole = tokenizers.Tokenizer.from_file(str(file))
+        samples = torch.randint(whole.get_vocab_size(), (300, 12), generator=torch.Generator().manual_seed(0))
+        letters = torch.randint(259, whole.get_vocab_size(), samples.shape, generator=torch.Generator().manual_seed(1))
+        for ids in (*samples.tolist(), *torch.where(samples < 240, letters, samples).tolist()):
+            before, text = (whole.decode(part, skip_special_tokens=False) for part in (ids[:3], ids))
+            assert "".join(tokenizer.decode(ids[3:], ids[:3])).rstrip("\ufffd") == text[len(before) :].rstrip("\ufffd")
+
+    def byte_fallback(self, folder: Path, trims: bool) -> Path:
+        """A file of the form of Llama 2's, or of Gemma's, which keeps a space at the start."""
+        bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+        words = ["<unk>", "<s>", "</s>", *bytes_, "▁", "a", "b", "▁a", "é"]
+        ids = {word: i for i, word in enumerate(words)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+        decoders = tokenizers.decoders
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps if trims else steps[:3])
+        tokenizer.save(str(folder / "fallback.json"))
+        return folder / "fallback.json"
 
 
 def test_ctrl_c_ends_the_text(

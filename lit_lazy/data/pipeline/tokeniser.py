@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,6 +18,9 @@ from lit_lazy.support.errors import one_line
 from lit_lazy.support.named_files import suggest_file
 
 BYTES = "bytes"
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Tokens of single bytes, as the library's ByteFallback reads them: it decodes a run of them together."""
+REPLACEMENT = "\ufffd"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -179,10 +183,21 @@ class FileTokenizer:
         return sum(document.decode().removeprefix(" ") != text.removeprefix(" ") for document, text in pairs)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-        from tokenizers.decoders import DecodeStream
+        shown, held = list(after), []
+        for token in ids:
+            held.append(token)
+            # A later token changes the text of a run of bytes, or of an incomplete character, but nothing before it.
+            if not BYTE.fullmatch(self.tokenizer.id_to_token(token) or ""):
+                piece = self._continue(shown, held)
+                if piece and not piece.endswith(REPLACEMENT):
+                    yield piece
+                    shown, held = held, []
+        yield self._continue(shown, held).rstrip(REPLACEMENT)
 
-        stream = DecodeStream(list(after))
-        return (piece for token in ids if (piece := stream.step(self.tokenizer, token)) is not None)
+    def _continue(self, shown: list[int], ids: list[int]) -> str:
+        """What ids add to the text of the tokens before them."""
+        before, text = self.tokenizer.decode_batch([shown, shown + ids], skip_special_tokens=False)
+        return text[len(before) :]
 
     def to_json(self) -> str:
         return json.dumps(json.loads(self.tokenizer.to_str()) | {"post_processor": None}, ensure_ascii=False)

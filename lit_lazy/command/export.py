@@ -51,7 +51,7 @@ def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         check_kinds(RESULT, RunResult(**found))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r}: is damaged ({type(error).__name__}); remove it, or train again") from None

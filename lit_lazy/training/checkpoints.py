@@ -336,7 +336,7 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
                 f"{name}={current}; restore the data, or train again"
             )
     try:
-        trained_on = json.loads((checkpoint.parent / RESULT).read_text())["fingerprint"]
+        trained_on = json.loads((checkpoint.parent / RESULT).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return source
     if trained_on != source.fingerprint:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,19 @@ class TestTokenizers:
         tokenizer.decoder = decoders.Sequence(steps if trims else steps[:3])
         tokenizer.save(str(folder / "fallback.json"))
         return folder / "fallback.json"
+
+
+def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:
+    """As in `lit-lazy generate ... | head -c 1`."""
+    code = "import sys; from lit_lazy.command.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "generate", of_bytes, "--prompt", "a", "--tokens", "10000000", "--window", "9"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.read(1)
+        process.stdout.close()
+        assert re.fullmatch(SAID, process.stderr.read())
+        assert process.wait(60) == 0
 
 
 def test_ctrl_c_ends_the_text(

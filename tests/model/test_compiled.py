@@ -106,7 +106,7 @@ def measure_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[s
 def test_the_step_errs_no_more_than_the_models_own(name):
     """At most twice the model's own largest relative error in float32 over the loss and all gradients."""
     model, (tokens, targets) = make_model(name), draw(get_length(name))
-    assert compiled.describe(model, *tokens.shape) is not None
+    assert compiled.describe(model, tokens) is not None
     exact = run_in_double(model, tokens, targets)
     own = max(measure_errors(run_own_path(model, tokens, targets), exact).values())
     mine = measure_errors(compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)), exact)
@@ -240,7 +240,7 @@ UNKNOWN = {
 def test_unknown_models_run_their_own_path(name):
     cfg, spec = UNKNOWN[name]
     model, (tokens, targets) = DecoderLM(replace(cfg, attention=spec), WORDS, LENGTH, seed=3), draw()
-    assert compiled.describe(model, *tokens.shape) is None
+    assert compiled.describe(model, tokens) is None
     expected = run_own_path(model, tokens, targets)
     found = compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets))
     assert all(map(torch.equal, found.values(), expected.values()))
@@ -295,27 +295,27 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_models_run_their_own_path(change):
     model = make_model("elastic")
-    assert compiled.describe(model, BATCH, LENGTH) is not None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is not None
     change(model)
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
     model, (tokens, _) = make_model("elastic"), draw()
     with torch.autocast("cpu", torch.bfloat16):
-        assert compiled.describe(model, BATCH, LENGTH) is None
+        assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     assert compiled.compute_residual(model, tokens) is None  # gradients are enabled
     with torch.no_grad():
         assert compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1)) is None
-    assert compiled.describe(model, torch.get_num_threads() - 1, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(torch.get_num_threads() - 1, LENGTH)) is None
     with FlopCounterMode(display=False):
-        assert compiled.describe(model, BATCH, LENGTH) is None
+        assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     handle.remove()
-    assert compiled.describe(model, BATCH, 0) is None
+    assert compiled.describe(model, torch.zeros(BATCH, 0)) is None
     monkeypatch.setenv(library.SWITCH, "0")
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_every_known_normaliser_declares_its_threshold_itself():

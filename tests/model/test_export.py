@@ -162,6 +162,36 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
         assert found.tolist() == generate(ours, prompts, 6)
 
 
+@pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
+def test_positions_that_restart_begin_a_document(
+    changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' own models read packed texts without padding."""
+    if not kernels:
+        monkeypatch.setitem(sys.modules, "flash_lazy", None)
+    model = load(exported(build(**changes), tmp_path / "out")).double()
+    rows = [[5, 7], [1, 8, 3]]
+    position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    for use_cache in (True, False):
+        packed = model(TOKENS, position_ids=position, use_cache=use_cache).logits
+        for tokens, logits, row in zip(TOKENS, packed, rows, strict=True):
+            for document, found in zip(tokens.split(row), logits.split(row), strict=True):
+                torch.testing.assert_close(found, model(document[None]).logits[0], **CLOSE)
+
+
+def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> None:
+    model = load(exported(build(attention=LAZY), tmp_path / "out"))
+    whole = model(TOKENS).logits
+    index, mask = torch.tensor([0, 3, 11]), torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    for kept, expected in (
+        (3, whole[:, -3:]),
+        (index, whole[:, index]),
+        (index.expand(2, -1), whole[:, index]),
+        (mask, whole[mask]),
+    ):
+        torch.testing.assert_close(model(TOKENS, logits_to_keep=kept).logits, expected)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_again_it_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> None:
     model = load(exported(build(attention=LAZY, tie_embeddings=tied), tmp_path / "out"))
@@ -213,7 +243,6 @@ def test_it_learns_from_labels(tmp_path: Path) -> None:
     assert all(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
     expected = torch.nn.functional.cross_entropy(model(TOKENS).logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
     torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
-    torch.testing.assert_close(model(TOKENS, logits_to_keep=2).logits, model(TOKENS).logits[:, -2:])
 
 
 def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
+from lit_lazy.data.pipeline.imported_tokeniser import fit_to_embedding
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
@@ -186,6 +188,46 @@ class TestTokenizers:
         tokenizer.decoder = decoders.Sequence(steps if trims else steps[:3])
         tokenizer.save(str(folder / "fallback.json"))
         return folder / "fallback.json"
+
+
+def grow(tokenizer: tokenizers.Tokenizer) -> None:
+    replace = tokenizers.normalizers.Replace("a", "a" * 20)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 9)
+
+
+def pad(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.enable_padding(length=10**9)
+
+
+def backtrack(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+
+
+def repeat(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> " * 50_000 + "$A", special_tokens=[{"id": "<s>", "ids": [0] * 5_000, "tokens": ["<s>"] * 5_000}]
+    )
+
+
+@pytest.mark.parametrize("spoil", [grow, pad, backtrack, repeat])
+def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(
+    spoil: Callable[[tokenizers.Tokenizer], None], bpe: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
+    spoil(tokenizer)
+    tokenizer.save(str(bpe))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(needs more than 2 GiB or 30 s"):
+        FileTokenizer(bpe)
+    with pytest.raises(ValueError, match=r"^tokenizer.json: cannot be used \(needs more than 2 GiB or 30 s"):
+        fit_to_embedding(bpe.read_text(), 300)
+
+
+def test_a_text_on_which_the_library_panics_is_named(bpe: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(ab|a|b)+$"), "isolated")
+    tokenizer.save(str(bpe))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot encode the text \(.*retry-limit"):
+        FileTokenizer(bpe).encode([b"ab" * 50 + b"c"])
 
 
 def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:

@@ -141,7 +141,7 @@ SOURCES = {
     "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
     "an index of less": (index_shards({"weight_map": {K: "model.safetensors"}}), "is not listed"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
-    "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: is not of the tokenizers library"),
+    "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
 }
 

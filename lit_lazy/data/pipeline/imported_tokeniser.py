@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT
+from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.errors import one_line
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _parse(content: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
+        try_tokenizer(content.encode())
         return Tokenizer.from_str(content)
     except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"tokenizer.json: is not of the tokenizers library ({one_line(error)})") from None
+        raise ValueError(f"tokenizer.json: cannot be used ({one_line(error)})") from None

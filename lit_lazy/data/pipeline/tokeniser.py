@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
@@ -138,11 +139,12 @@ class FileTokenizer:
 
         self.path = str(path)
         try:
+            try_tokenizer(path.read_bytes())
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type
             raise ValueError(
-                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)}); "
-                "give such a file, or 'bytes'"
+                f"data.tokenizer={str(path)!r}: cannot be used ({one_line(error)}); give a JSON file of the tokenizers "
+                "library, or 'bytes'"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -170,7 +172,9 @@ class FileTokenizer:
         self.tokenizer.encode_special_tokens = not control
         try:
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above, for instance if the unknown token is not in the vocabulary
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # such as a missing unknown token; a panic is no Exception
             raise ValueError(
                 f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)}); use another tokenizer"
             ) from None

@@ -1,6 +1,7 @@
 """`lit-lazy import`"""
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from lit_lazy.model.import_.kinds import KINDS, is_hub_name
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "import", import_model, "make a checkpoint of a published model: Llama, Mistral, SmolLM, Qwen2, Qwen3"
+        commands, "import", import_model, "make a checkpoint of a published model, of the form of Llama"
     )
     parser.add_argument(
         "source",
@@ -22,6 +23,9 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
+    )
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not compare the new model's logits with those of transformers"
     )
     parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
 
@@ -45,8 +49,9 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
-    from lit_lazy.model.import_ import families, weights
-    from lit_lazy.model.import_.read import read_model
+    from lit_lazy.model.import_.compare import compare
+    from lit_lazy.model.import_.convert import convert
+    from lit_lazy.model.import_.load import load_source
     from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
     from lit_lazy.training.prepare import check_size
@@ -54,23 +59,27 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     option = f"SOURCE {str(options.source)!r}"
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
         raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{option}: transformers reads it, which is not installed; `pip install 'transformers>=5.23,<6'`"
+        )
     with naming(option):
-        source = read_model(options.source)
-        cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
-        words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
-        weights.check_weights(source, cfg, words, length)
-        check_size(cfg, words, length, state=0)  # as every command that loads the checkpoint
-        tokenizer = fit_to_embedding(source.tokenizer, words)
-        begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
+        model, tokenizer = load_source(options.source)
+        new = convert(model)
+        words, length = new.vocab_size, new.context_length
+        check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
+        tokenizer = fit_to_embedding(tokenizer, words)
+        begin, end = find_ends(tokenizer, model.generation_config.eos_token_id)
+        size = sum(weight.nbytes for weight in new.state.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)
-    check_out(options.out, beside, tokenizer, weights.count_bytes(source))
+    check_out(options.out, beside, tokenizer, size)
     with naming(option):
-        state = weights.read_weights(source, cfg)
+        result = "not compared with transformers' model (--unchecked)" if options.unchecked else compare(model, new)
     data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside, tokenizer)
-    checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)
-    print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {beside}: {words:,} tokens")
+    checkpoints.write_untrained(options.out, RunConfig(data=data, model=new.cfg), words, length, new.state)
+    print(f"{options.out}: {size // 4:,} weights; {beside}: {words:,} tokens\n{result}")
     return 0
 
 

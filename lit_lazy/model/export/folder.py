@@ -23,12 +23,23 @@ CARRIED = {
     "bias": ["NoBias", "LearnedBias", "Alibi", "T5Bias", "KerpleLog", "Fire"],
     "gate": ["NoGate", "OutputGate", "ValueGate"],
     "position": ["NoPosition", "Rope", "LearnedAbsolute"],
-    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling"],
+    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling", "DynamicScaling", "GivenFrequencies"],
 }
 """Parts of a model that the modelling file supports."""
 PATHS = {"position": "model.position", "scaling": "model.position.scaling"}
 FIELDS = {
-    *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "norm_eps", "attention", "position"),
+    *(
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "d_ff",
+        "mlp_bias",
+        "norm_eps",
+        "attention",
+        "position",
+    ),
     "tie_embeddings",
     *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
     "mixer",  # attention only
@@ -83,8 +94,8 @@ def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> 
         **{name: attention[name] for name in ("normaliser", "bias", "gate")},
         "position": to_dict(cfg.position),
         "attention_window": cfg.attention.window,
-        "qk_norm": cfg.attention.qk_norm,
-        "qkv_bias": cfg.attention.qkv_bias,
+        **{name: attention[name] for name in ("full_layers", "qk_norm", "qkv_bias", "out_bias")},
+        "mlp_bias": cfg.mlp_bias,
         "tie_word_embeddings": cfg.tie_embeddings,
         **make_token_ids(end, begin),
     }

@@ -1,0 +1,131 @@
+"""Logits of an imported model beside those of transformers: what decides whether an import is right."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lit_lazy.attention import Rope
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.import_.convert import Converted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST = 1e-3
+"""Largest difference of logits, in units of their spread."""
+TOKENS = 48
+"""In each comparison, at least."""
+LONGEST = 2**14
+"""Longest text that is compared."""
+
+
+@torch.no_grad()
+def compare(theirs: "PreTrainedModel", new: Converted) -> str:
+    """Compare a model with its source. Returns a sentence on what was compared, and what it cost.
+
+    All layers on a short text, one with a padded start, and with positions beyond every length that the settings name;
+    then one layer of each window on a text that is longer. Raises a one-line ValueError if logits differ.
+    """
+    start = time.monotonic()
+    ours = build(new, theirs)
+    generator = torch.Generator().manual_seed(0)
+    found = [_compare_padded(theirs, ours, generator)]
+    lengths = _list_lengths(theirs, new)
+    found += [_compare_far(theirs, ours, length, generator) for length in lengths]
+    windows = {mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)]) if mixer.window}
+    reached = {window: layer for window, layer in windows.items() if window + TOKENS <= LONGEST}
+    found += [_compare_window(theirs, ours, window, layer, generator) for window, layer in reached.items()]
+    worst = max(found, key=lambda part: part if part == part else float("inf"))
+    name = type(theirs).__name__
+    if not worst <= MOST:
+        differ = f"the logits differ from those of transformers' {name} by {worst:.2g} of their spread"
+        raise ValueError(f"{differ}, at most {MOST:g}; this decoder cannot express the model")
+    left = "".join(f"; no text was longer than the window of {window}" for window in windows.keys() - reached.keys())
+    what = (
+        f"{new.cfg.n_layers} layers, positions up to {max(lengths):,}, windows {', '.join(map(str, reached)) or 'none'}"
+    )
+    seconds = time.monotonic() - start
+    same = f"the logits are those of transformers' {name} within {worst:.1g} of their spread"
+    return f"{same}: {what}; {seconds:.1f} s{left}"
+
+
+def build(new: Converted, theirs: "PreTrainedModel") -> DecoderLM:
+    """The decoder, on the converted weights themselves."""
+    with torch.device("meta"):
+        ours = DecoderLM(new.cfg, new.vocab_size, new.context_length, seed=None)
+    ours.load_state_dict(new.state, assign=True)
+    ours.position = new.cfg.position.build(new.cfg.d_model, ours.mixers[0].rotary_dim, new.context_length)
+    if isinstance(new.cfg.position, Rope):
+        # Equal up to rounding, which far positions multiply: not what this compares.
+        given = theirs.base_model.rotary_emb.inv_freq
+        own = ours.position.frequency
+        given = pad(given, (0, len(own) - len(given)))
+        if torch.allclose(own, given, rtol=1e-5, atol=0):
+            own.copy_(given)
+    return ours.eval()
+
+
+def _list_lengths(theirs: "PreTrainedModel", new: Converted) -> list[int]:
+    """Lengths at which a rotation or a scale may change."""
+    settings = getattr(theirs.config, "rope_parameters", None) or {}
+    trained = settings.get("original_max_position_embeddings")
+    return sorted({new.context_length, *([int(trained)] if trained else [])})
+
+
+def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
+
+
+def _compare_padded(theirs: nn.Module, ours: DecoderLM, generator: torch.Generator) -> float:
+    tokens = _draw(ours, 2, TOKENS, generator)
+    mask = torch.ones_like(tokens)
+    mask[1, : TOKENS // 3] = 0
+    expected = theirs(tokens, attention_mask=mask, use_cache=False).logits
+    real = mask.bool()
+    return measure_difference(ours(tokens, key_mask=real)[real], expected[real])
+
+
+def _compare_far(theirs: nn.Module, ours: DecoderLM, length: int, generator: torch.Generator) -> float:
+    """Positions from 0, and then on both sides of a length."""
+    half = torch.arange(TOKENS // 2)
+    places = torch.cat((half, length - TOKENS // 4 + half)).clamp(min=0).unique()[None]
+    tokens = _draw(ours, 1, places.shape[1], generator)
+    mask = torch.ones_like(tokens)  # without it, transformers takes places for those of several texts
+    expected = theirs(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
+    return measure_difference(ours(tokens, place=places), expected)
+
+
+def _compare_window(
+    theirs: "PreTrainedModel", ours: DecoderLM, window: int, layer: int, generator: torch.Generator
+) -> float:
+    tokens = _draw(ours, 1, window + TOKENS, generator)
+    with (
+        _only(layer, theirs.base_model.layers, lambda x, *_, **__: x),
+        _only(layer, ours.blocks, lambda x, _: (x, None)),
+    ):
+        expected = theirs(tokens, use_cache=False, logits_to_keep=TOKENS).logits
+        found = ours.head(ours.compute_hidden(tokens)[:, -TOKENS:])
+    return measure_difference(found, expected)
+
+
+@contextmanager
+def _only(kept: int, layers: nn.ModuleList, skip: object) -> Iterator[None]:
+    """Lets all layers but one do nothing."""
+    others = [layer for index, layer in enumerate(layers) if index != kept]
+    for layer in others:
+        layer.forward = skip  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in others:
+            del layer.forward
+
+
+def measure_difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, in units of the expected values' standard deviation."""
+    return float((found - expected).abs().max() / expected.std())

@@ -1,0 +1,278 @@
+"""A model of transformers as settings and weights of this project's decoder.
+
+Sizes are read from the tensors, and what a layer's attention does from a call of it. Nothing here knows a family: what
+the decoder cannot express has a tensor without a place, or is refused by `compare`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_lazy.attention import AttentionSpec, NoPosition, Position, Rope
+from lit_lazy.attention.position import DynamicScaling, GivenFrequencies, RopeScaling
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.errors import describe_exception
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PARTS = {
+    "embed_tokens": "embedding",
+    "norm": "norm",
+    "lm_head": "head",
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.qkv_proj": "attention.q attention.k attention.v",
+    "self_attn.o_proj": "attention.out",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.gate_up_proj": "mlp.gate mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+"""Part of a tensor's name in transformers -> this project's; several for a fused one, in the order of its rows."""
+NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+
+
+class AttentionSeen(NamedTuple):
+    """What one layer's attention did. scale: of scores. window: keys that a query sees, None for all."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    rotates: bool
+    window: int | None
+
+
+class Converted(NamedTuple):
+    """state: of a `DecoderLM`, float32; tensors that need no change are the source's."""
+
+    cfg: ModelConfig
+    context_length: int
+    state: dict[str, Tensor]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.state["embedding.weight"])
+
+
+@torch.no_grad()
+def convert(model: "PreTrainedModel") -> Converted:
+    """Raises a one-line ValueError, in transformers' names, for a model that is no decoder of this project's form."""
+    try:
+        return _convert(model)
+    except (AttributeError, LookupError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{type(model).__name__}: has another form than this decoder ({describe_exception(error)})"
+        ) from None
+
+
+def _convert(model: "PreTrainedModel") -> Converted:
+    settings, base = model.config, model.base_model
+    length = settings.max_position_embeddings
+    parts = {name: _find_parts(name) for name in model.state_dict()}
+    if unknown := [name for name, found in parts.items() if not found]:
+        raise ValueError(
+            f"{unknown[0]}: has no place in this decoder, one of {len(unknown)} tensors of {type(model).__name__}"
+        )
+    layers = observe_attention(model, 2 * length)
+    first = layers[0]
+    if odd := [layer for layer in layers if layer[:3] != first[:3]]:
+        raise ValueError(
+            f"{type(model).__name__}: has layers of {first[:3]} and {odd[0][:3]} heads, key heads and head width"
+        )
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        heads = (first.n_heads, first.n_kv_heads, first.n_kv_heads) if len(parts[name]) == 3 else (1, 1)
+        rows = [len(value) * share // sum(heads) for share in heads] if len(parts[name]) > 1 else [len(value)]
+        state |= zip(parts[name], value.split(rows), strict=True)
+    tied = state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    windows = {layer.window for layer in layers} - {None}
+    if len(windows) > 1:
+        raise ValueError(
+            f"sliding_window: layers with windows of {min(windows)} and of {max(windows)} keys; give one with one"
+        )
+    position, order, gain = _make_position(base, settings, layers)
+    _order_and_scale_heads(state, layers, order, gain)
+    _fold_multipliers(state, settings, tied)
+    cfg = ModelConfig(
+        d_model=state["embedding.weight"].shape[1],
+        n_layers=len(layers),
+        n_heads=first.n_heads,
+        n_kv_heads=None if first.n_kv_heads == first.n_heads else first.n_kv_heads,
+        head_dim=None if first.head_dim * first.n_heads == state["embedding.weight"].shape[1] else first.head_dim,
+        d_ff=len(state["blocks.0.mlp.gate.weight"]),
+        mlp_bias="blocks.0.mlp.down.bias" in state,
+        norm_eps=_read_eps(base.norm),
+        attention=AttentionSpec(
+            window=min(windows, default=None),
+            full_layers=tuple(i for i, layer in enumerate(layers) if windows and layer.window is None),
+            qk_norm="blocks.0.attention.q_norm.weight" in state,
+            qkv_bias="blocks.0.attention.q.bias" in state,
+            out_bias="blocks.0.attention.out.bias" in state,
+        ),
+        position=position,
+        tie_embeddings=tied,
+    )
+    _check(state, cfg, length, {ours: name for name, found in parts.items() for ours in found})
+    return Converted(cfg, length, state)
+
+
+def _find_parts(name: str) -> list[str]:
+    """This project's names of a tensor of transformers, several of a fused one; none for an unknown one."""
+    found = NAME.fullmatch(name)
+    layer, part, kind = found.groups() if found else (None, "", "")
+    prefix = "" if layer is None else f"blocks.{layer}."
+    return [f"{prefix}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
+
+
+def _check(state: Mapping[str, Tensor], cfg: ModelConfig, length: int, names: Mapping[str, str]) -> None:
+    """Raises a one-line ValueError unless the state is the decoder's. names: those of transformers."""
+    with torch.device("meta"):
+        expected = DecoderLM(cfg, len(state["embedding.weight"]), length, seed=None).state_dict()
+    for name in expected.keys() ^ state.keys():
+        raise ValueError(f"{names.get(name, name)}: is {'missing' if name in expected else 'only in some layers'}")
+    for name, value in state.items():
+        if value.shape != expected[name].shape:
+            raise ValueError(
+                f"{names[name]}: has shape {list(value.shape)}, in this decoder {list(expected[name].shape)}"
+            )
+        if not torch.stack(value.aminmax()).isfinite().all():  # unlike value.isfinite(), without a copy
+            raise ValueError(f"{names[name]}: is not finite")
+
+
+def _read_eps(norm: nn.Module) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
+
+
+def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen]:
+    """What the attention of each layer does with two equal tokens.
+
+    last: the last position that its mask is asked about. Raises a one-line ValueError if that is no causal window.
+    """
+    seen: list[AttentionSeen] = []
+
+    def attend(
+        _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **__: Any
+    ) -> tuple[Tensor, None]:
+        rotates = not torch.allclose(q[:, :, 0], q[:, :, 1])
+        window = int(mask)
+        seen.append(AttentionSeen(q.shape[1], k.shape[1], q.shape[3], float(scaling), rotates, window or None))
+        return q.new_zeros(*q.shape[:1], q.shape[2], q.shape[1], v.shape[3]), None
+
+    def mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
+        return torch.tensor(find_window(lambda q, k: bool(mask_function(*map(torch.tensor, (0, 0, q, k)))), last) or 0)
+
+    with _attention_of(model, attend, mask):
+        model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    return seen
+
+
+@contextmanager
+def _attention_of(model: "PreTrainedModel", attend: Callable[..., Any], mask: Callable[..., Tensor]) -> Iterator[None]:
+    """Lets a model compute its attention by other functions, as transformers offers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    own, name = model.config._attn_implementation, "lit_lazy"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def find_window(visible: Callable[[int, int], bool], last: int) -> int | None:
+    """Number of newest keys that a query sees, None for all; visible: whether query i sees key j.
+
+    Raises a one-line ValueError if it sees others.
+    """
+    oldest, newest = 0, last
+    while oldest < newest:
+        middle = (oldest + newest) // 2
+        oldest, newest = (oldest, middle) if visible(last, middle) else (middle + 1, newest)
+    window = last - oldest + 1
+    for query in {0, 1, min(window - 1, last), min(window, last), last // 2, last}:
+        for key in {0, 1, query - window, query - window + 1, query - 1, query, query + 1, last}:
+            if key >= 0 and visible(query, key) != (query - window < key <= query):
+                raise ValueError(
+                    f"attention: query {query} {'sees' if visible(query, key) else 'does not see'} key {key}"
+                )
+    return window if oldest else None
+
+
+def _make_position(base: nn.Module, settings: Any, layers: list[AttentionSeen]) -> tuple[Position, Tensor, Tensor]:
+    """The rotation; the order of a head's dimensions that it has; and the factor of scores by dimension."""
+    width = layers[0].head_dim
+    order, gain = torch.arange(width), torch.ones(width)
+    if not any(layer.rotates for layer in layers):
+        return NoPosition(), order, gain
+    rotary, length = base.rotary_emb, settings.max_position_embeddings
+    short, long = (_find_frequencies(rotary, width, count) for count in (1, 2 * length))
+    turned = 2 * len(rotary.inv_freq)
+    gain[:turned] = float(rotary.attention_scaling) ** 2
+    parts = order[:turned].tensor_split(2), order[turned:].tensor_split(2)
+    order = torch.cat([part[half] for half in range(2) for part in parts])
+    skipped = tuple(index for index, layer in enumerate(layers) if not layer.rotates)
+    rope = Rope(float(settings.rope_parameters["rope_theta"]), skip_layers=skipped)
+    scaling: RopeScaling = rope.scaling
+    unscaled = rope.build(0, width, 0).frequency
+    if not torch.equal(short, long):
+        if settings.rope_parameters["rope_type"] == "dynamic":
+            scaling = DynamicScaling(settings.rope_parameters["factor"], length)
+        else:
+            trained = settings.rope_parameters["original_max_position_embeddings"]
+            scaling = GivenFrequencies(tuple(short.tolist()), tuple(long.tolist()), trained)
+    elif not torch.allclose(short, unscaled, rtol=1e-5, atol=0):
+        scaling = GivenFrequencies(tuple(short.tolist()))
+    return Rope(rope.base, scaling, skip_layers=skipped), order, gain
+
+
+def _find_frequencies(rotary: nn.Module, width: int, length: int) -> Tensor:
+    """Those of a text of a length, with zeros for dimensions that are not rotated: `[width / 2]`."""
+    rotary(torch.zeros(1), torch.tensor([[length - 1]]))
+    return nn.functional.pad(rotary.inv_freq, (0, width // 2 - len(rotary.inv_freq)))
+
+
+def _order_and_scale_heads(
+    state: dict[str, Tensor], layers: list[AttentionSeen], order: Tensor, rotated_gain: Tensor
+) -> None:
+    for index, layer in enumerate(layers):
+        gain = layer.scale * layer.head_dim**0.5 * (rotated_gain if layer.rotates else torch.ones(layer.head_dim))
+        scaled = "q_norm" if f"blocks.{index}.attention.q_norm.weight" in state else "q"
+        for part in ("q", "k", "q_norm", "k_norm"):
+            for name in (f"blocks.{index}.attention.{part}.{kind}" for kind in ("weight", "bias")):
+                if name not in state:
+                    continue
+                heads = state[name].unflatten(0, (-1, layer.head_dim))
+                if part == scaled and not torch.allclose(gain, torch.ones(()), rtol=1e-6):
+                    heads = heads * gain.view(-1, *[1] * (heads.dim() - 2))
+                if not torch.equal(order, order.sort().values):
+                    heads = heads[:, order]
+                state[name] = heads.flatten(0, 1)
+
+
+def _fold_multipliers(state: dict[str, Tensor], settings: Any, tied: bool) -> None:
+    """Fold Granite's factors of embeddings, of what a block adds, and of logits into the weights."""
+    embedding, added, logits = (
+        float(getattr(settings, name, 1.0))
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    )
+    factors = {r"embedding\.weight": embedding, r"norm\.weight": 1 / (logits * (embedding if tied else 1))}
+    factors[r"blocks\.\d+\.(attention\.out|mlp\.down)\.(weight|bias)"] = added
+    for pattern, factor in factors.items():
+        if factor != 1:
+            state |= {name: value * factor for name, value in state.items() if re.fullmatch(pattern, name)}
+    if tied:
+        state["head.weight"] = state["embedding.weight"]

@@ -1,0 +1,189 @@
+"""A source, loaded as a model of transformers by its own rules, and its tokeniser. Nothing of it is executed."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lit_lazy.model.import_.kinds import KINDS, PICKLES, is_hub_name
+from lit_lazy.support.disk import open_file
+from lit_lazy.support.errors import one_line
+from lit_lazy.support.memory import require_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+MOST_HEADER = 2**24
+"""Bytes of a header or of settings, at most; published ones are small."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+WRAPPED = {r"^(?:_orig_mod\.|module\.)+": ""}
+"""Beginnings of names that torch.compile and data parallelism add."""
+
+
+def load_source(given: Path) -> tuple["PreTrainedModel", str]:
+    """The model in a folder, in a .gguf file, or of this name on the Hub, float32. Raises a one-line ValueError."""
+    if given.is_dir():
+        return load_folder(given)
+    if not given.exists() and is_hub_name(given):
+        return load_folder(download(str(given)))
+    if given.suffix in PICKLES:
+        raise make_pickle_error(given)
+    if given.suffix != ".gguf":
+        raise ValueError(f"must be {KINDS}")
+    from lit_lazy.model.import_.gguf_file import read_gguf
+
+    settings, weights, tokenizer = read_gguf(given)
+    return load_model(settings, len(weights), state_dict=weights), tokenizer
+
+
+def make_pickle_error(file: Path) -> ValueError:
+    return ValueError(f"{file.name}: is a pickle, which could run code, so it is not read; convert it to safetensors")
+
+
+def download(name: str) -> Path:
+    """Folder of a model of the Hub, from the cache without a network. Raises a one-line ValueError if that fails."""
+    import huggingface_hub
+
+    from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers
+
+    go_offline_unless_hub_answers()
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"is no folder, and cannot be had from the Hub ({one_line(error)}); check name and network"
+        ) from None
+
+
+def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
+    """Raises a one-line ValueError for files that are missing or damaged, or hold other weights than floating-point."""
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"has no {CONFIG}; give {KINDS}")
+    settings = _read_json(folder / CONFIG)
+    if not (folder / TOKENIZER).exists():
+        raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        if pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]:
+            raise make_pickle_error(pickles[0])
+        raise ValueError(f"has no safetensors; give {KINDS}")
+    tensors = sum(_count_tensors(file) for file in files)
+    return load_model(settings, tensors, folder), _read(folder / TOKENIZER).decode(errors="replace")
+
+
+def load_model(
+    settings: Mapping[str, Any], tensors: int, folder: Path | None = None, state_dict: dict[str, Tensor] | None = None
+) -> "PreTrainedModel":
+    """The model of a folder, or of settings and weights under transformers' names.
+
+    tensors: number of tensors in the files, which bounds that of the layers. Raises a one-line ValueError for a model
+    that transformers does not load, or not completely.
+    """
+    import transformers
+
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"model_type={kind!r}: is no model of transformers {transformers.__version__}")
+    named = transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    layers = settings.get(named)
+    if isinstance(layers, int) and layers > tensors:  # before so many layers are built
+        raise ValueError(f"{named}={layers}: the files have only {tensors} tensors")
+    with quiet(), one_line_errors():
+        if folder is None:
+            config = transformers.AutoConfig.for_model(**settings)
+        else:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"model_type={kind!r}: is no language model of transformers")
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            numbers = model_class(config).num_parameters()
+    require_memory({"parameters": numbers}, 4 * numbers)
+    with quiet(), one_line_errors():
+        model, report = model_class.from_pretrained(
+            folder,
+            config=config,
+            state_dict=state_dict,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            key_mapping=WRAPPED,
+            output_loading_info=True,
+        )
+    for what, names in report.items():
+        if names:
+            name = min(map(str, names))
+            raise ValueError(f"{name}: {what.replace('_', ' ')}, one of {len(names)}, of {model_class.__name__}")
+    return model
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns whatever a library raises into a one-line ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(one_line(error)) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' messages and progress bars."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.CRITICAL)
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with open_file(file) as opened:
+            return opened.read()
+    except OSError as error:
+        raise ValueError(f"{file.name}: cannot be read ({error.strerror})") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content = _read(file)
+    if len(content) > MOST_HEADER:
+        raise ValueError(f"{file.name}: has {len(content)} bytes, at most {MOST_HEADER} are read")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name}: is no JSON ({one_line(error)})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name}: is no JSON object")
+    return found
+
+
+def _count_tensors(file: Path) -> int:
+    """Number of tensors in a safetensors file, whose header and size the library checks."""
+    try:
+        with open_file(file) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if MOST_HEADER < size < file.stat().st_size:
+            raise ValueError(f"its header has {size} bytes, at most {MOST_HEADER} are read")
+        with safe_open(file, "pt") as opened:
+            kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    except OSError as error:
+        raise ValueError(f"{file.name}: cannot be read ({error.strerror or one_line(error)})") from None
+    except Exception as error:  # the library's own type, of no useful base
+        raise ValueError(f"{file.name}: is no safetensors file, or damaged ({one_line(error)})") from None
+    if odd := [name for name, kind in kinds.items() if kind not in FLOATS]:
+        raise ValueError(f"{file.name}: {odd[0]} is of {kinds[odd[0]]}; only {', '.join(FLOATS)} are known")
+    return len(kinds)

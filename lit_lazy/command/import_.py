@@ -70,7 +70,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
         check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
         tokenizer = fit_to_embedding(tokenizer, words)
         begin, end = find_ends(tokenizer, model.generation_config.eos_token_id)
-        size = sum(weight.nbytes for weight in new.state.values())
+        size = sum({weight.data_ptr(): weight.nbytes for weight in new.state.values()}.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)
     check_out(options.out, beside, tokenizer, size)
     with naming(option):

@@ -329,7 +329,7 @@ class _Position(nn.Module):
         if scaling["class"] == "NoScaling":
             return frequency
         if scaling["class"] == "GivenFrequencies":
-            given = length > scaling["trained_length"] and scaling["long"] or scaling["frequencies"]
+            given = (length > scaling["trained_length"] and scaling["long"]) or scaling["frequencies"]
             return torch.tensor(given, dtype=torch.float64)
         if scaling["class"] == "DynamicScaling":
             trained, pairs = scaling["trained_length"], len(frequency)

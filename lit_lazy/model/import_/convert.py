@@ -5,8 +5,9 @@ the decoder cannot express has a tensor without a place, or is refused by `compa
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,31 +67,77 @@ class Converted(NamedTuple):
         return len(self.state["embedding.weight"])
 
 
+def find_parts(model: "PreTrainedModel") -> dict[str, list[str]]:
+    """This project's names of each tensor of a model, several of a fused one.
+
+    Raises a one-line ValueError, in transformers' names, unless they are those of a decoder of this project.
+    """
+    parts = {name: _rename(name) for name in model.state_dict()}
+    theirs = {ours: name for name, found in parts.items() for ours in found}
+    layers = 1 + max((int(name.split(".")[1]) for name in theirs if name.startswith("blocks.")), default=-1)
+    if layers < 1:
+        raise ValueError(
+            f"{next(iter(parts))}: has no place in this decoder, nor has any layer of {type(model).__name__}"
+        )
+    with torch.device("meta"):
+        small = ModelConfig(d_model=2, n_layers=layers, d_ff=2, **_find_options(theirs))
+        expected = DecoderLM(small, 1, 1, seed=None).state_dict()
+    surplus = [name for name, found in parts.items() if not (found and expected.keys() >= set(found))]
+    if surplus:
+        raise ValueError(
+            f"{surplus[0]}: has no place in this decoder, one of {len(surplus)} tensors of {type(model).__name__}"
+        )
+    if missing := [name for name in expected if name not in theirs]:
+        name = missing[0]
+        raise ValueError(f"{_rename_back(name)}: is missing in {type(model).__name__}; this decoder needs it")
+    return parts
+
+
+def _rename(name: str) -> list[str]:
+    found = NAME.fullmatch(name)
+    layer, part, kind = found.groups() if found else (None, "", "")
+    prefix = "" if layer is None else f"blocks.{layer}."
+    return [f"{prefix}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
+
+
+def _rename_back(name: str) -> str:
+    stem, _, kind = re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")
+    layer = name.removesuffix(f"{stem}.{kind}").replace("blocks", "layers")
+    return f"model.{layer}{next(theirs for theirs, ours in PARTS.items() if ours == stem)}.{kind}"
+
+
+def _find_options(names: Container[str]) -> dict[str, Any]:
+    """The optional parts of a decoder, by the names of its tensors."""
+    flags = {"qk_norm": "q_norm.weight", "qkv_bias": "q.bias", "out_bias": "out.bias"}
+    spec = AttentionSpec(**{flag: f"blocks.0.attention.{name}" in names for flag, name in flags.items()})
+    return {"attention": spec, "mlp_bias": "blocks.0.mlp.down.bias" in names}
+
+
 @torch.no_grad()
 def convert(model: "PreTrainedModel") -> Converted:
     """Raises a one-line ValueError, in transformers' names, for a model that is no decoder of this project's form."""
+    parts = find_parts(model)
     try:
-        return _convert(model)
+        new = _convert(model, parts)
     except (AttributeError, LookupError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise ValueError(
-            f"{type(model).__name__}: has another form than this decoder ({describe_exception(error)})"
-        ) from None
+        name = type(model).__name__
+        raise ValueError(f"{name}: has another form than this decoder ({describe_exception(error)})") from None
+    theirs = {ours: name for name, found in parts.items() for ours in found}
+    with torch.device("meta"):
+        expected = DecoderLM(new.cfg, new.vocab_size, new.context_length, seed=None).state_dict()
+    for name, value in new.state.items():
+        if value.shape != expected[name].shape:
+            shape = list(expected[name].shape)
+            raise ValueError(f"{theirs[name]}: has shape {list(value.shape)}, in this decoder {shape}")
+        if not torch.stack(value.aminmax()).isfinite().all():  # unlike value.isfinite(), without a copy
+            raise ValueError(f"{theirs[name]}: is not finite")
+    return new
 
 
-def _convert(model: "PreTrainedModel") -> Converted:
+def _convert(model: "PreTrainedModel", parts: Mapping[str, list[str]]) -> Converted:
     settings, base = model.config, model.base_model
-    length = settings.max_position_embeddings
-    parts = {name: _find_parts(name) for name in model.state_dict()}
-    if unknown := [name for name, found in parts.items() if not found]:
-        raise ValueError(
-            f"{unknown[0]}: has no place in this decoder, one of {len(unknown)} tensors of {type(model).__name__}"
-        )
-    layers = observe_attention(model, 2 * length)
+    layers = observe_attention(model, 2 * settings.max_position_embeddings)
     first = layers[0]
-    if odd := [layer for layer in layers if layer[:3] != first[:3]]:
-        raise ValueError(
-            f"{type(model).__name__}: has layers of {first[:3]} and {odd[0][:3]} heads, key heads and head width"
-        )
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         heads = (first.n_heads, first.n_kv_heads, first.n_kv_heads) if len(parts[name]) == 3 else (1, 1)
@@ -99,64 +146,31 @@ def _convert(model: "PreTrainedModel") -> Converted:
     tied = state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     windows = {layer.window for layer in layers} - {None}
     if len(windows) > 1:
-        raise ValueError(
-            f"sliding_window: layers with windows of {min(windows)} and of {max(windows)} keys; give one with one"
-        )
+        raise ValueError(f"sliding_window: layers with windows of {sorted(windows)} keys; this decoder has one window")
     position, order, gain = _make_position(base, settings, layers)
     _order_and_scale_heads(state, layers, order, gain)
     _fold_multipliers(state, settings, tied)
+    width = state["embedding.weight"].shape[1]
+    options = _find_options(state)
+    full = tuple(index for index, layer in enumerate(layers) if windows and layer.window is None)
+    options["attention"] = replace(options["attention"], window=min(windows, default=None), full_layers=full)
     cfg = ModelConfig(
-        d_model=state["embedding.weight"].shape[1],
+        d_model=width,
         n_layers=len(layers),
         n_heads=first.n_heads,
         n_kv_heads=None if first.n_kv_heads == first.n_heads else first.n_kv_heads,
-        head_dim=None if first.head_dim * first.n_heads == state["embedding.weight"].shape[1] else first.head_dim,
+        head_dim=None if first.head_dim * first.n_heads == width else first.head_dim,
         d_ff=len(state["blocks.0.mlp.gate.weight"]),
-        mlp_bias="blocks.0.mlp.down.bias" in state,
-        norm_eps=_read_eps(base.norm),
-        attention=AttentionSpec(
-            window=min(windows, default=None),
-            full_layers=tuple(i for i, layer in enumerate(layers) if windows and layer.window is None),
-            qk_norm="blocks.0.attention.q_norm.weight" in state,
-            qkv_bias="blocks.0.attention.q.bias" in state,
-            out_bias="blocks.0.attention.out.bias" in state,
-        ),
+        norm_eps=float(base.norm.variance_epsilon if hasattr(base.norm, "variance_epsilon") else base.norm.eps),
         position=position,
         tie_embeddings=tied,
+        **options,
     )
-    _check(state, cfg, length, {ours: name for name, found in parts.items() for ours in found})
-    return Converted(cfg, length, state)
-
-
-def _find_parts(name: str) -> list[str]:
-    """This project's names of a tensor of transformers, several of a fused one; none for an unknown one."""
-    found = NAME.fullmatch(name)
-    layer, part, kind = found.groups() if found else (None, "", "")
-    prefix = "" if layer is None else f"blocks.{layer}."
-    return [f"{prefix}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
-
-
-def _check(state: Mapping[str, Tensor], cfg: ModelConfig, length: int, names: Mapping[str, str]) -> None:
-    """Raises a one-line ValueError unless the state is the decoder's. names: those of transformers."""
-    with torch.device("meta"):
-        expected = DecoderLM(cfg, len(state["embedding.weight"]), length, seed=None).state_dict()
-    for name in expected.keys() ^ state.keys():
-        raise ValueError(f"{names.get(name, name)}: is {'missing' if name in expected else 'only in some layers'}")
-    for name, value in state.items():
-        if value.shape != expected[name].shape:
-            raise ValueError(
-                f"{names[name]}: has shape {list(value.shape)}, in this decoder {list(expected[name].shape)}"
-            )
-        if not torch.stack(value.aminmax()).isfinite().all():  # unlike value.isfinite(), without a copy
-            raise ValueError(f"{names[name]}: is not finite")
-
-
-def _read_eps(norm: nn.Module) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
+    return Converted(cfg, settings.max_position_embeddings, state)
 
 
 def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen]:
-    """What the attention of each layer does with two equal tokens.
+    """What the attention of each layer does with two equal embeddings.
 
     last: the last position that its mask is asked about. Raises a one-line ValueError if that is no causal window.
     """
@@ -174,7 +188,11 @@ def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen
         return torch.tensor(find_window(lambda q, k: bool(mask_function(*map(torch.tensor, (0, 0, q, k)))), last) or 0)
 
     with _attention_of(model, attend, mask):
-        model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+        width = model.get_input_embeddings().weight.shape[1]
+        model(
+            inputs_embeds=torch.randn(width, generator=torch.Generator().manual_seed(0)).expand(1, 2, -1),
+            use_cache=False,
+        )
     return seen
 
 

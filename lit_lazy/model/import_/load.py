@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lit_lazy.model.import_.convert import find_parts
 from lit_lazy.model.import_.kinds import KINDS, PICKLES, is_hub_name
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
@@ -104,8 +105,9 @@ def load_model(
             raise ValueError(f"model_type={kind!r}: is no language model of transformers")
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
-            numbers = model_class(config).num_parameters()
-    require_memory({"parameters": numbers}, 4 * numbers)
+            empty = model_class(config)
+        find_parts(empty)  # refuses most other models before their weights are read
+    require_memory({"parameters": empty.num_parameters()}, 4 * empty.num_parameters())
     with quiet(), one_line_errors():
         model, report = model_class.from_pretrained(
             folder,

@@ -1,0 +1,111 @@
+"""Import of forty classes of transformers, each with three odd configurations: right, or refused, and none wrong."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import SIZES, transformers
+from subwords import bpe
+
+from lit_lazy.command.main import main
+from lit_lazy.training import checkpoints
+
+__all__ = ["bpe"]
+ROOT = Path(__file__).parents[2]
+CLASSES = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Granite", "InternLM3", "SeedOss", "Ministral"),
+    *("Olmo2", "Gemma2", "StableLm", "GPTNeoX", "Cohere", "MiniCPM3", "Gemma", "Gemma3Text", "Olmo", "Olmo3"),
+    *("Arcee", "Ministral3", "Cohere2", "Exaone4", "Glm", "Glm4", "Helium", "HunYuanDenseV1", "Ernie4_5", "Starcoder2"),
+    *("Phi", "GPT2", "Mixtral", "Qwen2Moe", "GptOss", "DiffLlama", "Nemotron", "Apertus", "HyperCLOVAX", "Cwm"),
+)
+"""Names of the configurations; MiniCPM's multipliers are Granite's, and MiniCPM3 has another attention."""
+SHORT = {"Llama", "Qwen2", "SmolLM3", "Phi3", "Granite", "InternLM3", "Gemma2", "StableLm", "Cohere", "Ministral3"}
+"""Those that wait for no `make test-all`."""
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [1.0, 2.0, 5.0, 7.0],
+        "original_max_position_embeddings": 16,
+    },
+    {"rope_type": "dynamic", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    {"rope_type": "linear", "factor": 3.0},
+]
+LENGTH = 90
+
+
+def make_odd(name: str) -> dict[str, dict[str, Any]]:
+    """Settings that differ from the class's defaults; those that it does not have are left out."""
+    biases = ("attention_bias", "attention_out_bias", "mlp_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias")
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}
+    scaling = {"rope_theta": 100.0, **SCALINGS[CLASSES.index(name) % len(SCALINGS)]}
+    rotation = {"rope_parameters": scaling, "original_max_position_embeddings": 16, "no_rope_layers": [1, 0, 0, 1]}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    windows = {"sliding_window": 9, "use_sliding_window": True, "layer_types": kinds, "max_window_layers": 2}
+    multipliers = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
+    return {
+        "heads and biases": dict.fromkeys(biases, True) | heads,
+        "rotation": rotation,
+        "windows and multipliers": windows | multipliers | {"logits_scaling": 2.0},
+    }
+
+
+ROWS = [(name, kind) for name in CLASSES for kind in make_odd(name)]
+
+
+def make_model(folder: Path, name: str, kind: str, bpe: Path) -> None:
+    """A random model; its norms and biases are neither 1 nor 0."""
+    config_class = getattr(transformers, f"{name}Config")
+    known = {field.name for field in dataclasses.fields(config_class)}
+    odd = {key: value for key, value in make_odd(name)[kind].items() if key in known}
+    config = config_class(**{"vocab_size": 304, **SIZES, "bos_token_id": 0, "pad_token_id": 0, **odd})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(bpe.read_bytes())
+
+
+def describe_import(name: str, kind: str, folder: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """`right`, `WRONG by ...`, or the reason of the refusal."""
+    make_model(folder / "source", name, kind, bpe)
+    capsys.readouterr()
+    status = main(["import", str(folder / "source"), str(folder / "out" / "model.ckpt")])
+    printed = capsys.readouterr()
+    if status:
+        assert status == 2
+        assert not (folder / "out").exists()
+        (line,) = printed.err.strip().splitlines()
+        return re.sub(r"^lit-lazy: SOURCE '[^']*': ", "", line)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "source", attn_implementation="eager")
+    ours = checkpoints.load(folder / "out" / "model.ckpt").model.eval()
+    tokens = torch.randint(304, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        difference = float((ours(tokens) - expected).abs().max() / expected.std())
+    return "right" if difference <= 1e-4 else f"WRONG by {difference:.2g}"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [pytest.param(*row, marks=[] if row[0] in SHORT else pytest.mark.long) for row in ROWS]
+)
+def test_an_import_is_right_or_refused(
+    name: str, kind: str, bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = describe_import(name, kind, tmp_path, bpe, capsys)
+    print(f"ROW | {name} | {kind} | {result}")
+    assert not result.startswith("WRONG")

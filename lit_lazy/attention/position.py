@@ -69,13 +69,18 @@ class _NoPosition(PositionModule):
 class RopeScaling(CheckedFields, ABC):
     """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the text's length, by `scale_for`."""
+        return False
+
     @abstractmethod
     def scale(self, frequency: Tensor) -> Tensor:
         """The frequencies `[D / 2]`, in radians per token, as float64."""
         ...
 
     def scale_for(self, frequency: Tensor, length: int) -> Tensor:  # noqa: ARG002
-        """Those of a text of `length` tokens, for a class whose frequencies depend on it."""
+        """Those of a text of `length` tokens."""
         return self.scale(frequency)
 
 
@@ -139,6 +144,10 @@ class DynamicScaling(RopeScaling):
         _require_factor("DynamicScaling.factor", self.factor)
         _require_count("DynamicScaling.trained_length", self.trained_length)
 
+    @property
+    def by_length(self) -> bool:
+        return True
+
     def scale(self, frequency: Tensor) -> Tensor:
         return frequency
 
@@ -165,13 +174,15 @@ class GivenFrequencies(RopeScaling):
                 raise ValueError(f"GivenFrequencies.{name}: must be finite")
         _require_count("GivenFrequencies.trained_length", self.trained_length)
 
+    @property
+    def by_length(self) -> bool:
+        return bool(self.long)
+
     def scale(self, frequency: Tensor) -> Tensor:
         return self._place(frequency, self.frequencies)
 
     def scale_for(self, frequency: Tensor, length: int) -> Tensor:
-        return self._place(
-            frequency, self.long or self.frequencies if length > self.trained_length else self.frequencies
-        )
+        return self._place(frequency, self.long if self.long and length > self.trained_length else self.frequencies)
 
     def _place(self, frequency: Tensor, given: tuple[float, ...]) -> Tensor:
         if len(given) != len(frequency):
@@ -219,13 +230,13 @@ class Rope(Position):
 
 
 class _Rope(PositionModule):
-    relative = True
     frequency: Tensor
 
     def __init__(self, cfg: Rope, unscaled: Tensor) -> None:
         super().__init__()
         self.cfg, self.unscaled = cfg, unscaled
-        self.by_length = type(cfg.scaling).scale_for is not RopeScaling.scale_for
+        self.by_length = cfg.scaling.by_length
+        self.relative = not self.by_length
         frequency = cfg.scaling.scale(unscaled).float()
         self.register_buffer("frequency", frequency.to(torch.get_default_device()), persistent=False)
 
@@ -245,7 +256,8 @@ class _Rope(PositionModule):
 
     def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         position = torch.arange(offset, offset + length, device=self.frequency.device) if places is None else places
-        angle = self._turn(position, offset + length if places is None or not self.by_length else int(places.max()) + 1)
+        last = offset + length if places is None or not self.by_length else int(places.max()) + 1
+        angle = self._turn(position, last)
         cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), angle.sin()
         signed_sin = torch.cat((-sin, sin), dim=-1)
 

@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import Commands, add_command, path
 from lit_lazy.model.import_.kinds import KINDS, is_hub_name
+
+if TYPE_CHECKING:
+    from lit_lazy.data.base import SpecialTokens
 
 
 def add_to(commands: Commands) -> None:
@@ -69,18 +73,39 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
         words, length = new.vocab_size, new.context_length
         check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
         tokenizer = fit_to_embedding(tokenizer, words)
-        begin, end = find_ends(tokenizer, model.generation_config.eos_token_id)
+        special = find_special_tokens(model.generation_config, words)
+        begin, end = find_ends(tokenizer, special.ends)
         size = sum({weight.data_ptr(): weight.nbytes for weight in new.state.values()}.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)
     check_out(options.out, beside, tokenizer, size)
     with naming(option):
         result = "not compared with transformers' model (--unchecked)" if options.unchecked else compare(model, new)
-    data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
+    data = Text(
+        tokenizer=checkpoints.TOKENIZER,
+        begin_of_text=begin,
+        end_of_text=end,
+        special_tokens=special,
+        context_length=length,
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside, tokenizer)
-    checkpoints.write_untrained(options.out, RunConfig(data=data, model=new.cfg), words, length, new.state)
+    checkpoints.write_untrained(
+        options.out, RunConfig(data=data, model=new.cfg), words, length, new.state, options.unchecked
+    )
     print(f"{options.out}: {size // 4:,} weights; {beside}: {words:,} tokens\n{result}")
     return 0
+
+
+def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
+    """Those of a generation_config, by which transformers generates; an id beyond the `words` tokens is none."""
+    from lit_lazy.data.base import SpecialTokens
+
+    given = settings.eos_token_id
+    begin, pad, *ends = (
+        token if type(token) is int and 0 <= token < words else None
+        for token in (settings.bos_token_id, settings.pad_token_id, *(given if isinstance(given, list) else [given]))
+    )
+    return SpecialTokens(begin, tuple(token for token in ends if token is not None), pad)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Batched autoregressive generation with a cache. Needs only torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -55,10 +55,10 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         tokens: int,
         sampling: Sampling = GREEDY,
-        stop: int | None = None,
+        stop: Collection[int] = (),
         eviction: Eviction | None = None,
     ) -> None:
-        """tokens: maximum number per prompt. stop: token that ends a text and is not yielded.
+        """tokens: maximum number per prompt. stop: tokens that end a text and are not yielded.
 
         Raises a one-line ValueError for an empty prompt, a token outside the vocabulary, and a length that the model's
         positions or bias do not support.
@@ -123,7 +123,7 @@ class Generation:
         for _ in range(self.tokens):
             found = draw(self._compute_logits(tokens, cache, mask), self.sampling, generators)
             for row, prompt in list(unfinished.items()):
-                if (token := int(found[row])) == self.stop:
+                if (token := int(found[row])) in self.stop:
                     del unfinished[row]
                 else:
                     yield GeneratedToken(prompt, token)
@@ -148,7 +148,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     sampling: Sampling = GREEDY,
-    stop: int | None = None,
+    stop: Collection[int] = (),
     eviction: Eviction | None = None,
 ) -> list[list[int]]:
     """Generate the tokens that continue each prompt; arguments as in `Generation`."""

@@ -39,7 +39,7 @@ def stats(mass=1.0, first_weight=0.0, zeros=0.0):
 
 
 def measure(*layers, rows=None, can_zero=True, renormalised=False, window=None, signed=False):
-    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, window, signed)
+    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, [window] * len(layers), signed)
     metrics.update(layers, rows or {"all": ALL})
     return metrics.compute()
 

@@ -44,6 +44,7 @@ from lit_lazy.attention.position import LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import CARRIED, check, write
@@ -115,7 +116,7 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def exported(model: DecoderLM, folder: Path) -> Path:
     folder.mkdir()
-    write(folder, model, "card", None, 0)
+    write(folder, model, "card", None, SpecialTokens(ends=(0,), pad=0))
     return folder
 
 

@@ -92,7 +92,7 @@ def test_the_end_of_a_text_ends_it_and_no_other():
     model = build()
     free = generate(model, PROMPTS, tokens=12)
     stop = free[0][4]
-    ended = generate(model, PROMPTS, tokens=12, stop=stop)
+    ended = generate(model, PROMPTS, tokens=12, stop=[stop])
     assert ended == [text[: text.index(stop)] if stop in text else text for text in free]
     assert len(ended[0]) <= 4
     order = list(Generation(model, PROMPTS, 2))

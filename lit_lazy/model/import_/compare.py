@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,8 @@ def build(new: Converted, theirs: "PreTrainedModel") -> DecoderLM:
     ours.position = new.cfg.position.build(new.cfg.d_model, ours.mixers[0].rotary_dim, new.context_length)
     if isinstance(new.cfg.position, Rope):
         # Equal up to rounding, which far positions multiply: not what this compares.
-        given = theirs.base_model.rotary_emb.inv_freq
-        own = ours.position.frequency
+        base = cast(Any, theirs.base_model)
+        own, given = ours.position.get_buffer("frequency"), base.rotary_emb.inv_freq
         given = pad(given, (0, len(own) - len(given)))
         if torch.allclose(own, given, rtol=1e-5, atol=0):
             own.copy_(given)
@@ -103,9 +103,9 @@ def _compare_far(theirs: nn.Module, ours: DecoderLM, length: int, generator: tor
 def _compare_window(
     theirs: "PreTrainedModel", ours: DecoderLM, window: int, layer: int, generator: torch.Generator
 ) -> float:
-    tokens = _draw(ours, 1, window + TOKENS, generator)
+    tokens, base = _draw(ours, 1, window + TOKENS, generator), cast(Any, theirs.base_model)
     with (
-        _only(layer, theirs.base_model.layers, lambda x, *_, **__: x),
+        _only(layer, base.layers, lambda x, *_, **__: x),
         _only(layer, ours.blocks, lambda x, _: (x, None)),
     ):
         expected = theirs(tokens, use_cache=False, logits_to_keep=TOKENS).logits

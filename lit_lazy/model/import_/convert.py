@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +108,12 @@ def _rename_back(name: str) -> str:
 
 def _find_options(names: Container[str]) -> dict[str, Any]:
     """The optional parts of a decoder, by the names of its tensors."""
-    flags = {"qk_norm": "q_norm.weight", "qkv_bias": "q.bias", "out_bias": "out.bias"}
-    spec = AttentionSpec(**{flag: f"blocks.0.attention.{name}" in names for flag, name in flags.items()})
-    return {"attention": spec, "mlp_bias": "blocks.0.mlp.down.bias" in names}
+    qk_norm, qkv_bias, out_bias, mlp_bias = (
+        f"blocks.0.{name}" in names
+        for name in ("attention.q_norm.weight", "attention.q.bias", "attention.out.bias", "mlp.down.bias")
+    )
+    spec = AttentionSpec(qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias)
+    return {"attention": spec, "mlp_bias": mlp_bias}
 
 
 @torch.no_grad()
@@ -135,7 +138,7 @@ def convert(model: "PreTrainedModel") -> Converted:
 
 
 def _convert(model: "PreTrainedModel", parts: Mapping[str, list[str]]) -> Converted:
-    settings, base = model.config, model.base_model
+    settings, base = model.config, cast(Any, model.base_model)
     layers = observe_attention(model, 2 * settings.max_position_embeddings)
     first = layers[0]
     state: dict[str, Tensor] = {}
@@ -144,7 +147,7 @@ def _convert(model: "PreTrainedModel", parts: Mapping[str, list[str]]) -> Conver
         rows = [len(value) * share // sum(heads) for share in heads] if len(parts[name]) > 1 else [len(value)]
         state |= zip(parts[name], value.split(rows), strict=True)
     tied = state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
-    windows = {layer.window for layer in layers} - {None}
+    windows = {layer.window for layer in layers if layer.window}
     if len(windows) > 1:
         raise ValueError(f"sliding_window: layers with windows of {sorted(windows)} keys; this decoder has one window")
     position, order, gain = _make_position(base, settings, layers)
@@ -188,7 +191,7 @@ def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen
         return torch.tensor(find_window(lambda q, k: bool(mask_function(*map(torch.tensor, (0, 0, q, k)))), last) or 0)
 
     with _attention_of(model, attend, mask):
-        width = model.get_input_embeddings().weight.shape[1]
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         model(
             inputs_embeds=torch.randn(width, generator=torch.Generator().manual_seed(0)).expand(1, 2, -1),
             use_cache=False,
@@ -201,7 +204,7 @@ def _attention_of(model: "PreTrainedModel", attend: Callable[..., Any], mask: Ca
     """Lets a model compute its attention by other functions, as transformers offers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    own, name = model.config._attn_implementation, "lit_lazy"
+    own, name = str(model.config._attn_implementation), "lit_lazy"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     try:
@@ -230,7 +233,7 @@ def find_window(visible: Callable[[int, int], bool], last: int) -> int | None:
     return window if oldest else None
 
 
-def _make_position(base: nn.Module, settings: Any, layers: list[AttentionSeen]) -> tuple[Position, Tensor, Tensor]:
+def _make_position(base: Any, settings: Any, layers: list[AttentionSeen]) -> tuple[Position, Tensor, Tensor]:
     """The rotation; the order of a head's dimensions that it has; and the factor of scores by dimension."""
     width = layers[0].head_dim
     order, gain = torch.arange(width), torch.ones(width)
@@ -245,7 +248,7 @@ def _make_position(base: nn.Module, settings: Any, layers: list[AttentionSeen]) 
     skipped = tuple(index for index, layer in enumerate(layers) if not layer.rotates)
     rope = Rope(float(settings.rope_parameters["rope_theta"]), skip_layers=skipped)
     scaling: RopeScaling = rope.scaling
-    unscaled = rope.build(0, width, 0).frequency
+    unscaled = rope.build(0, width, 0).get_buffer("frequency")
     if not torch.equal(short, long):
         if settings.rope_parameters["rope_type"] == "dynamic":
             scaling = DynamicScaling(settings.rope_parameters["factor"], length)
@@ -257,7 +260,7 @@ def _make_position(base: nn.Module, settings: Any, layers: list[AttentionSeen]) 
     return Rope(rope.base, scaling, skip_layers=skipped), order, gain
 
 
-def _find_frequencies(rotary: nn.Module, width: int, length: int) -> Tensor:
+def _find_frequencies(rotary: Any, width: int, length: int) -> Tensor:
     """Those of a text of a length, with zeros for dimensions that are not rotated: `[width / 2]`."""
     rotary(torch.zeros(1), torch.tensor([[length - 1]]))
     return nn.functional.pad(rotary.inv_freq, (0, width // 2 - len(rotary.inv_freq)))

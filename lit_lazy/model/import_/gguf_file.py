@@ -51,9 +51,9 @@ class BoundedReader(GGUFReader):
         _require_few("fields", count, MOST_FIELDS)
         return super()._build_fields(offs, count)
 
-    def _build_tensor_info(self, offs: int, tensor_count: int) -> Any:
-        _require_few("tensors", tensor_count, MOST_TENSORS)
-        return super()._build_tensor_info(offs, tensor_count)
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        _require_few("tensors", count, MOST_TENSORS)
+        return super()._build_tensor_info(offs, count)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:

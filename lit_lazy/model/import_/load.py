@@ -103,7 +103,7 @@ def load_model(
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type={kind!r}: is no language model of transformers")
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             empty = model_class(config)
         find_parts(empty)  # refuses most other models before their weights are read

@@ -79,7 +79,7 @@ class AttentionMetrics:
             for group in self.groups:
                 self._update_group(layer, group, rows[group], position)
             if "sparsity/zero" in self.ratios:
-                seen = (position + 1).clamp(max=window)
+                seen = position + 1 if window is None else (position + 1).clamp(max=window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
 
     def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:

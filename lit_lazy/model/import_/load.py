@@ -2,6 +2,7 @@
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from lit_lazy.model.import_.convert import find_parts
 from lit_lazy.model.import_.kinds import KINDS, PICKLES, is_hub_name
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.support.memory import require_memory
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def load_model(
     layers = settings.get(named)
     if isinstance(layers, int) and layers > tensors:  # before so many layers are built
         raise ValueError(f"{named}={layers}: the files have only {tensors} tensors")
-    with quiet(), one_line_errors():
+    with quiet(), one_line_errors("its settings" if folder is None else CONFIG):
         if folder is None:
             config = transformers.AutoConfig.for_model(**settings)
         else:
@@ -106,9 +107,9 @@ def load_model(
         model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             empty = model_class(config)
-        find_parts(empty)  # refuses most other models before their weights are read
+    find_parts(empty)  # refuses most other models before their weights are read
     require_memory({"parameters": empty.num_parameters()}, 4 * empty.num_parameters())
-    with quiet(), one_line_errors():
+    with quiet(), one_line_errors("its weights"):
         model, report = model_class.from_pretrained(
             folder,
             config=config,
@@ -118,34 +119,38 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
             key_mapping=WRAPPED,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    for what, names in report.items():
-        if names:
-            name = min(map(str, names))
-            raise ValueError(f"{name}: {what.replace('_', ' ')}, one of {len(names)}, of {model_class.__name__}")
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(f"{name}: has shape {list(found)}, and by the settings {list(expected)}")
+    for what, fault in (("missing_keys", "is missing in the files"), ("unexpected_keys", "has no place")):
+        if names := sorted(report[what]):
+            raise ValueError(f"{names[0]}: {fault}; one of {len(names)} tensors, by {model_class.__name__}")
     return model
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns whatever a library raises into a one-line ValueError."""
+def one_line_errors(named: str) -> Iterator[None]:
+    """Turns whatever a library raises into a one-line ValueError that names what it was about."""
     try:
         yield
     except Exception as error:
-        raise ValueError(one_line(error)) from None
+        raise ValueError(f"{named}: {describe_exception(error)}") from None
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' messages and progress bars."""
+    """Without the messages and progress bars of transformers and torch."""
     from transformers.utils import logging as theirs
 
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity(logging.CRITICAL)
     theirs.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         theirs.set_verbosity(level)
         if bars:

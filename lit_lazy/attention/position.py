@@ -17,10 +17,12 @@ class PositionModule(nn.Module):
 
     relative: whether the model's output depends only on distances between tokens, not on absolute positions. Then
     prompts of unequal lengths can be decoded together, and a cache may evict tokens.
+    by_length: whether the rotation of a token depends on the text's length, so that a cache must not keep it.
     places: 0-based position of each token, int64 `[B, L]`; None for consecutive positions from `offset`.
     """
 
     relative: bool = False
+    by_length: bool = False
 
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Add positions to x `[B, L, d_model]`, whose first token has the 0-based position `offset`."""

@@ -1,6 +1,7 @@
 """The decoder language model: pre-norm blocks of a token mixer and SwiGLU."""
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -95,6 +96,8 @@ class DecoderLM(nn.Module):
         Eviction raises ValueError for learned positions, which cannot change when tokens move in the cache, and for
         mixers with a state in place of keys.
         """
+        if eviction is None and self.position.by_length:
+            return [StreamingCache(Eviction(first=0, window=sys.maxsize)) for _ in self.blocks]
         if eviction is None:
             return [mixer.new_cache() for mixer in self.mixers]
         if not self.attentions:
@@ -105,7 +108,7 @@ class DecoderLM(nn.Module):
         if not self.position.relative:
             raise ValueError(
                 f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
-                "positions, which learned positions do not support; use Rope or NoPosition, or no eviction"
+                "positions, which it does not support; use NoPosition or a Rope that no length changes, or no eviction"
             )
         return [StreamingCache(eviction) for _ in self.blocks]
 

@@ -325,4 +325,5 @@ def test_every_known_normaliser_declares_its_threshold_itself():
         "base",
         "scaling",
         "skip_every",
+        "skip_layers",
     }  # compute_angles knows no other

@@ -24,33 +24,31 @@ CLASSES = (
 """Names of the configurations; MiniCPM's multipliers are Granite's, and MiniCPM3 has another attention."""
 SHORT = {"Llama", "Qwen2", "SmolLM3", "Phi3", "Granite", "InternLM3", "Gemma2", "StableLm", "Cohere", "Ministral3"}
 """Those that wait for no `make test-all`."""
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
 SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "short_factor": [1.0, 1.5, 2.0, 3.0],
-        "long_factor": [1.0, 2.0, 5.0, 7.0],
-        "original_max_position_embeddings": 16,
-    },
+    {"rope_type": "yarn", **SCALED},
     {"rope_type": "dynamic", "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED},
     {"rope_type": "linear", "factor": 3.0},
 ]
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0], **SCALED}
+"""Of a rotation of half of a head of eight dimensions."""
+PARTIAL = ("Phi3", "StableLm", "GPTNeoX", "Nemotron", "Phi", "Glm", "Glm4")
+"""Those that can rotate a part of a head."""
 LENGTH = 90
 
 
 def make_odd(name: str) -> dict[str, dict[str, Any]]:
     """Settings that differ from the class's defaults; those that it does not have are left out."""
     biases = ("attention_bias", "attention_out_bias", "mlp_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias")
-    heads = {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}
-    scaling = {"rope_theta": 100.0, **SCALINGS[CLASSES.index(name) % len(SCALINGS)]}
+    heads = {
+        "num_key_value_heads": 2 if name == "DiffLlama" else 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-2,
+    }
+    scaling = SCALINGS[CLASSES.index(name) % len(SCALINGS)] if name != "Phi3" else LONGROPE
+    scaling = {"rope_theta": 100.0, "partial_rotary_factor": 0.5 if name in PARTIAL else 1.0, **scaling}
     rotation = {"rope_parameters": scaling, "original_max_position_embeddings": 16, "no_rope_layers": [1, 0, 0, 1]}
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     windows = {"sliding_window": 9, "use_sliding_window": True, "layer_types": kinds, "max_window_layers": 2}
@@ -69,8 +67,9 @@ def make_model(folder: Path, name: str, kind: str, bpe: Path) -> None:
     """A random model; its norms and biases are neither 1 nor 0."""
     config_class = getattr(transformers, f"{name}Config")
     known = {field.name for field in dataclasses.fields(config_class)}
+    sizes = SIZES | {"bos_token_id": 0, "pad_token_id": 0} | ({"head_dim": 8} if "head_dim" in known else {})
     odd = {key: value for key, value in make_odd(name)[kind].items() if key in known}
-    config = config_class(**{"vocab_size": 304, **SIZES, "bos_token_id": 0, "pad_token_id": 0, **odd})
+    config = config_class(**{"vocab_size": 304, **sizes, **odd})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():

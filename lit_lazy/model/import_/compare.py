@@ -81,22 +81,29 @@ def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -
     return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
 
 
-def _compare_padded(theirs: nn.Module, ours: DecoderLM, generator: torch.Generator) -> float:
+def _compute_logits(theirs: "PreTrainedModel", tokens: Tensor, **options: Any) -> Tensor:
+    rotary = getattr(theirs.base_model, "rotary_emb", None)
+    if rotary is not None:
+        rotary(torch.zeros(1), torch.zeros(1, 1))  # a dynamic one keeps the frequencies of the longest text so far
+    return theirs(tokens, use_cache=False, **options).logits
+
+
+def _compare_padded(theirs: "PreTrainedModel", ours: DecoderLM, generator: torch.Generator) -> float:
     tokens = _draw(ours, 2, TOKENS, generator)
     mask = torch.ones_like(tokens)
     mask[1, : TOKENS // 3] = 0
-    expected = theirs(tokens, attention_mask=mask, use_cache=False).logits
+    expected = _compute_logits(theirs, tokens, attention_mask=mask)
     real = mask.bool()
     return measure_difference(ours(tokens, key_mask=real)[real], expected[real])
 
 
-def _compare_far(theirs: nn.Module, ours: DecoderLM, length: int, generator: torch.Generator) -> float:
+def _compare_far(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
     """Positions from 0, and then on both sides of a length."""
     half = torch.arange(TOKENS // 2)
     places = torch.cat((half, length - TOKENS // 4 + half)).clamp(min=0).unique()[None]
     tokens = _draw(ours, 1, places.shape[1], generator)
     mask = torch.ones_like(tokens)  # without it, transformers takes places for those of several texts
-    expected = theirs(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
+    expected = _compute_logits(theirs, tokens, attention_mask=mask, position_ids=places)
     return measure_difference(ours(tokens, place=places), expected)
 
 
@@ -108,7 +115,7 @@ def _compare_window(
         _only(layer, base.layers, lambda x, *_, **__: x),
         _only(layer, ours.blocks, lambda x, _: (x, None)),
     ):
-        expected = theirs(tokens, use_cache=False, logits_to_keep=TOKENS).logits
+        expected = _compute_logits(theirs, tokens, logits_to_keep=TOKENS)
         found = ours.head(ours.compute_hidden(tokens)[:, -TOKENS:])
     return measure_difference(found, expected)
 

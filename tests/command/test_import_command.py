@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from published import make_published, write_gguf
 from safetensors.torch import load_file, save_file
 from subwords import bpe
 
+from lit_lazy import load
 from lit_lazy.command.main import main
 from lit_lazy.model.import_.load import MOST_HEADER
 from lit_lazy.report.checkpoint import Request, build_reference, load_sources
@@ -112,7 +114,7 @@ SOURCES = {
     ),
     "no weights": (
         remove("model.safetensors"),
-        "has no safetensors; give a folder with config.json and safetensors",
+        "has no model.safetensors; give a folder with config.json and safetensors",
     ),
     "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
     "a pickle by another name": (overwrite("model.safetensors", pickle.dumps({})), "is no safetensors file"),
@@ -146,9 +148,9 @@ SOURCES = {
         None,
     ),
     "an older index": (overwrite("model.safetensors.index.json", json.dumps({"weight_map": {K: "x"}})), None),
-    "a damaged index": (index_shards({}), "its weights: "),
-    "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "its weights: "),
-    "a missing shard": (index_shards({"weight_map": {K: "x"}}), "its weights: "),
+    "a damaged index": (index_shards({}), "model.safetensors.index.json: has no weight_map of file names"),
+    "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
+    "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: is not of the tokenizers library"),
     "no end": (change_config(eos_token_id=None), None),
@@ -215,6 +217,11 @@ def test_a_wrong_gguf(
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
         (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
         (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
+        (
+            whole.replace(b"llama.rope.freq_base", b"llama.rope.freq_bass"),
+            "llama.rope.freq_bass=10000.0: not known in a",
+        ),
+        (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
         (whole.replace(b"output_norm.weight", b"output_harm.weight"), "model.norm.weight: is missing in the files"),
     ):
         (place / "source.gguf").write_bytes(content)
@@ -260,6 +267,40 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
     monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
     assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
+
+
+def test_an_unchecked_import_says_so(
+    source: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(hidden_act="gelu")(source)
+    assert main([*IMPORT, "--unchecked"]) == 0
+    assert "not compared with transformers' model (--unchecked)" in capsys.readouterr().out
+    checkpoints.load(Path("new/model.ckpt"))
+    assert "imported with --unchecked" in caplog.text
+
+
+@pytest.mark.usefixtures("source")
+def test_without_transformers_an_import_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers reads it, which is not installed; `pip install" in expect_refusal(IMPORT, capsys)
+
+
+def test_a_text_ends_where_the_source_ends_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also exported again, with the other special tokens."""
+    assert main(IMPORT) == 0
+    free = load("new/model.ckpt").generate([5, 6], tokens=8)
+    ids = {"bos_token_id": 3, "eos_token_id": [1, free[4]], "pad_token_id": 2}
+    (source / "generation_config.json").write_text(json.dumps(ids))
+    assert main(["import", "source", "ends/model.ckpt"]) == 0
+    model = load("ends/model.ckpt")
+    assert model.generate([5, 6], tokens=8) == free[: free.index(free[4])]
+    assert model.config.data.end_of_text is None, "documents end with <|endoftext|>"
+    capsys.readouterr()
+    assert main(["export", "ends/model.ckpt", "out"]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(Path("out", name).read_text()).items() >= ids.items()
 
 
 @pytest.mark.usefixtures("source")

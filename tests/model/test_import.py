@@ -97,6 +97,13 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     prompts = Prompts(module.cfg.data, 304)
     assert prompts.encode("x", TEXT.encode()) == reference.encode(TEXT, add_special_tokens=False).ids
     assert prompts.special == SpecialTokens(begin=0, ends=(1,))
+    assert prompts.tokenizer.begin == 0
+    unsaid = (
+        (tmp_path / "model.gguf").read_bytes().replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
+    )
+    (tmp_path / "unsaid.gguf").write_bytes(unsaid)
+    begin = imported(tmp_path / "unsaid.gguf", tmp_path / "unsaid" / "model.ckpt").cfg.data.begin_of_text
+    assert (begin is not None) == (pre == "llama-bpe")  # as in llama.cpp
 
 
 @torch.no_grad()

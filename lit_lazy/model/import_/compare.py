@@ -1,7 +1,7 @@
 """Logits of an imported model beside those of transformers: what decides whether an import is right."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from lit_lazy.attention import Rope
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.import_.convert import Converted
+from lit_lazy.model.import_.load import one_line_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +23,8 @@ TOKENS = 48
 """In each comparison, at least."""
 LONGEST = 2**14
 """Longest text that is compared."""
+MOST_PRODUCTS = 2**40
+"""Products of tokens and weights that a long text may cost, in each of the two models: some minutes of one core."""
 
 
 @torch.no_grad()
@@ -29,29 +32,28 @@ def compare(theirs: "PreTrainedModel", new: Converted) -> str:
     """Compare a model with its source. Returns a sentence on what was compared, and what it cost.
 
     All layers on a short text, one with a padded start, and with positions beyond every length that the settings name;
-    then one layer of each window on a text that is longer. Raises a one-line ValueError if logits differ.
+    then on a text that is longer than every window. Raises a one-line ValueError if logits differ.
     """
     start = time.monotonic()
     ours = build(new, theirs)
     generator = torch.Generator().manual_seed(0)
+    lengths, windows = _list_lengths(theirs, new), _list_windows(theirs, new)
     found = [_compare_padded(theirs, ours, generator)]
-    lengths = _list_lengths(theirs, new)
     found += [_compare_far(theirs, ours, length, generator) for length in lengths]
-    windows = {mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)]) if mixer.window}
-    reached = {window: layer for window, layer in windows.items() if window + TOKENS <= LONGEST}
-    found += [_compare_window(theirs, ours, window, layer, generator) for window, layer in reached.items()]
+    reached = [window for window in windows if window + TOKENS <= LONGEST]
+    if reached:
+        found.append(_compare_long(theirs, ours, max(reached) + TOKENS, generator))
     worst = max(found, key=lambda part: part if part == part else float("inf"))
     name = type(theirs).__name__
     if not worst <= MOST:
         differ = f"the logits differ from those of transformers' {name} by {worst:.2g} of their spread"
         raise ValueError(f"{differ}, at most {MOST:g}; this decoder cannot express the model")
-    left = "".join(f"; no text was longer than the window of {window}" for window in windows.keys() - reached.keys())
+    same = f"the logits are those of transformers' {name} within {worst:.1g} of their spread"
     what = (
         f"{new.cfg.n_layers} layers, positions up to {max(lengths):,}, windows {', '.join(map(str, reached)) or 'none'}"
     )
-    seconds = time.monotonic() - start
-    same = f"the logits are those of transformers' {name} within {worst:.1g} of their spread"
-    return f"{same}: {what}; {seconds:.1f} s{left}"
+    left = "".join(f"; no text was longer than the window of {window}" for window in windows if window not in reached)
+    return f"{same}: {what}; {time.monotonic() - start:.1f} s{left}"
 
 
 def build(new: Converted, theirs: "PreTrainedModel") -> DecoderLM:
@@ -77,6 +79,12 @@ def _list_lengths(theirs: "PreTrainedModel", new: Converted) -> list[int]:
     return sorted({new.context_length, *([int(trained)] if trained else [])})
 
 
+def _list_windows(theirs: "PreTrainedModel", new: Converted) -> list[int]:
+    """Those of the model, and the one that the settings name, where it hides a key within the context."""
+    named = getattr(theirs.config, "sliding_window", None), new.cfg.attention.window
+    return sorted({window for window in named if window and window < 2 * new.context_length})
+
+
 def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -> Tensor:
     return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
 
@@ -85,7 +93,8 @@ def _compute_logits(theirs: "PreTrainedModel", tokens: Tensor, **options: Any) -
     rotary = getattr(theirs.base_model, "rotary_emb", None)
     if rotary is not None:
         rotary(torch.zeros(1), torch.zeros(1, 1))  # a dynamic one keeps the frequencies of the longest text so far
-    return theirs(tokens, use_cache=False, **options).logits
+    with one_line_errors(f"{type(theirs).__name__}: cannot be compared"):
+        return theirs(tokens, use_cache=False, **options).logits
 
 
 def _compare_padded(theirs: "PreTrainedModel", ours: DecoderLM, generator: torch.Generator) -> float:
@@ -107,25 +116,24 @@ def _compare_far(theirs: "PreTrainedModel", ours: DecoderLM, length: int, genera
     return measure_difference(ours(tokens, place=places), expected)
 
 
-def _compare_window(
-    theirs: "PreTrainedModel", ours: DecoderLM, window: int, layer: int, generator: torch.Generator
-) -> float:
-    tokens, base = _draw(ours, 1, window + TOKENS, generator), cast(Any, theirs.base_model)
-    with (
-        _only(layer, base.layers, lambda x, *_, **__: x),
-        _only(layer, ours.blocks, lambda x, _: (x, None)),
-    ):
+def _compare_long(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
+    """The end of a long text, in all layers, or in a large model in the first layer of each window."""
+    kept = set(range(len(ours.blocks)))
+    if length * sum(weight.numel() for weight in ours.blocks.parameters()) > MOST_PRODUCTS:
+        kept = set({mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)])}.values())
+    tokens, base = _draw(ours, 1, length, generator), cast(Any, theirs.base_model)
+    with _only(kept, base.layers, lambda x, *_, **__: x), _only(kept, ours.blocks, lambda x, _: (x, None)):
         expected = _compute_logits(theirs, tokens, logits_to_keep=TOKENS)
         found = ours.head(ours.compute_hidden(tokens)[:, -TOKENS:])
     return measure_difference(found, expected)
 
 
 @contextmanager
-def _only(kept: int, layers: nn.ModuleList, skip: object) -> Iterator[None]:
-    """Lets all layers but one do nothing."""
-    others = [layer for index, layer in enumerate(layers) if index != kept]
+def _only(kept: Container[int], layers: nn.ModuleList, skip: Callable[..., Any]) -> Iterator[None]:
+    """Lets all other layers do nothing."""
+    others = [layer for index, layer in enumerate(layers) if index not in kept]
     for layer in others:
-        layer.forward = skip  # type: ignore[assignment]
+        layer.forward = skip
     try:
         yield
     finally:

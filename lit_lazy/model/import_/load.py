@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from lit_lazy.support.memory import require_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_HEADER = 2**24
 """Bytes of a header or of settings, at most; published ones are small."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -42,7 +44,19 @@ def load_source(given: Path) -> tuple["PreTrainedModel", str]:
     from lit_lazy.model.import_.gguf_file import read_gguf
 
     settings, weights, tokenizer = read_gguf(given)
-    return load_model(settings, len(weights), state_dict=weights), tokenizer
+    return load_model(settings, weights), tokenizer
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, mapped into memory on its own, so that what was read is not kept there."""
+
+    file: Path
+    name: str
+
+    def __getitem__(self, part: Any) -> Tensor:
+        with safe_open(self.file, "pt") as opened:
+            return opened.get_slice(self.name)[part]
 
 
 def make_pickle_error(file: Path) -> ValueError:
@@ -71,22 +85,34 @@ def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
     settings = _read_json(folder / CONFIG)
     if not (folder / TOKENIZER).exists():
         raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    weights = {name: stored for file in find_files(folder, settings) for name, stored in _list_tensors(file).items()}
+    return load_model(settings, weights, folder), _read(folder / TOKENIZER).decode(errors="replace")
+
+
+def find_files(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
+    """The files of weights, found as transformers finds them. Raises a one-line ValueError if there are none."""
+    there = [
+        name for name in (settings.get("transformers_weights"), SINGLE, INDEX) if name and (folder / name).exists()
+    ]
+    if not there:
         if pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]:
             raise make_pickle_error(pickles[0])
-        raise ValueError(f"has no safetensors; give {KINDS}")
-    tensors = sum(_count_tensors(file) for file in files)
-    return load_model(settings, tensors, folder), _read(folder / TOKENIZER).decode(errors="replace")
+        raise ValueError(f"has no {SINGLE}; give {KINDS}")
+    names: Any = [there[0]]
+    if there[0].endswith(".index.json"):
+        listed = _read_json(folder / there[0]).get("weight_map")
+        names = list(listed.values()) if isinstance(listed, dict) else [None]
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError(f"{there[0]}: has no weight_map of file names")
+    return [folder / name for name in sorted(set(names))]
 
 
 def load_model(
-    settings: Mapping[str, Any], tensors: int, folder: Path | None = None, state_dict: dict[str, Tensor] | None = None
+    settings: Mapping[str, Any], weights: Mapping[str, Any], folder: Path | None = None
 ) -> "PreTrainedModel":
-    """The model of a folder, or of settings and weights under transformers' names.
+    """The model of some settings, or those of a folder, and weights under transformers' names.
 
-    tensors: number of tensors in the files, which bounds that of the layers. Raises a one-line ValueError for a model
-    that transformers does not load, or not completely.
+    Raises a one-line ValueError for a model that transformers does not load, or not completely.
     """
     import transformers
 
@@ -95,13 +121,16 @@ def load_model(
         raise ValueError(f"model_type={kind!r}: is no model of transformers {transformers.__version__}")
     named = transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers = settings.get(named)
-    if isinstance(layers, int) and layers > tensors:  # before so many layers are built
-        raise ValueError(f"{named}={layers}: the files have only {tensors} tensors")
+    if isinstance(layers, int) and layers > len(weights):  # before so many layers are built
+        raise ValueError(f"{named}={layers}: the files have only {len(weights)} tensors")
+    generation = None
     with quiet(), one_line_errors("its settings" if folder is None else CONFIG):
         if folder is None:
             config = transformers.AutoConfig.for_model(**settings)
         else:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if (folder / GENERATION).exists():
+                generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type={kind!r}: is no language model of transformers")
         model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -111,13 +140,12 @@ def load_model(
     require_memory({"parameters": empty.num_parameters()}, 4 * empty.num_parameters())
     with quiet(), one_line_errors("its weights"):
         model, report = model_class.from_pretrained(
-            folder,
+            None,
             config=config,
-            state_dict=state_dict,
+            generation_config=generation,
+            state_dict=dict(weights),
             dtype=torch.float32,
             attn_implementation="sdpa",
-            use_safetensors=True,
-            local_files_only=True,
             key_mapping=WRAPPED,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -178,8 +206,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _count_tensors(file: Path) -> int:
-    """Number of tensors in a safetensors file, whose header and size the library checks."""
+def _list_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, whose header and size the library checks."""
     try:
         with open_file(file) as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -193,4 +221,4 @@ def _count_tensors(file: Path) -> int:
         raise ValueError(f"{file.name}: is no safetensors file, or damaged ({one_line(error)})") from None
     if odd := [name for name, kind in kinds.items() if kind not in FLOATS]:
         raise ValueError(f"{file.name}: {odd[0]} is of {kinds[odd[0]]}; only {', '.join(FLOATS)} are known")
-    return len(kinds)
+    return {name: StoredTensor(file, name) for name in kinds}

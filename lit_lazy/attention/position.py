@@ -17,12 +17,10 @@ class PositionModule(nn.Module):
 
     relative: whether the model's output depends only on distances between tokens, not on absolute positions. Then
     prompts of unequal lengths can be decoded together, and a cache may evict tokens.
-    by_length: whether the rotation of a token depends on the text's length, so that a cache must not keep it.
     places: 0-based position of each token, int64 `[B, L]`; None for consecutive positions from `offset`.
     """
 
     relative: bool = False
-    by_length: bool = False
 
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Add positions to x `[B, L, d_model]`, whose first token has the 0-based position `offset`."""
@@ -39,6 +37,10 @@ class PositionModule(nn.Module):
 
     def rotates(self, layer: int) -> bool:  # noqa: ARG002
         """Whether `rotation` is applied in a layer, counted from 0."""
+        return True
+
+    def keeps_rotation(self, length: int) -> bool:  # noqa: ARG002
+        """Whether a text of `length` tokens is rotated as one that is a token shorter, so that a cache still holds."""
         return True
 
     def compute_angles(self, length: int) -> Tensor | None:
@@ -241,6 +243,10 @@ class _Rope(PositionModule):
         self.relative = not self.by_length
         frequency = cfg.scaling.scale(unscaled).float()
         self.register_buffer("frequency", frequency.to(torch.get_default_device()), persistent=False)
+
+    def keeps_rotation(self, length: int) -> bool:
+        shorter, longer = (self.cfg.scaling.scale_for(self.unscaled, n) for n in (length - 1, length))
+        return torch.equal(shorter, longer)
 
     def rotates(self, layer: int) -> bool:
         every = self.cfg.skip_every

@@ -1,7 +1,6 @@
 """The decoder language model: pre-norm blocks of a token mixer and SwiGLU."""
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -96,8 +95,6 @@ class DecoderLM(nn.Module):
         Eviction raises ValueError for learned positions, which cannot change when tokens move in the cache, and for
         mixers with a state in place of keys.
         """
-        if eviction is None and self.position.by_length:
-            return [StreamingCache(Eviction(first=0, window=sys.maxsize)) for _ in self.blocks]
         if eviction is None:
             return [mixer.new_cache() for mixer in self.mixers]
         if not self.attentions:

@@ -119,7 +119,7 @@ class Generation:
         mask = None if seen.all() else seen
         cache = self.model.new_cache(self.eviction)
         generators = [parameter_generator(self.sampling.seed, f"prompt {i}") for i in batch]
-        unfinished = dict(enumerate(batch))
+        unfinished, read = dict(enumerate(batch)), tokens
         for _ in range(self.tokens):
             found = draw(self._compute_logits(tokens, cache, mask), self.sampling, generators)
             for row, prompt in list(unfinished.items()):
@@ -130,6 +130,9 @@ class Generation:
             if not unfinished:
                 break
             tokens = found[:, None]
+            read = torch.cat((read, tokens), 1)
+            if self.eviction is None and not self.model.position.keeps_rotation(read.shape[1]):
+                cache, tokens = self.model.new_cache(), read
             mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         self.evicted += len(batch) * cache[0].evicted
         self.cache_bytes = max(self.cache_bytes, sum(layer.nbytes for layer in cache))

@@ -40,7 +40,7 @@ from lit_lazy.attention import (
     T5Bias,
     ValueGate,
 )
-from lit_lazy.attention.position import LinearScaling, Llama3Scaling
+from lit_lazy.attention.position import GivenFrequencies, LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
@@ -74,6 +74,11 @@ VARIANTS = {
         "norm_eps": 0.01,
         "attention": AttentionSpec(Elastic(), qkv_bias=True, qk_norm=True),
         "position": Rope(100.0, Llama3Scaling(4.0, trained_length=20), skip_every=2),
+    },
+    "more biases, a window in one layer, given frequencies in the other": {
+        "mlp_bias": True,
+        "attention": AttentionSpec(Elastic(), window=5, full_layers=(1,), out_bias=True),
+        "position": Rope(scaling=GivenFrequencies((1.0, 0.3)), skip_layers=(1,)),
     },
     "linearly slowed rotation": {"attention": LAZY, "position": Rope(100.0, LinearScaling(3.0))},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},

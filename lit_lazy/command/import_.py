@@ -70,12 +70,12 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     with naming(option):
         model, tokenizer = load_source(options.source)
         new = convert(model)
-        words, length = new.vocab_size, new.context_length
+        words, length, state = new.embedding.num_embeddings, new.context_length, new.state_dict()
         check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
         tokenizer = fit_to_embedding(tokenizer, words)
         special = find_special_tokens(model.generation_config, words)
         begin, end = find_ends(tokenizer, special.ends)
-        size = sum({weight.data_ptr(): weight.nbytes for weight in new.state.values()}.values())
+        size = sum({weight.data_ptr(): weight.nbytes for weight in state.values()}.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)
     check_out(options.out, beside, tokenizer, size)
     with naming(option):
@@ -90,7 +90,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside, tokenizer)
     checkpoints.write_untrained(
-        options.out, RunConfig(data=data, model=new.cfg), words, length, new.state, options.unchecked
+        options.out, RunConfig(data=data, model=new.cfg), words, length, state, options.unchecked
     )
     print(f"{options.out}: {size // 4:,} weights; {beside}: {words:,} tokens\n{result}")
     return 0

@@ -7,8 +7,9 @@ import torch
 from published import LONGROPE, SIZES, transformers
 
 from lit_lazy.config import replace_at
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.import_.compare import compare
-from lit_lazy.model.import_.convert import Converted, convert
+from lit_lazy.model.import_.convert import build, convert
 
 LONG = {"max_position_embeddings": 256}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
@@ -40,7 +41,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {
 }
 
 
-def make(name: str, changes: dict[str, Any]) -> tuple[Any, Converted]:
+def make(name: str, changes: dict[str, Any]) -> tuple[Any, DecoderLM]:
     torch.manual_seed(0)
     settings = {"vocab_size": 304, **SIZES, **LONG, **changes}
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -48,22 +49,26 @@ def make(name: str, changes: dict[str, Any]) -> tuple[Any, Converted]:
     return model, convert(model)
 
 
+def change(model: DecoderLM, settings: dict[str, Any]) -> DecoderLM:
+    return build(replace_at(model.cfg, settings), model.state_dict(), model.context_length)
+
+
 @pytest.mark.parametrize(("name", "changes", "path", "value"), WRONG.values(), ids=WRONG)
 def test_a_wrong_setting_is_refused(name: str, changes: dict[str, Any], path: str, value: object) -> None:
     model, new = make(name, changes)
     assert "within" in compare(model, new)
     with pytest.raises(ValueError, match="the logits differ from those of transformers' "):
-        compare(model, new._replace(cfg=replace_at(new.cfg, {path: value})))
+        compare(model, change(new, {path: value}))
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "blocks.2.attention.k.bias", "blocks.3.mlp.up.weight"])
 def test_wrong_weights_are_refused(name: str) -> None:
     model, new = make("Qwen2", {})
-    assert new.state[name].data_ptr() in {weight.data_ptr() for weight in model.parameters()}, "shared"
-    changed = new.state[name].clone()
+    assert new.state_dict()[name].data_ptr() in {weight.data_ptr() for weight in model.parameters()}, "shared"
+    changed = new.state_dict()[name].clone()
     changed[0] += 0.5
     with pytest.raises(ValueError, match="of their spread"):
-        compare(model, new._replace(state=new.state | {name: changed}))
+        compare(model, build(new.cfg, new.state_dict() | {name: changed}, new.context_length))
 
 
 def test_two_windows_are_refused() -> None:
@@ -81,7 +86,7 @@ def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch: pyte
     compare(model, new)
     assert not any("forward" in vars(layer) for layer in model.model.layers)
     with pytest.raises(ValueError, match="the logits differ"):
-        compare(model, new._replace(cfg=replace_at(new.cfg, {"attention.window": 101})))
+        compare(model, change(new, {"attention.window": 101}))
 
 
 def test_a_window_that_is_too_long_to_compare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

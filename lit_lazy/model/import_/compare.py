@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from lit_lazy.attention import Rope
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.import_.convert import Converted
 from lit_lazy.model.import_.load import one_line_errors
 
 if TYPE_CHECKING:
@@ -28,61 +27,41 @@ MOST_PRODUCTS = 2**40
 
 
 @torch.no_grad()
-def compare(theirs: "PreTrainedModel", new: Converted) -> str:
+def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
     """Compare a model with its source. Returns a sentence on what was compared, and what it cost.
 
     All layers on a short text, one with a padded start, and with positions beyond every length that the settings name;
     then on a text that is longer than every window. Raises a one-line ValueError if logits differ.
     """
     start = time.monotonic()
-    ours = build(new, theirs)
+    _share_frequencies(theirs, ours)
     generator = torch.Generator().manual_seed(0)
-    lengths, windows = _list_lengths(theirs, new), _list_windows(theirs, new)
+    trained = (getattr(theirs.config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
+    lengths = sorted({ours.context_length, int(trained or ours.context_length)})
+    named = getattr(theirs.config, "sliding_window", None), ours.cfg.attention.window
+    windows = sorted({window for window in named if window and window < 2 * ours.context_length})
+    reached = [window for window in windows if window + TOKENS <= LONGEST]
     found = [_compare_padded(theirs, ours, generator)]
     found += [_compare_far(theirs, ours, length, generator) for length in lengths]
-    reached = [window for window in windows if window + TOKENS <= LONGEST]
-    if reached:
-        found.append(_compare_long(theirs, ours, max(reached) + TOKENS, generator))
+    found += [_compare_long(theirs, ours, window + TOKENS, generator) for window in reached[-1:]]
     worst = max(found, key=lambda part: part if part == part else float("inf"))
     name = type(theirs).__name__
     if not worst <= MOST:
         differ = f"the logits differ from those of transformers' {name} by {worst:.2g} of their spread"
         raise ValueError(f"{differ}, at most {MOST:g}; this decoder cannot express the model")
     same = f"the logits are those of transformers' {name} within {worst:.1g} of their spread"
-    what = (
-        f"{new.cfg.n_layers} layers, positions up to {max(lengths):,}, windows {', '.join(map(str, reached)) or 'none'}"
-    )
+    what = f"{ours.cfg.n_layers} layers, positions up to {max(lengths):,}, windows {reached or 'none'}"
     left = "".join(f"; no text was longer than the window of {window}" for window in windows if window not in reached)
     return f"{same}: {what}; {time.monotonic() - start:.1f} s{left}"
 
 
-def build(new: Converted, theirs: "PreTrainedModel") -> DecoderLM:
-    """The decoder, on the converted weights themselves."""
-    with torch.device("meta"):
-        ours = DecoderLM(new.cfg, new.vocab_size, new.context_length, seed=None)
-    ours.load_state_dict(new.state, assign=True)
-    ours.position = new.cfg.position.build(new.cfg.d_model, ours.mixers[0].rotary_dim, new.context_length)
-    if isinstance(new.cfg.position, Rope):
-        # Equal up to rounding, which far positions multiply: not what this compares.
-        base = cast(Any, theirs.base_model)
-        own, given = ours.position.get_buffer("frequency"), base.rotary_emb.inv_freq
+def _share_frequencies(theirs: "PreTrainedModel", ours: DecoderLM) -> None:
+    """Give both the same frequencies where they are equal up to rounding, which far positions would multiply."""
+    if isinstance(ours.cfg.position, Rope):
+        own, given = ours.position.get_buffer("frequency"), cast(Any, theirs.base_model).rotary_emb.inv_freq
         given = pad(given, (0, len(own) - len(given)))
         if torch.allclose(own, given, rtol=1e-5, atol=0):
             own.copy_(given)
-    return ours.eval()
-
-
-def _list_lengths(theirs: "PreTrainedModel", new: Converted) -> list[int]:
-    """Lengths at which a rotation or a scale may change."""
-    settings = getattr(theirs.config, "rope_parameters", None) or {}
-    trained = settings.get("original_max_position_embeddings")
-    return sorted({new.context_length, *([int(trained)] if trained else [])})
-
-
-def _list_windows(theirs: "PreTrainedModel", new: Converted) -> list[int]:
-    """Those of the model, and the one that the settings name, where it hides a key within the context."""
-    named = getattr(theirs.config, "sliding_window", None), new.cfg.attention.window
-    return sorted({window for window in named if window and window < 2 * new.context_length})
 
 
 def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -> Tensor:

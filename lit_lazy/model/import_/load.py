@@ -116,6 +116,8 @@ def load_model(
     """
     import transformers
 
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model_type={kind!r}: is no model of transformers {transformers.__version__}")
@@ -124,7 +126,7 @@ def load_model(
     if isinstance(layers, int) and layers > len(weights):  # before so many layers are built
         raise ValueError(f"{named}={layers}: the files have only {len(weights)} tensors")
     generation = None
-    with quiet(), one_line_errors("its settings" if folder is None else CONFIG):
+    with one_line_errors("its settings" if folder is None else CONFIG):
         if folder is None:
             config = transformers.AutoConfig.for_model(**settings)
         else:
@@ -138,7 +140,7 @@ def load_model(
             empty = model_class(config)
     find_parts(empty)  # refuses most other models before their weights are read
     require_memory({"parameters": empty.num_parameters()}, 4 * empty.num_parameters())
-    with quiet(), one_line_errors("its weights"):
+    with one_line_errors("its weights"):
         model, report = model_class.from_pretrained(
             None,
             config=config,
@@ -162,27 +164,10 @@ def load_model(
 def one_line_errors(named: str) -> Iterator[None]:
     """Turns whatever a library raises into a one-line ValueError that names what it was about."""
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     except Exception as error:
         raise ValueError(f"{named}: {describe_exception(error)}") from None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the messages and progress bars of transformers and torch."""
-    from transformers.utils import logging as theirs
-
-    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity(logging.CRITICAL)
-    theirs.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        theirs.set_verbosity(level)
-        if bars:
-            theirs.enable_progress_bar()
 
 
 def _read(file: Path) -> bytes:

@@ -71,7 +71,7 @@ def download(name: str) -> Path:
 
     go_offline_unless_hub_answers()
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"is no folder, and cannot be had from the Hub ({one_line(error)}); check name and network"
@@ -132,7 +132,7 @@ def load_model(
         else:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             if (folder / GENERATION).exists():
-                generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+                generation = transformers.GenerationConfig.from_dict(_read_json(folder / GENERATION))
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type={kind!r}: is no language model of transformers")
         model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

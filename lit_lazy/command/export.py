@@ -36,7 +36,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
     check_writable_folder("OUT", options.out)
     with create_folder_atomically(options.out.absolute()) as scratch:
-        write(scratch, module.model, text, tokenizer, prompts.end, prompts.begin)
+        write(scratch, module.model, text, tokenizer, prompts.special)
     note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
     print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{note}")
     return 0

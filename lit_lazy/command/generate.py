@@ -114,7 +114,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
     try:
-        generation = Generation(model, ids, options.tokens, sampling, prompts.end, evict)
+        generation = Generation(model, ids, options.tokens, sampling, prompts.special.ends, evict)
     except ValueError as error:
         raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
     require_memory({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)

@@ -67,7 +67,7 @@ def test_reading_a_prompt_is_no_part_of_the_rate(
 
 
 def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling = GREEDY) -> list[str]:
-    ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=0)
+    ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=[0])
     return [bytes(text).decode(errors="replace").rstrip("\ufffd") for text in ids]
 
 
@@ -125,7 +125,7 @@ def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, caps
     checkpoint = save(tmp_path / "bpe.ckpt", cfg, tokenizer.vocab_size, 32)
     out, last = said([checkpoint, "--prompt", "the cat ✓", "--tokens", "30", "--temperature", "0"], capsys)
     (prompt,) = tokenizer.encode(["the cat ✓".encode()])
-    (ids,) = generate(load(Path(checkpoint)).model, [prompt.tolist()], 30, stop=1)
+    (ids,) = generate(load(Path(checkpoint)).model, [prompt.tolist()], 30, stop=[1])
     assert out == "".join(tokenizer.decode(ids, prompt.tolist())) + "\n"
     assert last[1] == str(len(ids))
 

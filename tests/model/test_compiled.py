@@ -24,7 +24,7 @@ from lit_lazy.attention import (
     Softmax,
 )
 from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
-from lit_lazy.attention.position import LinearScaling
+from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import compiled
@@ -44,6 +44,8 @@ MODELS = {
     "elastic with grouped keys": (replace(BASE, n_kv_heads=2), LAZY),
     "renormalised": (BASE, AttentionSpec(Elastic(renormalise=True), LearnedBias(length=7, init_std=0.3))),
     "per token, slopes, window": (BASE, AttentionSpec(Elastic(threshold="per_token"), Alibi(), window=9)),
+    "a window in one layer": (BASE, AttentionSpec(Elastic(), window=9, full_layers=(1,))),
+    "a base that grows with the text": (replace(BASE, position=Rope(scaling=DynamicScaling(4.0, 20))), LAZY),
     "training context": (BASE, AttentionSpec(Elastic(threshold="seq_len"), LearnedBias(init_std=0.3))),
     "constant": (BASE, AttentionSpec(Elastic(threshold="constant", tau_init=0.02), NoBias())),
     "no position": (replace(BASE, position=NoPosition()), LAZY),
@@ -325,4 +327,5 @@ def test_every_known_normaliser_declares_its_threshold_itself():
         "base",
         "scaling",
         "skip_every",
+        "skip_layers",
     }  # compute_angles knows no other

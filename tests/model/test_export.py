@@ -40,10 +40,11 @@ from lit_lazy.attention import (
     T5Bias,
     ValueGate,
 )
-from lit_lazy.attention.position import LinearScaling, Llama3Scaling
+from lit_lazy.attention.position import GivenFrequencies, LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import CARRIED, check, write
@@ -73,6 +74,11 @@ VARIANTS = {
         "norm_eps": 0.01,
         "attention": AttentionSpec(Elastic(), qkv_bias=True, qk_norm=True),
         "position": Rope(100.0, Llama3Scaling(4.0, trained_length=20), skip_every=2),
+    },
+    "more biases, a window in one layer, given frequencies in the other": {
+        "mlp_bias": True,
+        "attention": AttentionSpec(Elastic(), window=5, full_layers=(1,), out_bias=True),
+        "position": Rope(scaling=GivenFrequencies((1.0, 0.3)), skip_layers=(1,)),
     },
     "linearly slowed rotation": {"attention": LAZY, "position": Rope(100.0, LinearScaling(3.0))},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},
@@ -115,7 +121,7 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def exported(model: DecoderLM, folder: Path) -> Path:
     folder.mkdir()
-    write(folder, model, "card", None, 0)
+    write(folder, model, "card", None, SpecialTokens(ends=(0,), pad=0))
     return folder
 
 

@@ -52,8 +52,12 @@ class LitLazyConfig(PreTrainedConfig):
     gate: dict | None = None
     position: dict | None = None
     attention_window: int | None = None
+    full_layers: list[int] | tuple[int, ...] = ()
+    """Layers, counted from 0, without the window."""
     qk_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -319,12 +323,20 @@ class _Position(nn.Module):
     def rotates(self, layer: int) -> bool:
         """Whether the rotation is applied in a layer, counted from 0."""
         every = self.settings.get("skip_every")
-        return every is None or (layer + 1) % every > 0
+        return layer not in self.settings.get("skip_layers", ()) and (every is None or (layer + 1) % every > 0)
 
-    def _scale(self, frequency: Tensor) -> Tensor:
+    def _scale(self, frequency: Tensor, length: int) -> Tensor:
+        """The frequencies of a text of a length, in tokens."""
         scaling = self.settings.get("scaling", {"class": "NoScaling"})
         if scaling["class"] == "NoScaling":
             return frequency
+        if scaling["class"] == "GivenFrequencies":
+            given = (length > scaling["trained_length"] and scaling["long"]) or scaling["frequencies"]
+            return torch.tensor(given, dtype=torch.float64)
+        if scaling["class"] == "DynamicScaling":
+            trained, pairs = scaling["trained_length"], len(frequency)
+            growth = scaling["factor"] * max(length, trained) / trained - (scaling["factor"] - 1)
+            return frequency * growth ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs - 1, 1))
         slow = frequency / scaling["factor"]
         if scaling["class"] == "LinearScaling":
             return slow
@@ -337,13 +349,14 @@ class _Position(nn.Module):
         if self.settings["class"] != "Rope":
             return None
         exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
-        frequency = self._scale(self.settings["base"] ** -exponent).float().to(position.device)
+        length = int(position.max()) + 1
+        frequency = self._scale(self.settings["base"] ** -exponent, length).float().to(position.device)
         angle = position[:, None, :, None].float() * frequency
         return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
-SCALINGS = ("NoScaling", "LinearScaling", "Llama3Scaling")
+SCALINGS = ("NoScaling", "LinearScaling", "Llama3Scaling", "DynamicScaling", "GivenFrequencies")
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
@@ -359,12 +372,13 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Ten
 class _Attention(nn.Module):
     def __init__(self, config: LitLazyConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, config.head_dim, config.attention_window
+        self.layer, self.head_dim = layer, config.head_dim
+        self.window = None if layer in config.full_layers else config.attention_window
         self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width, d = self.n_heads * self.head_dim, config.hidden_size
         kv_width = self.n_kv_heads * self.head_dim
         self.q, self.k, self.v = (nn.Linear(d, out, bias=config.qkv_bias) for out in (width, kv_width, kv_width))
-        self.out = nn.Linear(width, d, bias=False)
+        self.out = nn.Linear(width, d, bias=config.out_bias)
         normaliser = config.normaliser or {"class": "Softmax"}
         self.normaliser = RULES[normaliser["class"]](config, layer)
         self.renormalise = normaliser.get("renormalise", False)
@@ -474,9 +488,9 @@ class _Attention(nn.Module):
 class _SwiGLU(nn.Module):
     def __init__(self, config: LitLazyConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))

@@ -260,12 +260,13 @@ ENTRY_REGISTERS, REGISTERS = 168, 240
 
 
 def covers(call: Call) -> bool:
-    """Whether the kernels take a call, on a device for which they are made."""
+    """Whether the kernel takes a call, on a device for which it is made."""
     q, k, v = call[:3]
     plain = call.slopes is None and call.kv_lengths is None and call.cu_seqlens is None and not call.renormalise
     made_for = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
     shaped = q.shape[3] in CONFIGURATIONS and q.shape[2] <= k.shape[2]
-    return made_for and plain and shaped and all(map(can_describe, (q, k, v)))
+    described = all(can_describe(x) and min(x.stride()) > 0 for x in (q, k, v))  # an expanded tensor has a step of 0
+    return made_for and plain and shaped and described
 
 
 def forward(call: Call, out: Tensor, softmax: Tensor) -> None:

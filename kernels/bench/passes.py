@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     """forward, query_gradient or key_gradient."""
     width: int
     blocks: tuple[int, ...]
-    """Of `configurations.Blocks`; of `hopper.Blocks` with the kernel made for Hopper."""
+    """Of `configurations.Blocks`; of `hopper.HopperTiles` with the kernel made for Hopper."""
     kind: str
     """pointers, descriptors or hopper."""
 
@@ -88,7 +88,7 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
         stack.enter_context(patch.object(configurations, "HOPPER", candidate.kind == "hopper"))
         if candidate.kind == "hopper":
-            chosen = {candidate.width: hopper.Blocks(*candidate.blocks)}
+            chosen = {candidate.width: hopper.HopperTiles(*candidate.blocks)}
             stack.enter_context(patch.dict(hopper.CONFIGURATIONS, chosen))
         yield
 

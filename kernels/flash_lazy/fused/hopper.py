@@ -246,14 +246,14 @@ def hopper_forward_kernel(
     )
 
 
-class Blocks(NamedTuple):
+class HopperTiles(NamedTuple):
     """A configuration: keys of a tile, tiles in flight."""
 
     n: int
     stages: int
 
 
-CONFIGURATIONS = {64: Blocks(64, 8), 128: Blocks(64, 6)}
+CONFIGURATIONS = {64: HopperTiles(64, 8), 128: HopperTiles(64, 6)}
 """Configurations by head width."""
 ENTRY_REGISTERS, REGISTERS = 168, 240
 """Registers of a thread on entry, 65,536 over 12 warps, and of one that multiplies."""

@@ -195,6 +195,11 @@ def grow(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 9)
 
 
+def grow_on_a_letter_of_its_own(tokenizer: tokenizers.Tokenizer) -> None:
+    replace = tokenizers.normalizers.Replace("ß", "ß" * 10)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 8)
+
+
 def pad(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.enable_padding(length=10**9)
 
@@ -209,7 +214,7 @@ def repeat(tokenizer: tokenizers.Tokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize("spoil", [grow, pad, backtrack, repeat])
+@pytest.mark.parametrize("spoil", [grow, grow_on_a_letter_of_its_own, pad, backtrack, repeat])
 def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(
     spoil: Callable[[tokenizers.Tokenizer], None], bpe: Path
 ) -> None:

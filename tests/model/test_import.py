@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -80,7 +81,7 @@ GGUFS = [
 @pytest.mark.parametrize(("family", "kind", "pre"), GGUFS)
 @torch.no_grad()
 def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
-    family: str, kind: str, pre: str, bpe: Path, tmp_path: Path
+    family: str, kind: str, pre: str, bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = make_published(tmp_path / "source", family, bpe)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", kind, pre)
@@ -104,6 +105,14 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     (tmp_path / "unsaid.gguf").write_bytes(unsaid)
     begin = imported(tmp_path / "unsaid.gguf", tmp_path / "unsaid" / "model.ckpt").cfg.data.begin_of_text
     assert (begin is not None) == (pre == "llama-bpe")  # as in llama.cpp
+    content = (tmp_path / "model.gguf").read_bytes()
+    key = b"tokenizer.ggml.bos_token_id"
+    at = content.index(key) + len(key) + 4  # behind the value's type
+    (tmp_path / "none.gguf").write_bytes(content[:at] + struct.pack("<I", 2**32 - 1) + content[at + 4 :])
+    assert imported(tmp_path / "none.gguf", tmp_path / "none" / "model.ckpt").cfg.data.begin_of_text is None
+    (tmp_path / "far.gguf").write_bytes(content[:at] + struct.pack("<I", 9999) + content[at + 4 :])
+    assert main(["import", str(tmp_path / "far.gguf"), str(tmp_path / "far" / "model.ckpt")]) == 2
+    assert "bos_token_id=9999: is no token of the file" in capsys.readouterr().err
 
 
 @torch.no_grad()

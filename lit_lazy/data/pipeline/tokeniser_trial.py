@@ -3,14 +3,18 @@
 The process runs this file by its name, and imports nothing else of this project.
 """
 
+import json
 import os
 import resource
 import subprocess
 import sys
 from functools import lru_cache
+from typing import Any
 
 MOST_BYTES, MOST_SECONDS = 2 * 2**30, 30
 """Address space and CPU time of the process."""
+MOST_STRINGS = 10**4
+"""Strings of the file's rules, and characters of each, on which it is tried too."""
 PROBE = " ".join(chr(code) * 50 + "! " + chr(code) * 2 for code in range(32, 127)) + " é\n日本 🙂"
 """Runs of each character, on which a pattern that tries all ways to split them does not end."""
 
@@ -28,15 +32,33 @@ def try_tokenizer(content: bytes) -> None:
         raise ValueError(f"needs more than {limits} for a short text, or crashes (status {done.returncode})")
 
 
+def find_rule_text(content: Any) -> str:
+    """The strings in the rules of a tokeniser's JSON: the text on which a rule acts is among them."""
+    found, left = [], [content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    while left and len(found) < MOST_STRINGS:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item[:MOST_STRINGS])
+        elif isinstance(item, (dict, list)):
+            left += item.values() if isinstance(item, dict) else item
+    return " ".join(found)
+
+
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for limited, most in (
+        (resource.RLIMIT_AS, MOST_BYTES),
+        (resource.RLIMIT_CPU, MOST_SECONDS),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limited)[1]
+        resource.setrlimit(limited, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(sys.stdin.buffer.read())
-        tokenizer.decode(tokenizer.encode(PROBE).ids, skip_special_tokens=False)
+        content = sys.stdin.buffer.read()
+        tokenizer = Tokenizer.from_buffer(content)
+        for text in (PROBE, find_rule_text(json.loads(content))):
+            tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
     except MemoryError:
         raise
     except Exception:  # which a panic is not

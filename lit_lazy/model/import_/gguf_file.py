@@ -110,8 +110,7 @@ def make_settings(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{kind}.{name}={found}: not known with heads of {head_dim}")
     if (scaling := own.pop("rope.scaling.type", "none")) != "none":
         raise ValueError(f"{kind}.rope.scaling.type={scaling!r}: not known in a GGUF; import the model's safetensors")
-    token = "tokenizer.ggml.{}_token_id"
-    ends = [fields[name] for name in map(token.format, ("eos", "eot", "eom")) if name in fields]
+    ends = [token for name in ("eos", "eot", "eom") if (token := _find_token(fields, name)) is not None]
     settings = {
         "model_type": kind,
         "hidden_size": width,
@@ -124,9 +123,9 @@ def make_settings(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": _widen(own.pop("attention.layer_norm_rms_epsilon")),
         "rope_parameters": {"rope_type": "default", "rope_theta": _widen(own.pop("rope.freq_base", 10000.0))},
         "vocab_size": own.pop("vocab_size", len(fields["tokenizer.ggml.tokens"])),
-        "bos_token_id": fields.get(token.format("bos")),
+        "bos_token_id": _find_token(fields, "bos"),
         "eos_token_id": ends[0] if len(set(ends)) == 1 else ends or None,
-        "pad_token_id": fields.get(token.format("padding")),
+        "pad_token_id": _find_token(fields, "padding"),
     }
     for name, value in own.items():
         raise ValueError(f"{kind}.{name}={short_repr(value)}: not known in a GGUF; import the model's safetensors")
@@ -170,6 +169,17 @@ def _unpair(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
+def _find_token(fields: Mapping[str, Any], name: str) -> int | None:
+    """The id of a special token, None if the file has none. Raises ValueError for an id beyond the vocabulary."""
+    field = f"tokenizer.ggml.{name}_token_id"
+    token = fields.get(field)
+    if token is None or token in NO_TOKEN:
+        return None
+    if not 0 <= token < len(fields["tokenizer.ggml.tokens"]):
+        raise ValueError(f"{field}={token}: is no token of the file; convert the model again")
+    return token
+
+
 def make_tokenizer(fields: Mapping[str, Any]) -> str:
     """The tokeniser as JSON. Raises KeyError for a missing field, ValueError for a kind that is not known."""
     model, kind = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
@@ -180,8 +190,11 @@ def make_tokenizer(fields: Mapping[str, Any]) -> str:
     special = {token: kind == TokenType.CONTROL for token, kind in zip(tokens, kinds, strict=True) if kind in _ADDED}
     added_by_default = kind == "llama-bpe"  # as by llama.cpp
     begins = fields.get("tokenizer.ggml.add_bos_token", added_by_default)
-    begin = tokens[fields["tokenizer.ggml.bos_token_id"]] if begins else None
+    token = _find_token(fields, "bos") if begins else None
+    begin = None if token is None else tokens[token]
     return build_bpe(tokens, fields["tokenizer.ggml.merges"], special, kind, begin)
 
 
+NO_TOKEN = (-1, 2**32 - 1)
+"""llama.cpp's LLAMA_TOKEN_NULL, signed and unsigned."""
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)

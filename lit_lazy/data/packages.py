@@ -98,7 +98,7 @@ TOKENIZER_SHARE = 0.25
 """Share of the documents on which the tokenizer is trained."""
 
 
-class Source(NamedTuple):
+class PackageFile(NamedTuple):
     """A file of a package."""
 
     package: str
@@ -181,11 +181,11 @@ def require_digest(what: str, found: str, recorded: str, fix: str) -> None:
     require(found == recorded, f"data=Packages: {what}", found, f"should have the digest {recorded}; {fix}")
 
 
-def read_packages(packages: Mapping[str, str], counts: Counter[str]) -> Iterator[Source]:
+def read_packages(packages: Mapping[str, str], counts: Counter[str]) -> Iterator[PackageFile]:
     """The Python files of these packages and versions, in order."""
     for package, version in packages.items():
         for path, file in find_sources(package, version):
-            source = Source(package, path, file.read_bytes())
+            source = PackageFile(package, path, file.read_bytes())
             counts["files"] += 1
             counts["bytes"] += len(source.text)
             yield source
@@ -224,7 +224,7 @@ class KnownText:
         return ""
 
 
-def is_kept(source: Source, known: KnownText, counts: Counter[str]) -> bool:
+def is_kept(source: PackageFile, known: KnownText, counts: Counter[str]) -> bool:
     """Whether a file is part of the text; counts those that are not, by the reason."""
     reason = "generated or empty" if not is_written(source.text) else known.find_copy(source.text)
     if reason:
@@ -252,7 +252,7 @@ def hash_shingles(text: bytes) -> set[int]:
     return {number for number in hashes if number % ONE_IN == 0}
 
 
-def digest_sources(parts: Mapping[str, Sequence[Source]]) -> str:
+def digest_sources(parts: Mapping[str, Sequence[PackageFile]]) -> str:
     """Digest of all documents with their packages and paths, in order."""
     digest = hashlib.sha256()
     for part, sources in parts.items():
@@ -262,7 +262,7 @@ def digest_sources(parts: Mapping[str, Sequence[Source]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_part(folder: Path, part: str, sources: Iterable[Source]) -> None:
+def write_part(folder: Path, part: str, sources: Iterable[PackageFile]) -> None:
     """Write JSON lines into numbered files of about PART_BYTES each, so that several processes can tokenise them."""
     blocks: list[list[str]] = []
     room = 0
@@ -277,7 +277,7 @@ def write_part(folder: Path, part: str, sources: Iterable[Source]) -> None:
         (folder / f"{part}-{number:03}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def train_tokenizer(sources: Iterable[Source]) -> str:
+def train_tokenizer(sources: Iterable[PackageFile]) -> str:
     """JSON of a byte-level BPE of VOCABULARY tokens, trained on a share of the files, selected by their hash."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,22 +1,20 @@
-"""What do models show that are trained from scratch on 20 tokens a parameter? Five rules at every size of the ladder.
+"""What do models show that are trained from scratch on 20 tokens a parameter? Five rules at every size of a ladder.
 
-Each rule has its best rate of `frontier_rates` at that size. The questions q_frontier_* share these cells, and declare
-which sizes they rest on; the rest of this table is exploratory. `--base` gives other text, whose context is the size's.
+Each rule has its best rate of `frontier_rates` at that size. The questions q_frontier_* declare which of these cells
+they rest on; this table is exploratory. Another `--base` gives other text.
 """
 
-import math
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Callable, Sequence
 
-from frontier_rates import LOSS, RULES, SEED
-from frontier_rates import ablation as first
+from frontier_rates import LOSS, RULES
 
 from lit_lazy.config import RunConfig
 from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.stages import at_best_rate
+from lit_lazy.grid.stages import find_best_rates
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming
@@ -25,12 +23,18 @@ from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column
 
 SIZES = ("100k", "300k", "1m", "3m")
-PILOT_SEEDS = (SEED,)
-SEEDS = tuple(range(100, 120))
-COST = "a seed of all sizes and rules costs 4 core-hours"
-TIMES = (1, 2, 4)
+"""Those of the questions."""
+LARGER = {"10m": "3m", "30m": "3m"}
+"""Sizes that take each rule's rate of another size, times the ratio of the widths."""
+ASKED = ("softmax", "softmax + bias", "lazy")
+"""Rules of the questions."""
+TOKENS_PER_PARAMETER = 20
+"""Of the experiments."""
 RATIOS = (5, 80)
 """Further tokens per parameter of the two smallest sizes."""
+SEEDS = tuple(range(100, 120))
+FEW = SEEDS[:2]
+TIMES = (1, 2, 4)
 
 
 def loss_at(times: int) -> Column:
@@ -62,17 +66,57 @@ def measure_at(context: int) -> Callable[[RunConfig], tuple[Evaluation, ...]]:
     return lambda base: usual + (apart if isinstance(base.data, Packages) and not base.data.path else ())
 
 
-def make_row(rule: str, size: str) -> Row:
-    """A rule at a size of the ladder, at its best rate there."""
+def count_parameters(size: str) -> int:
+    """Weights of the blocks' matrices."""
+    model = experiment(f"frontier_{size}").model
+    return model.n_layers * model.d_model * (4 * model.d_model + 3 * model.d_ff)
+
+
+def find_rate(rule: str, size: str, width: int) -> tuple[float, str]:
+    """The learning rate of a rule at a size, and where it is from."""
+    tuned = LARGER.get(size, size)
+    folder = f"frontier_rates-frontier_{tuned}"
+    best = find_best_rates(folder)[rule]
+    if tuned == size:
+        return best, f"learning rate {best:g}, the best of {rule} in {folder}"
+    rate = best * experiment(f"frontier_{tuned}").model.d_model / width
+    return rate, f"learning rate {rate:g}: {best:g}, the best of {rule} in {folder}, by width"
+
+
+def make_row(rule: str, size: str, ratio: int = TOKENS_PER_PARAMETER, seeds: Sequence[int] | None = None) -> Row:
+    """A rule at a size of the ladder; ratio: tokens per parameter."""
     sized = experiment(f"frontier_{size}")
-    context = sized.data.outline().context_length
+    data, train = sized.data, sized.train
+    assert isinstance(data, Packages)
+    rate, note = find_rate(rule, size, sized.model.d_model)
+    steps = train.steps * ratio // TOKENS_PER_PARAMETER
     changes = {
         "model": sized.model,
-        "train": sized.train,
-        "data.context_length": context,
-        "data.validation_windows": sized.data.validation_windows,
+        "train": replace_at(
+            train, {"lr": rate, "steps": steps, "warmup_steps": steps // 10, "val_every": -(-steps // 4)}
+        ),
+        "data.context_length": data.context_length,
+        "data.validation_windows": data.validation_windows,
         "diagnosed_sequences": sized.diagnosed_sequences,
-        "evaluations": measure_at(context),
+        "evaluations": measure_at(data.context_length),
     }
-    row = Row(f"{rule} {size}", changes | RULES[rule], source="ours")
-    return at_best_rate(row, of=rule, folder=f"{first.name}-frontier_{size}")
+    name = f"{rule} {size}" + (f" x{ratio}" if ratio != TOKENS_PER_PARAMETER else "")
+    return Row(name, changes | RULES[rule], "ours", seeds if seeds is None else tuple(seeds), note)
+
+
+def make_models(name: str, rows: Sequence[Row]) -> Ablation:
+    """Rows of the ladder, with what any question asks of them."""
+    return Ablation(
+        name=name, base="frontier_100k", baseline=rows[0].name, seeds=SEEDS, columns=MEASURED, rows=tuple(rows)
+    )
+
+
+def ablation() -> Ablation:
+    others = [rule for rule in RULES if rule not in ASKED]
+    rows = [
+        *(make_row(rule, size, seeds=SEEDS[:5]) for size in SIZES for rule in ASKED),
+        *(make_row(rule, size, seeds=FEW) for size in SIZES for rule in others),
+        *(make_row(rule, size, ratio, FEW) for ratio in RATIOS for size in SIZES[:2] for rule in ASKED),
+        *(make_row(rule, size, seeds=FEW[:1]) for size in LARGER for rule in ASKED),
+    ]
+    return make_models("frontier", rows)

@@ -12,17 +12,13 @@ from lit_lazy.data.packages import Packages
 TOKENS_PER_PARAMETER = 20
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Weights of the blocks' matrices."""
-    return model.n_layers * model.d_model * (4 * model.d_model + 3 * model.d_ff)
-
-
 def make_size(
     width: int, layers: int, heads: int, hidden: int, context: int, batch: int, rate: float, precision: str = "fp32"
 ) -> RunConfig:
     """The recipe at one size. batch: sequences of a step."""
     model = ModelConfig(d_model=width, n_layers=layers, n_heads=heads, d_ff=hidden, position=Rope())
-    steps = round(TOKENS_PER_PARAMETER * count_parameters(model) / (batch * context))
+    parameters = layers * width * (4 * width + 3 * hidden)
+    steps = round(TOKENS_PER_PARAMETER * parameters / (batch * context))
     return RunConfig(
         data=Packages(context_length=context, validation_windows=2**17 // context),
         model=model,

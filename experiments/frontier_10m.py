@@ -1,4 +1,4 @@
-"""Ten million parameters without the embedding, 20 tokens of Python for each, for a GPU; the recipe of `frontier_100k`."""
+"""Ten million parameters without the embedding, 20 tokens for each, for a GPU; the recipe of `frontier_100k`."""
 
 from frontier_100k import make_size
 

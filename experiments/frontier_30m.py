@@ -1,4 +1,4 @@
-"""Thirty million parameters without the embedding, 20 tokens of Python for each, for a GPU; the recipe of `frontier_100k`."""
+"""Thirty million parameters without the embedding, 20 tokens for each, for a GPU; the recipe of `frontier_100k`."""
 
 from frontier_100k import make_size
 

@@ -18,7 +18,7 @@ from packaging.version import Version
 from lit_lazy.data.pipeline.documents import Files, Hub
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
-from lit_lazy.data.pipeline.tokens import cache_folder, make_once
+from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once
 from lit_lazy.data.text import Text
 from lit_lazy.support.checks import require
 
@@ -63,7 +63,7 @@ PACKAGES = {
     "urllib3": "2.8.0",
 }
 """Packages of the training text, and their versions."""
-APART = {
+HELD_OUT = {
     "Jinja2": "3.1.6",
     "Werkzeug": "3.1.9",
     "aiohttp": "3.14.5",
@@ -75,12 +75,13 @@ APART = {
     "rich": "15.0.0",
 }
 """Packages of which the training text has nothing."""
-DIGEST = "87b877623ae49674"
+DIGEST = "1edd4e1e8643600f"
 """Of all documents and their places."""
-TOKENIZER_DIGEST = "3a4b015965746714"
+TOKENIZER_DIGEST = "2f0ccd37bc96a657"
 """Of the tokenizer's file."""
-TRAIN, APART_PART, TOKENIZER, COUNTS = "train", "apart", "tokenizer.json", "counts.json"
-"""Names of what a folder of the corpus holds: parts of the text, the tokenizer, and numbers of files."""
+PARTS = TRAIN, DOCUMENTS, APART = "train", "documents", "packages"
+TOKENIZER, COUNTS = "tokenizer.json", "counts.json"
+"""Names of what a folder of the corpus holds: parts of the text, the tokenizer, and numbers of files and bytes."""
 
 LEFT_OUT = re.compile(r"(^|/)(licen[cs]e|copying|_?version\.py$|__config__\.py$|_distributor_init)", re.IGNORECASE)
 """Paths of licences, and of files that are written when a wheel is built."""
@@ -94,6 +95,8 @@ MOST_KNOWN = 0.5
 """Largest share of a file's runs of lines that files before it may have."""
 PART_BYTES = 8 * 2**20
 VOCABULARY = 4_096
+HELD_OUT_SHARE = 0.02
+"""Share of the documents of the other packages, selected by the hash of their text, that are held out too."""
 TOKENIZER_SHARE = 0.25
 """Share of the documents on which the tokenizer is trained."""
 
@@ -116,10 +119,8 @@ class Packages(Text):
 
     tokenizer: str = "packages"
     """packages (the one trained on them), bytes (separator NUL), or a JSON file of the tokenizers library."""
-    validation_share: float = 0.02
-    """Share of the documents held out, selected by a hash of their text, if `validated` is documents."""
     validated: Literal["documents", "packages"] = "documents"
-    """Validation text: a share of the documents, or packages of which the training text has nothing."""
+    """Validation text: 2 % of the documents, selected by a hash, or packages of which the training text has nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,11 +140,18 @@ class Packages(Text):
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         if self.path or self.hub:
             return super()._sources()
-        train, apart = (
-            Files("data", "the packages", tuple(sorted(make_corpus().glob(f"{part}-*.jsonl"))), "text")
-            for part in (TRAIN, APART_PART)
-        )
-        return train, apart if self.validated == "packages" else None
+        folder = make_corpus()
+        train, documents, apart = (tuple(sorted(folder.glob(f"{part}-*.jsonl"))) for part in PARTS)
+        return Files("data", "the packages", train, "text"), Files("data", "the packages", documents + apart, "text")
+
+    def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
+        if self.path or self.hub:
+            return super().select_validation(corpus)
+        counts = json.loads((make_corpus() / COUNTS).read_text())
+        documents = int(corpus.ends("validation")[counts[f"{DOCUMENTS} files"] - 1])
+        parts = {DOCUMENTS: slice(0, documents), APART: slice(documents, len(corpus.validation))}
+        found, size = parts[self.validated], sum(counts[f"{self.validated} {what}"] for what in ("files", "bytes"))
+        return found, size / (found.stop - found.start)
 
 
 def make_corpus() -> Path:
@@ -162,10 +170,11 @@ def write_corpus(folder: Path) -> None:
     """Write the documents, the tokenizer and the counts of files into a folder."""
     counts: Counter[str] = Counter()
     known = KnownText()
-    parts = {
-        part: [source for source in read_packages(packages, counts) if is_kept(source, known, counts)]
-        for part, packages in ((TRAIN, PACKAGES), (APART_PART, APART))
-    }
+    parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}
+    for packages in (PACKAGES, HELD_OUT):
+        for source in read_packages(packages, counts):
+            if is_kept(source, known, counts):
+                parts[find_part(source)].append(source)
     require_digest("sources", digest_sources(parts), DIGEST, "install the versions of requirements.txt anew")
     for part, sources in parts.items():
         write_part(folder, part, sources)
@@ -175,6 +184,13 @@ def write_corpus(folder: Path) -> None:
     require_digest("tokenizer", found, TOKENIZER_DIGEST, "install tokenizers as in requirements.txt")
     (folder / TOKENIZER).write_text(tokenizer)
     (folder / COUNTS).write_text(json.dumps(counts, indent=1, sort_keys=True))
+
+
+def find_part(source: PackageFile) -> str:
+    """The part that a file belongs to."""
+    if source.package in HELD_OUT:
+        return APART
+    return DOCUMENTS if hash_document(source.text) < HELD_OUT_SHARE * 2**64 else TRAIN
 
 
 def require_digest(what: str, found: str, recorded: str, fix: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,11 @@ FILES = {
     "apart/copied.py": f"def add(values, total):\n{BODY}    return total\n",
     "apart/other.py": "".join(f"async def wait_{number}():\n    await sleep({number})\n\n" for number in range(60)),
 }
-KEPT = {"train": ["first/sum.py", "first/text.py", "second/own.py"], "apart": ["apart/other.py"]}
+KEPT = {
+    "train": ["first/sum.py"],
+    "documents": ["first/text.py", "second/own.py"],
+    "packages": ["apart/other.py"],
+}
 
 
 @pytest.fixture
@@ -43,9 +48,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
     monkeypatch.syspath_prepend(str(root))
     monkeypatch.setattr(packages, "PACKAGES", {"first": "1.0", "second": "1.0"})
-    monkeypatch.setattr(packages, "APART", {"apart": "1.0"})
-    monkeypatch.setattr(packages, "DIGEST", "06359771d3d2e3e0")
-    monkeypatch.setattr(packages, "TOKENIZER_DIGEST", "68e1bf8d1178c33f")
+    monkeypatch.setattr(packages, "HELD_OUT", {"apart": "1.0"})
+    monkeypatch.setattr(packages, "HELD_OUT_SHARE", 0.4)
+    monkeypatch.setattr(packages, "DIGEST", "4a716a316cf260d4")
+    monkeypatch.setattr(packages, "TOKENIZER_DIGEST", "639094f43e927c2b")
     monkeypatch.setattr(packages, "TOKENIZER_SHARE", 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
 
@@ -68,7 +74,9 @@ def test_copies_and_what_nobody_wrote_are_left_out() -> None:
         "near copies": 1,
         "generated or empty": 3,
     }
-    assert counts["files"] == sum(n for name, n in counts.items() if re.search("^(train|apart) files|files left", name))
+    assert counts["files"] == sum(
+        n for name, n in counts.items() if re.search("^(train|documents|packages) files|files left", name)
+    )
 
 
 @pytest.mark.usefixtures("site")
@@ -84,12 +92,17 @@ def test_made_twice_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("site")
 def test_validation_is_of_held_out_documents_or_of_other_packages() -> None:
-    config = Packages(context_length=8, validation_windows=1, validation_share=0.4)
-    documents, apart = config.load(), Packages(context_length=8, validation_windows=1, validated="packages").load()
-    assert documents.vocab_size == apart.vocab_size
-    assert (documents.info["train_documents"], documents.info["validation_documents"]) == (1, 2)
-    assert (apart.info["train_documents"], apart.info["validation_documents"]) == (3, 1)
-    assert "".join(config.load_tokenizer().decode(apart.validation.sequences[0].tolist())).startswith("async def wait")
+    config = Packages(context_length=8, validation_windows=9)
+    documents, apart = config.load(), replace(config, validated="packages").load()
+    assert documents.fingerprint == apart.fingerprint
+    texts = {path: str(FILES[path]) for paths in KEPT.values() for path in paths}
+    for source, first in ((documents, "first/text.py"), (apart, "apart/other.py")):
+        beginning = "".join(config.load_tokenizer().decode(source.validation.sequences[0].tolist()))
+        assert texts[first].startswith(beginning)
+    for source, paths in ((documents, KEPT["documents"]), (apart, KEPT["packages"])):
+        tokens = sum(len(x) + 1 for x in config.load_tokenizer().encode([texts[path].encode() for path in paths]))
+        size = sum(len(texts[path]) + 1 for path in paths)
+        assert source.info["bytes_per_token"] == pytest.approx(size / tokens)
 
 
 @pytest.mark.usefixtures("site")
@@ -98,7 +111,7 @@ def test_validation_is_of_held_out_documents_or_of_other_packages() -> None:
     [
         ({"PACKAGES": {"first": "1.1"}}, "data=Packages: first='1.0': pip install first==1.1, or give other text"),
         ({"PACKAGES": {"absent": "1.0"}}, "data=Packages: absent=None: pip install absent==1.0, or give other text"),
-        ({"DIGEST": "0" * 16}, "data=Packages: sources='06359771d3d2e3e0': should have the digest 0000000000000000"),
+        ({"DIGEST": "0" * 16}, "data=Packages: sources='4a716a316cf260d4': should have the digest 0000000000000000"),
         ({"TOKENIZER_DIGEST": "0"}, "should have the digest 0; install tokenizers as in requirements.txt"),
     ],
 )
@@ -130,5 +143,5 @@ def test_the_pins_are_those_of_the_requirements() -> None:
     pins = dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.]+)", (root / "requirements.txt").read_text(), re.MULTILINE))
     pins |= dict(re.findall(r"^([\w.-]+)==([\w.]+)", (root / "constraints.txt").read_text(), re.MULTILINE))
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
-    named = packages.PACKAGES | packages.APART
+    named = packages.PACKAGES | packages.HELD_OUT
     assert {name: pins.get(name.lower().replace("_", "-")) for name in named} == named

@@ -9,10 +9,10 @@ from lit_lazy.data.stdlib_text import StdlibText
 
 
 def config() -> RunConfig:
-    made = make_size(width=16, layers=1, heads=2, hidden=32, context=32, batch=8, rate=5e-3)
+    made = make_size(width=16, layers=1, heads=2, hidden=32, context=256, batch=4, rate=4e-3)
     return replace(
         made,
-        data=StdlibText(context_length=32, max_tokens=100_000, validation_windows=16),
-        train=replace(made.train, steps=6, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
+        data=StdlibText(context_length=256, max_tokens=100_000, validation_windows=8, validation_overlap=True),
+        train=replace(made.train, steps=12, warmup_steps=4, val_every=6, checkpoint_every=6, log_every=2),
         diagnosed_sequences=4,
     )

@@ -13,7 +13,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing import get_context
@@ -131,25 +131,39 @@ def format_cell(row: dict[str, Any]) -> str:
 
 def train_cells(cells: Sequence[Asked], record: Record, at_once: int, until: float, compile: bool) -> None:
     """Train cells in order, so many at once, each only if one of its shape would end in time."""
-    waiting, running = list(cells), dict[Future[dict[str, Any]], Asked]()
-    pool = ProcessPoolExecutor(at_once, get_context("spawn"))
+    waiting, running = list(cells), dict[Future[dict[str, Any]], tuple[Asked, ProcessPoolExecutor]]()
+    idle = [start_process() for _ in range(at_once)]
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and idle:
                 asked = waiting.pop(0)
                 if time.monotonic() + record.seconds.get(asked.shape, 0) < until:
-                    running[pool.submit(train, asked, record.runs, compile)] = asked
+                    process = idle.pop()
+                    running[process.submit(train, asked, record.runs, compile)] = asked, process
             done, _ = wait(running, timeout=max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
             for future in done:
-                record.add(running.pop(future), future)
+                asked, process = running.pop(future)
+                record.add(asked, future)
+                idle.append(start_process() if isinstance(future.exception(), BrokenExecutor) else process)
             if time.monotonic() >= until:
                 break
-        for asked in running.values():
-            print(f"not finished: {asked.grid} {asked.cell.variant} seed {asked.cell.seed}", flush=True)
     finally:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(cancel_futures=True)
+        for asked, process in running.values():
+            print(f"not finished: {asked.grid} {asked.cell.variant} seed {asked.cell.seed}", flush=True)
+            kill(process)
+        for process in idle:
+            process.shutdown()
+
+
+def start_process() -> ProcessPoolExecutor:
+    """A process of its own, so that one that dies takes no other training with it."""
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+def kill(process: ProcessPoolExecutor) -> None:
+    for one in list((process._processes or {}).values()):
+        one.kill()
+    process.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

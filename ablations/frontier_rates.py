@@ -21,7 +21,7 @@ RULES = {
     "softmax + output gate": {NORMALISER: Softmax(), GATE: OutputGate()},
 }
 LOSS = Column("loss/val", "validation loss", "lower", 4, "nats", plotted=True, note="a token", margin=0.01)
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 SEED = 90
 SHARE = 4
 """One in so many of a size's steps."""

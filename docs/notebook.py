@@ -67,7 +67,7 @@ def execute(cells: Sequence[Cell], folder: Path) -> dict[str, Any]:
         for cell in cells:
             known = set(folder.glob("*.png"))
             if named := FILE.match(cell.source):
-                Path(named[1]).write_text(cell.source)
+                Path(named[1]).write_text(cell.source, encoding="utf-8")
             elif cell.kind == "python":
                 with redirect_stdout(io.StringIO()) as printed:
                     exec(compile(cell.source, "tutorial.md", "exec"), names)
@@ -144,7 +144,7 @@ def _picture(file: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as empty:
-        followed = cells_of(TUTORIAL.read_text())
+        followed = cells_of(TUTORIAL.read_text(encoding="utf-8"))
         execute(followed, Path(empty))
         NOTEBOOK.parent.mkdir(parents=True, exist_ok=True)
-        NOTEBOOK.write_text(json.dumps(notebook(followed), indent=1, ensure_ascii=False) + "\n")
+        NOTEBOOK.write_text(json.dumps(notebook(followed), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

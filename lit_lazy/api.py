@@ -178,7 +178,7 @@ class Model:
         require(known, "eviction", eviction, "must be None or an Eviction, such as Eviction(first=4, window=64)")
         sampling = Sampling(temperature, top_p, seed)
         given = self._encode("prompt", prompt)
-        (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.end, eviction)
+        (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.special.ends, eviction)
         return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ ONLY = {
     "datasets": ("lit_lazy/data/",),
     "gguf": ("lit_lazy/model/import_/",),
     "tokenizers": ("lit_lazy/data/",),
-    "transformers": ("lit_lazy/model/export/", "kernels/examples/"),
+    "transformers": ("lit_lazy/model/import_/", "lit_lazy/model/export/", "kernels/examples/"),
     "safetensors": ("lit_lazy/model/export/", "lit_lazy/model/import_/"),
     "torchmetrics": ("lit_lazy/measure/",),
     "matplotlib": (

@@ -171,7 +171,7 @@ def read_known(out: Path | None, identity: Mapping[str, Any], console: Callable[
     if out is None or not out.exists():
         return {"measurements": {}}
     try:
-        known = json.loads(out.read_text())
+        known = json.loads(out.read_text(encoding="utf-8"))
         theirs, continued = dict(known["identity"]), {name: known[name] for name in ("environment", "measurements")}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"--out {str(out)!r}: is no result of this benchmark; name another file") from None

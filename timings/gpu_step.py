@@ -153,8 +153,8 @@ def bench_gpu_step(
     for case in make_cases(sizes.lengths, (True,) if compiled else (False, True)):
         row = measure_in_process(case, sizes, device)
         rows.append(row)
-        (out / "gpu-step.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / "gpu-step.md").write_text(format_table(result))
+        (out / "gpu-step.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (out / "gpu-step.md").write_text(format_table(result), encoding="utf-8")
         console(_format_case(row))
     console(format_table(result))
 

@@ -128,7 +128,7 @@ def simulate_observed(path: Path, draws: int) -> Iterator[dict[str, Any]]:
 
     Whole seeds are drawn with replacement, so that skewness, spreads and correlations are those observed.
     """
-    table = Table.from_json(json.loads(path.read_text()))
+    table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
     declared = table.declaration
     if declared is None or not declared.looks or declared.rule in (*BY_STATEMENT, "removed"):
         return

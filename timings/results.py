@@ -69,6 +69,6 @@ def save(result: dict[str, Any], table: str, out: Path) -> None:
 def _cpu_name() -> str:
     """Processor name, if the system reports one, and the vector instructions that torch uses."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return ", ".join([*names[:1], torch.backends.cpu.get_cpu_capability()])

@@ -42,8 +42,8 @@ def _publish(out: Path | None, name: str, result: Mapping[str, Any], text: str) 
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / f"{name}.md").write_text(text)
+        (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def run_on_paper(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def measure(backend: Backend, length: int) -> int:
         q, k, v = (torch.randn(1, HEADS, length, WIDTH, requires_grad=True) for _ in range(3))
         tau, bias = torch.ones(HEADS, requires_grad=True), torch.zeros(HEADS, 512, requires_grad=True)
         grad = torch.randn(1, HEADS, length, WIDTH)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
         before = _read_status("VmRSS")
         lazy_attention(q, k, v, tau, bias, backend=backend).backward(grad)
         return _read_status("VmHWM") - before
@@ -41,7 +41,7 @@ def measure(backend: Backend, length: int) -> int:
 
 
 def _read_status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
@@ -80,9 +80,8 @@ def main() -> None:
         found = [row["rise_bytes"] for row in rows if row["length"] == length]
         print(f"| {length} | " + " | ".join("-" if x is None else f"{x / 2**20:.0f}" for x in found) + " |")
     if args.json:
-        args.json.write_text(
-            json.dumps(collect_provenance("bench.memory") | {"threads": 1, "rows": rows}, indent=1) + "\n"
-        )
+        result = collect_provenance("bench.memory") | {"threads": 1, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def collect_provenance(module: str) -> dict[str, str]:
 def _hash_source(kernels: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for folder in ("bench", "flash_lazy") for path in (kernels / folder).rglob("*.py")):
-        digest.update(f"{path.relative_to(kernels)}\n{path.read_text()}\n".encode())
+        digest.update(f"{path.relative_to(kernels)}\n{path.read_text(encoding='utf-8')}\n".encode())
     return digest.hexdigest()[:12]
 
 

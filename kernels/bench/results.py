@@ -31,7 +31,7 @@ def open_results(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, A
         return {"made": dict(made), "ceilings": None, "gate": [], "points": {}}
     fix = "give another --out, or --fresh to start again"
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         before = {name: result["made"].get(name, "none") for name in DECISIVE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path} is not a result of this command ({type(error).__name__}); {fix}") from None
@@ -46,7 +46,7 @@ def write(out: Path, result: Mapping[str, Any], plan: Sequence[Workload]) -> Non
     """Write the file and its tables (bench.md), each replaced atomically."""
     for name, text in ((FILE, json.dumps(result, indent=1) + "\n"), ("bench.md", format_tables(result, plan))):
         draft = out / f"{name}.new"
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         os.replace(draft, out / name)
 
 

@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 
 F = TypeVar("F", bound=Callable[..., Any])
 Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
@@ -17,6 +18,9 @@ BACKENDS, THRESHOLDS = get_args(Backend), get_args(Threshold)  # cpu/attention.h
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_EAGER = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
+"""Keys that the dispatcher includes in every call."""
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 REQUIRED, LEAVES, TENSORS = 4, 6, 10
 """The first TENSORS fields of a `Call` are tensors or None, the first LEAVES may get gradients, REQUIRED are given."""
@@ -154,6 +158,16 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
     # On several CPU threads index_put_ adds float32 in no fixed order, but float64 sequentially.
     total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
     return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
+
+
+def is_traced(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a call is compiled, recorded, transformed or of tensors without values, all of which see only operators.
+
+    Tracers, modes and transforms are keys of torch's dispatcher in this thread; fake tensors have a class of their own.
+    """
+    if torch.compiler.is_compiling() or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_EAGER:
+        return True
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
 def is_autocast_enabled(q: Tensor) -> bool:

@@ -21,12 +21,13 @@ from flash_lazy.call import (
     Stats,
     compute_dtype,
     differentiate_once,
+    is_traced,
     refuse_forward_mode,
     tau_divisor,
     tau_gradient,
 )
 from flash_lazy.tiling import Part, RowBlock, Sweep
-from flash_lazy.vmap import HEAD_AXES, fold, fold_into_heads, unfold_heads
+from flash_lazy.vmap import HEAD_AXES, fold, fold_into_heads, is_transformed, unfold_heads
 
 # Columns of weights that are skipped together if none survives. Narrower tiles are skipped more often, but cost time if
 # none can be.
@@ -36,9 +37,10 @@ LOG2E = math.log2(math.e)
 
 def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and `Stats` if requested. Shapes as in `lazy_attention`."""
-    # torch.compile does not trace into operators, and meta tensors have no values. In eager mode their dispatch would
-    # slow a training step of 128 tokens by a tenth.
-    attend = _forward if torch.compiler.is_compiling() or call.q.is_meta else _ChunkedFunction.apply
+    # Tracers do not look into operators, and meta tensors have no values. In eager mode their dispatch would slow a
+    # training step of 128 tokens by a tenth; torch.func transforms the function.
+    recorded = is_traced(call[:TENSORS]) and not is_transformed()
+    attend = _forward if recorded or call.q.is_meta else _ChunkedFunction.apply
     out, *stats = attend(*call, with_stats)
     if not with_stats:
         return out, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy.api import lazy_attention
-from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold, check_choice, show
+from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold, check_choice, check_type, show
 
 PRECISE = (torch.float32, torch.float64)
 
@@ -100,7 +100,7 @@ class LazyAttention(nn.Module):
             raise ValueError(f"rope_base is {rope_base} and head_dim {self.head_dim}; give an even head_dim, or None")
         if (context_length is None) != (threshold not in ("seq_len", "per_token")):
             raise ValueError(f"threshold is {threshold!r} and context_length {context_length}; give both, or neither")
-        self.rope_base, self.initial_tau = rope_base, tau
+        self.width, self.rope_base, self.initial_tau = width, rope_base, tau
         self.settings = {"threshold": threshold, "renormalise": renormalise, "window": window, "backend": backend}
         if threshold == "seq_len":
             self.settings["context_length"] = context_length
@@ -134,10 +134,11 @@ class LazyAttention(nn.Module):
             for the next ones, which nothing detects.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
 
-        Raises ValueError if a shape is wrong.
+        Raises TypeError if x is no tensor, and ValueError if a shape is wrong.
         """
-        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
-            raise ValueError(f"x is {list(x.shape)}; give [batch, tokens, {self.q_proj.in_features}]")
+        check_type("x", x)
+        if x.ndim != 3 or x.shape[2] != self.width:
+            raise ValueError(f"x is {list(x.shape)}; give [batch, tokens, {self.width}]")
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"cache is {type(cache).__name__}; give a flash_lazy.KeyValueCache")
         if cache is not None and cache.keys is not None and cache.layer is not None and cache.layer is not self:

@@ -34,12 +34,16 @@ class AttentionSpec(CheckedFields, prefix="model.attention."):
     """Added to the scores, by distance and head."""
     window: int | None = None
     """Most recent keys that a query sees, its own included; None for all keys up to its own."""
+    full_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, without the window."""
     gate: Gate = field(default_factory=NoGate)
     """Multiplies the output of each head."""
     qk_norm: bool = False
     """RMSNorm each head's queries and keys before rotation, with a learned gain (after arXiv 2302.05442)."""
     qkv_bias: bool = False
     """Add a learned vector, at first 0, to queries, keys and values."""
+    out_bias: bool = False
+    """Add a learned vector, at first 0, to the output."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -54,12 +58,13 @@ class Attention(MixerModule):
     def __init__(self, spec: AttentionSpec, shape: LayerShape, backend: AttentionBackend) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
-        self.window, self.renormalise, self.backend = spec.window, spec.normaliser.renormalise, backend
+        self.window = None if shape.layer in spec.full_layers else spec.window
+        self.renormalise, self.backend = spec.normaliser.renormalise, backend
         self.q, self.k, self.v = (
             nn.Linear(shape.d_model, heads * shape.head_dim, bias=spec.qkv_bias)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
         )
-        self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
+        self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=spec.out_bias)
         self.normaliser = spec.normaliser.build(shape)
         if not isinstance(self.normaliser, NormaliserModule):
             result = f"{type(spec.normaliser).__name__}.build returns a {type(self.normaliser).__name__}"

@@ -39,6 +39,10 @@ class PositionModule(nn.Module):
         """Whether `rotation` is applied in a layer, counted from 0."""
         return True
 
+    def keeps_rotation(self, length: int) -> bool:  # noqa: ARG002
+        """Whether a text of `length` tokens is rotated as one that is a token shorter, so that a cache still holds."""
+        return True
+
     def compute_angles(self, length: int) -> Tensor | None:
         """Angles `[length, D / 2]` by which `rotation` turns dimensions (m, m + D / 2) of the first tokens.
 
@@ -69,10 +73,19 @@ class _NoPosition(PositionModule):
 class RopeScaling(CheckedFields, ABC):
     """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the text's length, by `scale_for`."""
+        return False
+
     @abstractmethod
     def scale(self, frequency: Tensor) -> Tensor:
         """The frequencies `[D / 2]`, in radians per token, as float64."""
         ...
+
+    def scale_for(self, frequency: Tensor, length: int) -> Tensor:  # noqa: ARG002
+        """Those of a text of `length` tokens."""
+        return self.scale(frequency)
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,66 @@ class Llama3Scaling(RopeScaling):
         return kept * frequency + (1 - kept) * frequency / self.factor
 
 
+@dataclass(frozen=True)
+class DynamicScaling(RopeScaling):
+    """Raises the base for texts longer than the trained ones, by their length (NTK-aware, as in transformers)."""
+
+    factor: float = 2.0
+    """How much longer texts are to be read."""
+    trained_length: int = 8192
+    """Length, in tokens, up to which the frequencies are as they are."""
+
+    def __post_init__(self) -> None:
+        _require_factor("DynamicScaling.factor", self.factor)
+        _require_count("DynamicScaling.trained_length", self.trained_length)
+
+    @property
+    def by_length(self) -> bool:
+        return True
+
+    def scale(self, frequency: Tensor) -> Tensor:
+        return frequency
+
+    def scale_for(self, frequency: Tensor, length: int) -> Tensor:
+        growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
+        pairs = len(frequency)
+        return frequency * growth ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs - 1, 1))
+
+
+@dataclass(frozen=True)
+class GivenFrequencies(RopeScaling):
+    """Frequencies of a model that was trained elsewhere, whatever their formula, in place of the base's."""
+
+    frequencies: tuple[float, ...] = ()
+    """In radians per token, one for every two dimensions of a head."""
+    long: tuple[float, ...] = ()
+    """Those of texts longer than trained_length; empty for the same."""
+    trained_length: int = 8192
+    """Longest text, in tokens, that has the first frequencies."""
+
+    def __post_init__(self) -> None:
+        for name in ("frequencies", "long"):
+            if not all(math.isfinite(x) for x in getattr(self, name)):
+                raise ValueError(f"GivenFrequencies.{name}: must be finite")
+        _require_count("GivenFrequencies.trained_length", self.trained_length)
+
+    @property
+    def by_length(self) -> bool:
+        return bool(self.long)
+
+    def scale(self, frequency: Tensor) -> Tensor:
+        return self._place(frequency, self.frequencies)
+
+    def scale_for(self, frequency: Tensor, length: int) -> Tensor:
+        return self._place(frequency, self.long if self.long and length > self.trained_length else self.frequencies)
+
+    def _place(self, frequency: Tensor, given: tuple[float, ...]) -> Tensor:
+        if len(given) != len(frequency):
+            give = f"give {len(frequency)}, half the head dimension"
+            raise ValueError(f"GivenFrequencies.frequencies: has {len(given)} numbers; {give}")
+        return torch.tensor(given, dtype=torch.float64, device=frequency.device)
+
+
 def _require_factor(field: str, factor: float) -> None:
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"{field}={factor}: must be finite and above 0")
@@ -142,6 +215,8 @@ class Rope(Position):
     """Change of the frequencies for texts longer than the trained ones."""
     skip_every: int | None = None
     """Every layer whose number, from 1, is a multiple of it does not rotate (arXiv 2501.18795); None rotates in all."""
+    skip_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that do not rotate."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.base) and self.base > 1):
@@ -155,30 +230,42 @@ class Rope(Position):
                 f"Rope: the head dimension must be even, got {head_dim}; choose another d_model or n_heads"
             )
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-        return _Rope(self.scaling.scale(self.base**-exponent), self.skip_every)
+        return _Rope(self, self.base**-exponent)
 
 
 class _Rope(PositionModule):
-    relative = True
     frequency: Tensor
 
-    def __init__(self, frequency: Tensor, skip_every: int | None) -> None:
+    def __init__(self, cfg: Rope, unscaled: Tensor) -> None:
         super().__init__()
-        self.skip_every = skip_every
-        self.register_buffer("frequency", frequency.float().to(torch.get_default_device()), persistent=False)
+        self.cfg, self.unscaled = cfg, unscaled
+        self.by_length = cfg.scaling.by_length
+        self.relative = not self.by_length
+        frequency = cfg.scaling.scale(unscaled).float()
+        self.register_buffer("frequency", frequency.to(torch.get_default_device()), persistent=False)
+
+    def keeps_rotation(self, length: int) -> bool:
+        shorter, longer = (self.cfg.scaling.scale_for(self.unscaled, n) for n in (length - 1, length))
+        return torch.equal(shorter, longer)
 
     def rotates(self, layer: int) -> bool:
-        return self.skip_every is None or (layer + 1) % self.skip_every > 0
+        every = self.cfg.skip_every
+        return layer not in self.cfg.skip_layers and (every is None or (layer + 1) % every > 0)
 
     def compute_angles(self, length: int) -> Tensor | None:
-        return None if self.skip_every else self._turn(torch.arange(length, device=self.frequency.device))
+        skips = self.cfg.skip_every or self.cfg.skip_layers
+        return None if skips else self._turn(torch.arange(length, device=self.frequency.device), length)
 
-    def _turn(self, position: Tensor) -> Tensor:
-        return position[..., None].float() * self.frequency
+    def _turn(self, position: Tensor, length: int) -> Tensor:
+        frequency = self.frequency
+        if self.by_length:
+            frequency = self.cfg.scaling.scale_for(self.unscaled, length).float().to(frequency.device)
+        return position[..., None].float() * frequency
 
     def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         position = torch.arange(offset, offset + length, device=self.frequency.device) if places is None else places
-        angle = self._turn(position)
+        last = offset + length if places is None or not self.by_length else int(places.max()) + 1
+        angle = self._turn(position, last)
         cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), angle.sin()
         signed_sin = torch.cat((-sin, sin), dim=-1)
 

@@ -81,7 +81,7 @@ def _read_table(place: Path | str) -> "Table":
     from lit_lazy.table.records import parse_table
 
     if isinstance(place, Path):
-        return parse_table(place.read_text(errors="replace"), repr(str(place)))
+        return parse_table(place.read_text(encoding="utf-8", errors="replace"), repr(str(place)))
     from lit_lazy.support.provenance import read_committed
 
     return parse_table(read_committed(place), repr(place))

@@ -295,7 +295,7 @@ def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | N
     file = options.runs / request.grid / "table.json"
     if not (has_looks(request.question, options) and file.exists()):
         return None
-    table, declared = parse_table(file.read_text(), repr(str(file))), request.declaration
+    table, declared = parse_table(file.read_text(encoding="utf-8"), repr(str(file))), request.declaration
     same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
     return table if same else None
 

@@ -54,7 +54,7 @@ def _describe_edits(options: argparse.Namespace, grid: str, storage: str) -> str
         check_settings(request, former)
         file, declared = options.runs / grid / "table.json", request.declaration
         if declared is not None and file.exists():
-            begun = parse_table(file.read_text(), repr(str(file))).declaration
+            begun = parse_table(file.read_text(encoding="utf-8"), repr(str(file))).declaration
             if begun is not None and begun.digest != declared.digest:
                 return "its claim or rules changed since its run, so another verdict would be exploratory"
     except ValueError as error:

@@ -40,7 +40,7 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
         )
     if options.readme is not None:
         try:
-            former = options.readme.read_text()
+            former = options.readme.read_text(encoding="utf-8")
         except OSError as error:
             problem = f"cannot be read ({error.strerror}); name a file with both markers"
             raise ValueError(f"--readme {str(options.readme)!r}: {problem}") from None

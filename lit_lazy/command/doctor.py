@@ -12,7 +12,7 @@ USES = {
     "ray": "grids on a Ray cluster (--launcher ray)",
     "lm-eval": "standard benchmarks (lm-eval)",
     "fla": "RetNet, Mamba2 and Gated DeltaNet",
-    "export": "models for transformers (export)",
+    "export": "models for transformers (import, export)",
     "tensorboard": "--logger tensorboard",
     "wandb": "--logger wandb",
 }

@@ -36,7 +36,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
     check_writable_folder("OUT", options.out)
     with create_folder_atomically(options.out.absolute()) as scratch:
-        write(scratch, module.model, text, tokenizer, prompts.end, prompts.begin)
+        write(scratch, module.model, text, tokenizer, prompts.special)
     note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
     print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{note}")
     return 0
@@ -51,7 +51,7 @@ def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         check_kinds(RESULT, RunResult(**found))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r}: is damaged ({type(error).__name__}); remove it, or train again") from None

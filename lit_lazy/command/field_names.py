@@ -37,6 +37,6 @@ def _read_fields() -> dict[str, list[str]]:
     """The fields of each class of settings, by its name."""
     return {
         node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
-        for node in ast.parse(SCHEMA.read_text()).body
+        for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }

@@ -20,6 +20,7 @@ from lit_lazy.command.options import (
     prepare_process,
     whole_number,
 )
+from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
     from lit_lazy.data.prompts import Prompts
@@ -113,7 +114,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
     try:
-        generation = Generation(model, ids, options.tokens, sampling, prompts.end, evict)
+        generation = Generation(model, ids, options.tokens, sampling, prompts.special.ends, evict)
     except ValueError as error:
         raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
     require_memory({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
@@ -123,8 +124,6 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `| head`: discard what Python flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -186,4 +185,6 @@ def print_pieces(pieces: "Iterator[str] | list[str]") -> None:
     for piece in pieces:
         shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in piece) if escape else piece
         print(shown, end="", flush=True)
+        if not is_stdout_read():  # `| head`
+            break
     print(flush=True)

@@ -1,18 +1,23 @@
 """`lit-lazy import`"""
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import Commands, add_command, path
 from lit_lazy.model.import_.kinds import KINDS, is_hub_name
 
+if TYPE_CHECKING:
+    from lit_lazy.data.base import SpecialTokens
+
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "import", import_model, "make a checkpoint of a published model: Llama, Mistral, SmolLM, Qwen2, Qwen3"
+        commands, "import", import_model, "make a checkpoint of a published model, of the form of Llama"
     )
     parser.add_argument(
         "source",
@@ -22,6 +27,9 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
+    )
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not compare the new model's logits with those of transformers"
     )
     parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
 
@@ -45,8 +53,9 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
-    from lit_lazy.model.import_ import families, weights
-    from lit_lazy.model.import_.read import read_model
+    from lit_lazy.model.import_.compare import compare
+    from lit_lazy.model.import_.convert import convert
+    from lit_lazy.model.import_.load import load_source
     from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
     from lit_lazy.training.prepare import check_size
@@ -54,24 +63,49 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     option = f"SOURCE {str(options.source)!r}"
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:
         raise ValueError(f"{option}: its SHA-256 is {found}, should be {options.sha256}; fetch it again")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{option}: transformers reads it, which is not installed; `pip install 'transformers>=5.23,<6'`"
+        )
     with naming(option):
-        source = read_model(options.source)
-        cfg = families.make_model_config(source.config, tied=weights.HEAD not in source.weights)
-        words, length = source.config["vocab_size"], source.config["max_position_embeddings"]
-        weights.check_weights(source, cfg, words, length)
-        check_size(cfg, words, length, state=0)  # as every command that loads the checkpoint
-        tokenizer = fit_to_embedding(source.tokenizer, words)
-        begin, end = find_ends(tokenizer, source.config.get("eos_token_id"))
+        model, tokenizer = load_source(options.source)
+        new = convert(model)
+        words, length, state = new.embedding.num_embeddings, new.context_length, new.state_dict()
+        check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
+        tokenizer = fit_to_embedding(tokenizer, words)
+        special = find_special_tokens(model.generation_config, words)
+        begin, end = find_ends(tokenizer, special.ends)
+        size = sum({weight.data_ptr(): weight.nbytes for weight in state.values()}.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)
-    check_out(options.out, beside, tokenizer, weights.count_bytes(source))
+    check_out(options.out, beside, tokenizer, size)
     with naming(option):
-        state = weights.read_weights(source, cfg)
-    data = Text(tokenizer=checkpoints.TOKENIZER, begin_of_text=begin, end_of_text=end, context_length=length)
+        result = "not compared with transformers' model (--unchecked)" if options.unchecked else compare(model, new)
+    data = Text(
+        tokenizer=checkpoints.TOKENIZER,
+        begin_of_text=begin,
+        end_of_text=end,
+        special_tokens=special,
+        context_length=length,
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside, tokenizer)
-    checkpoints.write_untrained(options.out, RunConfig(data=data, model=cfg), words, length, state)
-    print(f"{options.out}: {weights.count_bytes(source) // 4:,} weights; {beside}: {words:,} tokens")
+    checkpoints.write_untrained(
+        options.out, RunConfig(data=data, model=new.cfg), words, length, state, options.unchecked
+    )
+    print(f"{options.out}: {size // 4:,} weights; {beside}: {words:,} tokens\n{result}")
     return 0
+
+
+def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
+    """Those of a generation_config, by which transformers generates; an id beyond the `words` tokens is none."""
+    from lit_lazy.data.base import SpecialTokens
+
+    given = settings.eos_token_id
+    begin, pad, *ends = (
+        token if type(token) is int and 0 <= token < words else None
+        for token in (settings.bos_token_id, settings.pad_token_id, *(given if isinstance(given, list) else [given]))
+    )
+    return SpecialTokens(begin, tuple(token for token in ends if token is not None), pad)
 
 
 @contextmanager

@@ -4,9 +4,7 @@ Commands import heavy packages only when they run, so that help is instant.
 """
 
 import atexit
-import io
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -45,8 +43,7 @@ from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
 from lit_lazy.support.secrets import hide_passwords
-
-STDOUT = 1
+from lit_lazy.support.streams import prepare_streams
 
 
 def make_parser() -> Parser:
@@ -79,44 +76,17 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
     """Run a command and return its exit status.
 
-    0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted; 141: stdout was closed.
+    0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted.
     """
-    open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # work that is done must not fail for want of a character
+    prepare_streams()
     atexit.register(_ignore_interrupts)
-    try:
-        status = run_command(argv, make_parser)
-        sys.stdout.flush()  # otherwise Python reports a closed pipe at exit
-    except BrokenPipeError:
-        if not _is_stdout_closed():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # discard what is flushed at exit
-        return 128 + signal.SIGPIPE  # as a shell reports it for `train ... | head`
-    return status
+    return run_command(argv, make_parser)
 
 
 def _ignore_interrupts() -> None:
     """Let a command that is done end with its status: Python takes seconds to remove what torch and MLflow hold."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that was closed: a file, such as a database, would get its number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, mode))
-
-
-def _is_stdout_closed() -> bool:
-    """Whether the reader of standard output is gone; a connection to a server raises BrokenPipeError too."""
-    poll = select.poll()
-    poll.register(STDOUT, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:

@@ -60,7 +60,7 @@ def new(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def fill_template(kind: str, name: str) -> str:
     """The text of a kind's file, with the name in place of its own and, for its classes, `My` and the name."""
-    text = Path(__file__).with_name("templates").joinpath(f"{kind}.py").read_text()
+    text = Path(__file__).with_name("templates").joinpath(f"{kind}.py").read_text(encoding="utf-8")
     # No class of this project begins with My, so a file called elastic.py does not define a second Elastic.
     of_class = "My" + "".join(part[:1].upper() + part[1:] for part in name.removeprefix("my_").split("_"))
     return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", of_class)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, is_larger_than
 from lit_lazy.support.formats import require_known_format
 from lit_lazy.support.typecheck import MOST
 
 FORMAT = 1
 """Format of a checkpoint; raised when its content is laid out otherwise."""
+MOST_ITEMS = 10**7
+"""Numbers, characters and other items of a checkpoint beside the elements of its weights."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # other files raise almost anything
         raise ValueError(f"is no checkpoint, or damaged ({describe_exception(error)})") from None
+    if is_larger_than(content, MOST_ITEMS):
+        raise ValueError("is no checkpoint: by references to itself it stands for more than the file holds")
     if isinstance(content, dict):
         require_known_format(f"checkpoint {str(path)!r}", content, FORMAT)
     if not _is_ours(content):
@@ -70,4 +74,5 @@ def _is_plain(value: Any) -> bool:
         and value.layout == torch.strided
         and value.device.type == "cpu"
         and not (value.is_nested or value.is_quantized or value.is_complex())
+        and value.nbytes <= value.untyped_storage().nbytes()
     )

@@ -35,6 +35,8 @@ class ModelConfig(CheckedFields, prefix="model."):
     """Width of a head; None for d_model / n_heads."""
     d_ff: int = 256
     """Hidden width of the SwiGLU."""
+    mlp_bias: bool = False
+    """Add a learned vector, at first 0, in each linear layer of the SwiGLU."""
     norm_eps: float = 1e-6
     """Added to the mean square in every RMSNorm of blocks, queries and keys, and of the output."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)

@@ -38,6 +38,18 @@ class Outline:
     """Whether attention is restricted to documents."""
 
 
+@dataclass(frozen=True)
+class SpecialTokens(CheckedFields, prefix="data.special_tokens."):
+    """Ids of the tokens with which an imported model's source begins, ends and pads a text."""
+
+    begin: int | None = None
+    """Token before a text; None for none."""
+    ends: tuple[int, ...] = ()
+    """Tokens at which a generated text ends; empty if it ends where the data's documents do."""
+    pad: int | None = None
+    """Token of padding; None for none."""
+
+
 class DataConfig(CheckedFields, ABC, prefix="data."):
     """Options of a data source. Subclasses are frozen dataclasses; a field's docstring is its command-line help."""
 

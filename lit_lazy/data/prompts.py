@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lit_lazy.data.base import DataConfig
+from lit_lazy.data.base import DataConfig, SpecialTokens
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
+from lit_lazy.data.text import Text
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, short_repr
 
@@ -23,16 +24,12 @@ class Prompts:
         size = vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
         fix = f"the model has {vocab_size} token ids; use the tokenizer it was trained with"
         require(size == vocab_size, f"data={self.name}: vocabulary size of the tokenizer", size, fix)
-
-    @property
-    def end(self) -> int | None:
-        """Token after every document; None without a tokeniser."""
-        return None if self.tokenizer is None else self.tokenizer.separator
-
-    @property
-    def begin(self) -> int | None:
-        """Token before every document, or None."""
-        return None if self.tokenizer is None else self.tokenizer.begin
+        self.special = SpecialTokens()
+        """Tokens that begin, end and pad a text; without a tokeniser none."""
+        if self.tokenizer is not None:
+            end = self.tokenizer.separator
+            given = data.special_tokens if isinstance(data, Text) else self.special
+            self.special = given if given.ends else SpecialTokens(self.tokenizer.begin, (end,), end)
 
     def encode(self, option: str, text: bytes) -> list[int]:
         """Tokens of a prompt; for an empty one, the separator that ends the previous document.

@@ -4,13 +4,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, TokenDataset
+from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
 from lit_lazy.data.pipeline.documents import Files, Hub, Source
 from lit_lazy.data.pipeline.files import find_files
 from lit_lazy.data.pipeline.shards import LAYOUT, FileJob
@@ -68,6 +68,8 @@ class Text(DataConfig):
     """Token of the tokenizers file after every document; None for its <|endoftext|>, </s> or similar."""
     begin_of_text: str | None = None
     """Token of the tokenizers file before every document, such as <s>; None for none."""
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    """Of an imported model, for `generate` and `export`: no part of the text."""
     document_mask: bool = False
     """Restrict attention to documents, and count positions from each document's first token in the window. The loss
     still includes every target, also a document's first token, which is predicted from the separator before it."""

@@ -41,6 +41,8 @@ TIMED = "cost/"
 """Prefix of the metrics that differ between two trainings of one key, because they are times."""
 DECIDING = ("torch", "python")
 """Versions that a taken result must share with this process, besides the backend."""
+MOST_BYTES = 2**28
+"""Largest content of a packed file: cells by the ten thousand; also what decompressing it may take."""
 LATEST = 1e11
 """Largest time of a file, in seconds since the epoch."""
 STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
@@ -100,7 +102,7 @@ class Pack:
         option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
-                header, *lines = map(parse_json, lzma.decompress(file.read()).splitlines())
+                header, *lines = map(parse_json, _decompress(file.read()).splitlines())
             kind, _, number = header["format"].rpartition(" ")
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
@@ -120,6 +122,15 @@ class Pack:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None
+
+
+def _decompress(content: bytes) -> bytes:
+    """Raises LZMAError if the content is truncated, or expands to more than MOST_BYTES."""
+    stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
+    found = stream.decompress(content, MOST_BYTES)
+    if not stream.eof:
+        raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
+    return found
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, str]] | None:

@@ -218,7 +218,7 @@ def find_parent(tracker: Tracker) -> str:
     if not parents:
         raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
     kept = tracker.folder / GRID_ID
-    grid_id = kept.read_text(errors="replace") if kept.exists() else ""
+    grid_id = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
     own = [run for run in parents if run.tags.get("grid") == grid_id]
     return (own or parents)[-1].run_id
 

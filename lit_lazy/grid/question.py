@@ -148,7 +148,7 @@ class Question:
 def _add_earlier_verdict(declared: Declaration) -> Declaration:
     """The declaration with verdict and seeds of the question before it, if docs/results has its table."""
     for path in sorted(RESULTS.glob(f"{declared.after}-*/table.json")):
-        table = Table.from_json(json.loads(path.read_text()))
+        table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
         if table.verdict is not None:
             seeds = sorted({seed for row in table.rows for seed in row.seeds})
             return replace(declared, earlier=table.verdict.sentence, earlier_seeds=tuple(seeds))

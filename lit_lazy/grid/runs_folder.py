@@ -203,7 +203,7 @@ class RunsFolder:
         self.require_removable(entry)
         queue = None if entry.cells is None else Queue(self.storage, entry.name)
         known, file = queue.facts.get("grid") if queue is not None else None, entry.folder / GRID_ID
-        grid_id = known or (file.read_text() if file.exists() else None)
+        grid_id = known or (file.read_text(encoding="utf-8") if file.exists() else None)
         with nullcontext() if queue is None else queue.lock():  # no worker claims a cell meanwhile
             self.require_unused(entry, queue)
             for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them

@@ -35,7 +35,7 @@ def find_best_rates(folder: str) -> dict[str, float]:
     first, _, base = folder.partition("-")
     command = f"lit-lazy ablate run {first} --base {base}"
     try:
-        table = _parse_table(path.read_text())
+        table = _parse_table(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FirstStageMissing(f"needs {where}; run `{command}` and commit its table there") from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

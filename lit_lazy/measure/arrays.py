@@ -16,6 +16,8 @@ def fit_slope(values: np.ndarray) -> np.ndarray:
     return depth @ np.asarray(values, np.float64) / (depth @ depth)
 
 
+MOST_BYTES = 2**30
+"""Arrays of an npz file that are read, together."""
 SCALARS = {
     "sink/rate": ("sink/rate", lambda x: x[..., 0]),
     "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
@@ -90,8 +92,10 @@ class Diagnostics:
 
     @classmethod
     def load(cls, file: Path | BinaryIO) -> "Diagnostics":
-        """Read an npz file, without running code in it."""
+        """Read an npz file, without running code in it. Raises ValueError if it expands to more than MOST_BYTES."""
         with np.load(file, allow_pickle=False) as archive:
+            if sum(part.file_size for part in archive.zip.infolist()) > MOST_BYTES:
+                raise ValueError(f"its arrays expand to more than {MOST_BYTES >> 20} MiB")
             return cls({name: archive[name] for name in archive.files})
 
     def save(self, path: Path) -> None:

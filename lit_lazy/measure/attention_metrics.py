@@ -33,18 +33,18 @@ class AttentionMetrics:
         row_groups: Sequence[str],
         can_zero: bool,
         renormalised: bool,
-        window: int | None = None,
+        windows: Sequence[int | None] = (),
         signed: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         """row_groups: names of the data's row masks, measured separately; if empty, all rows form the group "all".
 
         can_zero: whether a weight can be exactly 0; if not, sparsity is omitted. renormalised: whether the weights of a
-        row with mass sum to 1. window: maximum number of keys a row sees. signed: whether weights can be negative; if
-        so, shares and sparsity are omitted.
+        row with mass sum to 1. windows: maximum number of keys that a row sees in each layer, None or empty for all.
+        signed: whether weights can be negative; if so, shares and sparsity are omitted.
         """
         self.groups = tuple(row_groups) or ("all",)
-        self.renormalised, self.window = renormalised, window
+        self.renormalised, self.windows = renormalised, tuple(windows)
         self.ratios: dict[str, RatioOfSums] = {}
         ratio = partial(RatioOfSums, sync_on_compute=False)
         for group in self.groups:
@@ -60,25 +60,26 @@ class AttentionMetrics:
     def of(
         cls, attentions: Sequence[Attention], row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> "AttentionMetrics":
-        """Metrics for a model of these layers, which have equal settings. Without layers, no metric is defined."""
+        """Metrics for a model of these layers, which have one rule. Without layers, no metric is defined."""
         if not attentions:
             return cls(row_groups, can_zero=False, renormalised=False, device=device)
         first = attentions[0]
         rule = first.normaliser
-        return cls(row_groups, rule.can_zero, first.renormalise, first.window, rule.signed, device)
+        windows = [layer.window for layer in attentions]
+        return cls(row_groups, rule.can_zero, first.renormalise, windows, rule.signed, device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
 
         place: position of each token in its document, int64 `[B, L]` from 0, if tokens see only their document.
         """
-        for layer in stats:
+        for layer, window in zip(stats, self.windows or [None] * len(stats), strict=True):
             length = layer.mass.shape[-1]
             position = torch.arange(length, device=layer.mass.device)[None] if place is None else place
             for group in self.groups:
                 self._update_group(layer, group, rows[group], position)
             if "sparsity/zero" in self.ratios:
-                seen = position + 1 if self.window is None else (position + 1).clamp(max=self.window)
+                seen = position + 1 if window is None else (position + 1).clamp(max=window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
 
     def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:

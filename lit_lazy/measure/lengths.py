@@ -55,16 +55,18 @@ def compute_keys_and_thresholds(
 ) -> dict[str, np.ndarray]:
     """`n`, visible keys of the row at each position, int64 `[T]`, and `theta`, float32 `[layers, H, T]`, if any.
 
-    With an evicting cache, both are those within the cache.
+    n is that of the layer that sees most. With an evicting cache, both are those within the cache.
     """
     position = torch.arange(1, length + 1, device=model.device)
     position = position if eviction is None else position.clamp(max=eviction.capacity)
-    n = position if model.cfg.attention.window is None else position.clamp(max=model.cfg.attention.window)
-    shape = 1, 1, length, 1
-    rows = Rows(torch.ones(shape, dtype=torch.bool, device=model.device), n.view(shape).float(), position.view(shape))
-    by_layer = [layer.normaliser.theta(rows) for layer in model.attentions]
+    n = [position.clamp(max=layer.window or length) for layer in model.attentions]
+    visible, shape = torch.ones(1, 1, length, 1, dtype=torch.bool, device=model.device), (1, 1, length, 1)
+    rows = [Rows(visible, keys.view(shape).float(), position.view(shape)) for keys in n]
+    by_layer = [layer.normaliser.theta(seen) for layer, seen in zip(model.attentions, rows, strict=True)]
     thetas = [theta.expand(1, -1, length, 1)[0, ..., 0] for theta in by_layer if theta is not None]
-    return {"n": n.cpu().numpy()} | ({"theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {})
+    return {"n": torch.stack(n or [position]).amax(0).cpu().numpy()} | (
+        {"theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {}
+    )
 
 
 def compute_length_arrays(model: DecoderLM, length: int) -> dict[str, np.ndarray]:

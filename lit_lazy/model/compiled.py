@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from flash_lazy import Stats
+from flash_lazy.call import is_traced
 from flash_lazy.cpu import library
 from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_loss, decoder_residual
-from flash_lazy.cpu.ops import is_traced
 from lit_lazy.attention import Attention
 from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import find_lazy_threshold
@@ -28,7 +28,7 @@ OWN = {"forward", "queries", "output"}
 
 def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats over the targets that are not `IGNORED`, with gradients: tokens and targets `[B, L]`."""
-    decoder = describe(model, *tokens.shape) if torch.is_grad_enabled() else None
+    decoder = describe(model, tokens) if torch.is_grad_enabled() else None
     if decoder is None:
         return mean_nll(head_nll(model.compute_hidden(tokens), model.head.weight, targets), targets)
     return decoder_loss(decoder, model.embed(tokens), targets)
@@ -53,14 +53,15 @@ def compute_residual(
 
     None where gradients are enabled, or the compiled code does not know the model.
     """
-    decoder = describe(model, *tokens.shape) if place is None and not torch.is_grad_enabled() else None
+    decoder = describe(model, tokens) if place is None and not torch.is_grad_enabled() else None
     return None if decoder is None else decoder_residual(decoder, model.embed(tokens), with_stats)
 
 
-def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:
+def describe(model: DecoderLM, tokens: Tensor) -> Decoder | None:
     """The model as the compiled code takes it; None if that does not know the model or cannot run here."""
-    if library.find_obstacle() is not None or torch.is_autocast_enabled("cpu") or is_traced():
+    if library.find_obstacle() is not None or torch.is_autocast_enabled("cpu") or is_traced([tokens]):
         return None
+    batch, length = tokens.shape
     if batch < torch.get_num_threads() or length < 1 or model.checkpoint_activations or not _is_known(model):
         return None
     angles = model.position.compute_angles(length)

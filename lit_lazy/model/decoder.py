@@ -19,11 +19,11 @@ from lit_lazy.support.errors import one_line
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.gate = nn.Linear(d_model, d_ff, bias=bias)
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -38,7 +38,7 @@ class Block(nn.Module):
         # Initial values and checkpoint keys depend on this name, so it is the same for all mixers.
         self.attention = cfg.build_mixer(layer, context_length)
         self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
+        self.mlp = SwiGLU(cfg.d_model, cfg.d_ff, cfg.mlp_bias)
         self.layer, self.residual_dropout = layer, cfg.residual_dropout
 
     def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
@@ -105,7 +105,7 @@ class DecoderLM(nn.Module):
         if not self.position.relative:
             raise ValueError(
                 f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
-                "positions, which learned positions do not support; use Rope or NoPosition, or no eviction"
+                "positions, which it does not support; use NoPosition or a Rope that no length changes, or no eviction"
             )
         return [StreamingCache(eviction) for _ in self.blocks]
 

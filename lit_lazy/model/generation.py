@@ -1,6 +1,6 @@
 """Batched autoregressive generation with a cache. Needs only torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -55,10 +55,10 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         tokens: int,
         sampling: Sampling = GREEDY,
-        stop: int | None = None,
+        stop: Collection[int] = (),
         eviction: Eviction | None = None,
     ) -> None:
-        """tokens: maximum number per prompt. stop: token that ends a text and is not yielded.
+        """tokens: maximum number per prompt. stop: tokens that end a text and are not yielded.
 
         Raises a one-line ValueError for an empty prompt, a token outside the vocabulary, and a length that the model's
         positions or bias do not support.
@@ -119,17 +119,20 @@ class Generation:
         mask = None if seen.all() else seen
         cache = self.model.new_cache(self.eviction)
         generators = [parameter_generator(self.sampling.seed, f"prompt {i}") for i in batch]
-        unfinished = dict(enumerate(batch))
+        unfinished, read = dict(enumerate(batch)), tokens
         for _ in range(self.tokens):
             found = draw(self._compute_logits(tokens, cache, mask), self.sampling, generators)
             for row, prompt in list(unfinished.items()):
-                if (token := int(found[row])) == self.stop:
+                if (token := int(found[row])) in self.stop:
                     del unfinished[row]
                 else:
                     yield GeneratedToken(prompt, token)
             if not unfinished:
                 break
             tokens = found[:, None]
+            read = torch.cat((read, tokens), 1)
+            if self.eviction is None and not self.model.position.keeps_rotation(read.shape[1]):
+                cache, tokens = self.model.new_cache(), read
             mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         self.evicted += len(batch) * cache[0].evicted
         self.cache_bytes = max(self.cache_bytes, sum(layer.nbytes for layer in cache))
@@ -148,7 +151,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     sampling: Sampling = GREEDY,
-    stop: int | None = None,
+    stop: Collection[int] = (),
     eviction: Eviction | None = None,
 ) -> list[list[int]]:
     """Generate the tokens that continue each prompt; arguments as in `Generation`."""

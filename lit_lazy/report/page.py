@@ -94,7 +94,7 @@ def replace_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> st
     """
     parts = _render_table_parts(table, drawn)
     try:
-        return replace_parts(report.read_text(), parts)
+        return replace_parts(report.read_text(encoding="utf-8"), parts)
     except ValueError:
         raise ValueError(
             f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one"

@@ -91,7 +91,7 @@ def recompute_table(path: Path, ablation: Ablation, question: Question | None) -
     if path.is_dir():
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
     try:
-        former = Table.from_json(json.loads(path.read_text()))
+        former = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
         table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
         table = add_verdict(table, former.declaration)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -148,7 +148,7 @@ def read_questions(folder: Path) -> list[QuestionResult]:
     results = []
     for path in sorted(folder.glob("*/table.json")):
         try:
-            table = Table.from_json(json.loads(path.read_text()))
+            table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
             table = add_verdict(table, table.declaration)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r}: is no table.json ({describe_exception(error)})") from None

@@ -1,13 +1,17 @@
 """Errors of commands, in one line. Invalid input is a ValueError: exit status 2."""
 
 import difflib
+import itertools
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from lit_lazy.support.secrets import redact_text
 
 LONGEST_MESSAGE = 1200
 """Characters of a message; a longer one loses its middle: the beginning names the value, the end the fix."""
+
+MOST_SHOWN = 10**5
+"""Items of a value that a message quotes; Python has no `repr` of its beginning alone."""
 
 
 class UnfinishedError(RuntimeError):
@@ -42,13 +46,32 @@ def one_line(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """`repr` of a user's value in one line of moderate length; its type if `repr` fails."""
+    """`repr` of a user's value in one line of moderate length; its type if `repr` fails, or the value is large."""
     try:
-        text = " ".join(repr(value).split())
+        shown = value[:LONGEST_MESSAGE] if isinstance(value, str) else value
+        text = "" if is_larger_than(shown, MOST_SHOWN) else " ".join(repr(shown).split())
     except Exception:
         text = ""
     text = text or f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def is_larger_than(value: object, most: int) -> bool:
+    """Whether a value has more items than `most`: those of its containers, at any depth, and characters.
+
+    What is contained twice counts twice, as in its `repr`.
+    """
+    size, left = 0, [value]
+    while left and size <= most:
+        item = left.pop()
+        size += 1
+        if isinstance(item, Mapping):
+            left += itertools.chain.from_iterable(item.items())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            left += item
+        elif isinstance(item, (str, bytes, bytearray)):
+            size += len(item)
+    return size > most
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

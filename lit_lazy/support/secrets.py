@@ -51,7 +51,7 @@ def hide_passwords() -> None:
     statistics = Path("/proc/self/stat")
     if not statistics.exists() or not any("://" in word and word != redact_url(word) for word in sys.argv):
         return
-    start, end = map(int, statistics.read_text().rpartition(")")[2].split()[ARGUMENTS])
+    start, end = map(int, statistics.read_text(encoding="utf-8").rpartition(")")[2].split()[ARGUMENTS])
     try:
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(start)

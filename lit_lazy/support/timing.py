@@ -76,12 +76,12 @@ def _prepare() -> None:
 def measure_memory_rise(call: Callable[[], object]) -> int:
     """Bytes by which a call raises the resident memory of this process."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     before = _read_memory("VmRSS")
     call()
     return _read_memory("VmHWM") - before
 
 
 def _read_memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

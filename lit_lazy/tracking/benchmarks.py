@@ -25,7 +25,7 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
     known = folder / RUN_ID
     if not known.exists():
         return f"not logged to MLflow: {folder} belongs to no run"
-    run_id = known.read_text()
+    run_id = known.read_text(encoding="utf-8")
     # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
     runs = next((above for above in folder.parents[1:3] if (above / "mlflow.db").exists()), folder.parents[1])
     uri = default_uri(runs)

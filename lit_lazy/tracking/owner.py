@@ -25,7 +25,7 @@ def read_owner(runs: Path) -> str:
         known = path.read_bytes() if path.exists() else b""
         if not re.fullmatch(rb"[0-9a-f]{32}", known):
             write_text(path, uuid.uuid4().hex)
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
 
 def is_own(run: TrackedRun, owner: str, tracker: Tracker) -> bool:

@@ -78,7 +78,7 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
         if file is not None:
             make_addresses_relative(file)
         begun = identify_file(file)
-        with open(log, "w", opener=open_private) as output:
+        with open(log, "w", encoding="utf-8", opener=open_private) as output:
             # A new session, so that the server's subprocesses end with it.
             server = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
@@ -120,7 +120,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
                 return
         except (URLError, OSError):
             time.sleep(0.2)
-    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
     raise ValueError(f"MLflow's server did not start on {url}; its log {log} ends in {last!r}")
 
 

@@ -54,7 +54,7 @@ class MetricFile(Logger):
         if new:
             self._known |= {(step, name) for name in new}
             line = {"step": step, "milliseconds": int(1000 * time.time()), "metrics": new}
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())  # a checkpoint that survives a power cut must not be ahead of its curves

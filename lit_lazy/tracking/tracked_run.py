@@ -112,7 +112,7 @@ class ActiveRun:
         """The id of the MLflow run, which is resumed if the folder has one, else started. Raises TrackingError."""
         if self._run_id is None:
             known = self.folder / RUN_ID
-            begun = known.read_text() if known.exists() else ""
+            begun = known.read_text(encoding="utf-8") if known.exists() else ""
             self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run(known)
         return self._run_id
 

@@ -258,7 +258,7 @@ class Tracker:
     def read_text(self, run_id: str, name: str) -> str:
         """A text artifact of a run."""
         with TemporaryDirectory() as folder:
-            return Path(self._open_artifacts(run_id).download_artifacts(name, folder)).read_text()
+            return Path(self._open_artifacts(run_id).download_artifacts(name, folder)).read_text(encoding="utf-8")
 
     @translate_errors
     def read_bytes(self, run_id: str, name: str) -> bytes | None:

@@ -33,6 +33,8 @@ from lit_lazy.training.trainable import freeze_others, require_loaded
 log = logging.getLogger("lit_lazy.training.checkpoints")
 TOKENIZER = "tokenizer.json"
 """File beside an imported model's checkpoint."""
+UNCHECKED = "unchecked"
+"""Mark, among a checkpoint's sources, of an imported model that was not compared with its source."""
 MOST_NAMED = 8
 """Tensor names in a message, at most."""
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "tie_embeddings", "mixer")
@@ -66,16 +68,22 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 
 
 def write_untrained(
-    path: Path, cfg: RunConfig, vocab_size: int, context_length: int, weights: Mapping[str, torch.Tensor]
+    path: Path,
+    cfg: RunConfig,
+    vocab_size: int,
+    context_length: int,
+    weights: Mapping[str, torch.Tensor],
+    unchecked: bool = False,
 ) -> None:
     """Write a checkpoint of a model that was not trained here, atomically. weights: state dict of its decoder.
 
-    The tokeniser's file must be there already.
+    unchecked: whether it was not compared with its source; `load` then says so. The tokeniser's file must be there
+    already.
     """
     settings = to_dict(cfg)
     _find_tokenizer(settings["data"], path.parent)
     content = {
-        SOURCES: hash_sources(from_dict(RunConfig, settings)),
+        SOURCES: hash_sources(from_dict(RunConfig, settings)) | ({UNCHECKED: True} if unchecked else {}),
         "state_dict": {f"model.{name}": weights[name] for name in sorted(weights)},
         "global_step": 0,
         "hyper_parameters": {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length},
@@ -106,6 +114,8 @@ def load(path: Path) -> LitLM:
     if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
         raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
     module.sources = content.get(SOURCES, {})
+    if module.sources.get(UNCHECKED):
+        log.warning("%s: was imported with --unchecked: its logits were not compared with its source's", checkpoint)
     if edited := ", ".join(_list_edited_classes(module)):
         log.warning("%s: a file that defines %s has changed since its training; this is new code", checkpoint, edited)
     return module
@@ -336,7 +346,7 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
                 f"{name}={current}; restore the data, or train again"
             )
     try:
-        trained_on = json.loads((checkpoint.parent / RESULT).read_text())["fingerprint"]
+        trained_on = json.loads((checkpoint.parent / RESULT).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return source
     if trained_on != source.fingerprint:

@@ -59,17 +59,21 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
     window, bias, normaliser = attention.window, attention.bias, attention.normaliser
     rule, seen = type(normaliser).__name__, min(window or context_length, context_length)
     length = (bias.length if isinstance(bias, LearnedBias) else None) or 0
-    skip_every = (position.skip_every if isinstance(position, Rope) else None) or 0
+    rope = position if isinstance(position, Rope) else Rope()
+    layers = format_count(cfg.model.n_layers, "layer")
     where = f"{'window' if seen < context_length else 'context'} of {seen} tokens in the training"
     found = []
     if window is not None and window >= context_length:
         found.append(f"model.attention.window={window}: has no effect in the {where}")
     if length > seen:
         found.append(f"model.attention.bias.length={length}: has no effect beyond the {where}")
-    if skip_every > cfg.model.n_layers:
-        found.append(
-            f"model.position.skip_every={skip_every}: has no effect in {format_count(cfg.model.n_layers, 'layer')}"
-        )
+    if (rope.skip_every or 0) > cfg.model.n_layers:
+        found.append(f"model.position.skip_every={rope.skip_every}: has no effect in {layers}")
+    for field, given in (("position.skip_layers", rope.skip_layers), ("attention.full_layers", attention.full_layers)):
+        if max(given, default=0) >= cfg.model.n_layers:
+            found.append(f"model.{field}={given}: has no effect beyond the last of {layers}, {cfg.model.n_layers - 1}")
+    if attention.full_layers and window is None:
+        found.append(f"model.attention.full_layers={attention.full_layers}: has no effect without a window")
     if normaliser.renormalise and normaliser.renormalised:
         effect = f"has no effect, as the weights of {rule} sum to 1"
         effect = effect if rule == normaliser.renormalised else f"makes {rule} {normaliser.renormalised}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lit_lazy.attention import LearnedAbsolute, NoPosition, Rope
+from lit_lazy.attention.position import DynamicScaling, GivenFrequencies
 
 DIM = 8
 
@@ -69,6 +70,31 @@ class TestRope:
         assert not torch.allclose(
             rope(100.0).rotation(9, 0)(rand(1, 1, 9, DIM)), rope().rotation(9, 0)(rand(1, 1, 9, DIM))
         )
+
+    def test_a_dynamic_base_grows_with_the_text(self):
+        """base ((f L / N) - (f - 1))^(D / (D - 2)) beyond N tokens, also where places are given."""
+        position = Rope(100.0, DynamicScaling(3.0, trained_length=8)).build(16, DIM, 32)
+        for length in (5, 8, 9, 20):
+            base = 100.0 * (3.0 * max(length, 8) / 8 - 2.0) ** (DIM / (DIM - 2))
+            expected = Rope(base).build(16, DIM, 32)
+            x = rand(1, 1, length, DIM).float()
+            places = torch.arange(length)[None]
+            for rotate in (position.rotation(length, 0), position.rotation(length, 0, places)):
+                torch.testing.assert_close(rotate(x), expected.rotation(length, 0)(x))
+            torch.testing.assert_close(position.compute_angles(length), expected.compute_angles(length))
+
+    def test_given_frequencies_take_the_place_of_the_base_s(self):
+        short, long = (1.0, 0.5, 0.25, 0.0), (0.5, 0.3, 0.1, 0.0)
+        position = Rope(scaling=GivenFrequencies(short, long, trained_length=6)).build(16, DIM, 32)
+        for length, expected in ((6, short), (7, long)):
+            assert position.compute_angles(length)[1].tolist() == torch.tensor(expected).tolist()
+        with pytest.raises(ValueError, match=r"GivenFrequencies\.frequencies: has 4 numbers; give 2, half the head"):
+            Rope(scaling=GivenFrequencies(short)).build(16, 4, 32)
+
+    def test_layers_can_be_left_unrotated(self):
+        position = Rope(skip_layers=(1,), skip_every=3).build(16, DIM, 32)
+        assert [position.rotates(layer) for layer in range(4)] == [True, False, False, True]
+        assert position.compute_angles(3) is None
 
     def test_has_no_parameters(self):
         assert not list(rope().parameters())

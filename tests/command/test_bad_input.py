@@ -143,7 +143,7 @@ FIELDS = [
     (["--model.position.skip_every=0"], "Rope.skip_every=0: must be at least 1"),
     (
         ["--model.position.scaling=Yarn"],
-        "--model.position.scaling='Yarn': unknown; there are LinearScaling, ",
+        "--model.position.scaling='Yarn': unknown; there are DynamicScaling, ",
     ),
     ([f"{SCALING}=LinearScaling", f"{SCALING}.factor=0"], "LinearScaling.factor=0.0: must be finite and above 0"),
     ([f"{SCALING}=Llama3Scaling", f"{SCALING}.low=4"], "Llama3Scaling.low=4.0: must be above 0 and below high=4.0"),

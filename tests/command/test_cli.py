@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import forked
 import pytest
 
 from lit_lazy.command.main import main, make_parser
@@ -134,17 +133,42 @@ def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  {name} " in out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fields", "backcopy"], ["ablate", "list"]], ids=" ".join)
-def test_a_reader_that_ends_early_is_no_failure(words: list[str]) -> None:
-    """As in `lit-lazy fields backcopy | head -1`."""
-    command = [sys.executable, "-m", "lit_lazy.command", *words]
-    reader, writer = os.pipe()
-    os.close(reader)
-    with forked.Popen(command, stdout=writer, stderr=forked.PIPE, text=True, env=dict(os.environ)) as process:
-        _, said = process.communicate()
-    os.close(writer)
-    assert said == ""
-    assert process.returncode == 128 + signal.SIGPIPE
+FEW_STEPS = ["--train.steps=2", "--train.warmup_steps=0"]
+CLOSED_PIPE = """
+import os, sys
+reader, writer = os.pipe()
+os.dup2(writer, int(sys.argv[1]))
+os.close(reader), os.close(writer)
+os.execvp(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+TRAIN = ["train", "backcopy_tiny", "--threads", "1", *FEW_STEPS]
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [(1, ["--help"]), (1, ["fields", "backcopy"]), (1, TRAIN), (2, TRAIN)],
+    ids=["help", "fields", "train", "train, stderr"],
+)
+def test_a_reader_that_ends_early_is_no_failure(stream: int, words: list[str], tmp_path: Path) -> None:
+    """As in `lit-lazy train backcopy | head -1`: the work is done."""
+    command = [sys.executable, "-c", CLOSED_PIPE, str(stream), "-m", "lit_lazy.command", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (stream == 2)
+    assert len(list(tmp_path.glob("runs/*/*/result.json"))) == (words[0] == "train")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_child_processes_print_in_the_encoding_of_the_command(encoding: str) -> None:
+    code = (
+        "import subprocess, sys\nfrom lit_lazy.support.streams import prepare_streams\nprepare_streams()\n"
+        "subprocess.run([sys.executable, '-c', r'print(\"loss \\u2193\")'], check=True)"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"loss \\u2193\n"
 
 
 @pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
@@ -219,7 +243,7 @@ def test_work_is_not_undone_by_a_character_that_the_terminal_lacks(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def print_arrow(*_: object) -> int:
-        print("loss \u2193")
+        print("loss \u2193", flush=True)
         return 0
 
     written = io.BytesIO()

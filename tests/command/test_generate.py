@@ -2,7 +2,9 @@
 
 import io
 import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
+from lit_lazy.data.pipeline.imported_tokeniser import fit_to_embedding
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
@@ -64,7 +67,7 @@ def test_reading_a_prompt_is_no_part_of_the_rate(
 
 
 def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling = GREEDY) -> list[str]:
-    ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=0)
+    ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=[0])
     return [bytes(text).decode(errors="replace").rstrip("\ufffd") for text in ids]
 
 
@@ -122,9 +125,18 @@ def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, caps
     checkpoint = save(tmp_path / "bpe.ckpt", cfg, tokenizer.vocab_size, 32)
     out, last = said([checkpoint, "--prompt", "the cat ✓", "--tokens", "30", "--temperature", "0"], capsys)
     (prompt,) = tokenizer.encode(["the cat ✓".encode()])
-    (ids,) = generate(load(Path(checkpoint)).model, [prompt.tolist()], 30, stop=1)
+    (ids,) = generate(load(Path(checkpoint)).model, [prompt.tolist()], 30, stop=[1])
     assert out == "".join(tokenizer.decode(ids, prompt.tolist())) + "\n"
     assert last[1] == str(len(ids))
+
+
+def test_what_a_byte_fallback_model_samples_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = TestTokenizers().byte_fallback(tmp_path, trims=True)
+    cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(file))})
+    checkpoint = save(tmp_path / "fallback.ckpt", cfg, FileTokenizer(file).vocab_size, 64)
+    for words in (["--prompt", "a"], ["--prompt", "a\n", "--prompt", "b", "--prompt", "é"]):
+        for seed in "0123":
+            said([checkpoint, *words, "--tokens", "40", "--seed", seed], capsys)
 
 
 class TestTokenizers:
@@ -151,6 +163,84 @@ class TestTokenizers:
             assert file.decode(ids.tolist()) == self.TEXT
             assert file.token_to_id("<|endoftext|>") == tokenizer.separator
             assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
+
+    @pytest.mark.parametrize("trims", [True, False], ids=["llama", "gemma"])
+    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(
+        self, trims: bool, tmp_path: Path
+    ) -> None:
+        file = self.byte_fallback(tmp_path, trims)
+        tokenizer = FileTokenizer(file)
+        whole = tokenizers.Tokenizer.from_file(str(file))
+        samples = torch.randint(whole.get_vocab_size(), (300, 12), generator=torch.Generator().manual_seed(0))
+        letters = torch.randint(259, whole.get_vocab_size(), samples.shape, generator=torch.Generator().manual_seed(1))
+        for ids in (*samples.tolist(), *torch.where(samples < 240, letters, samples).tolist()):
+            before, text = (whole.decode(part, skip_special_tokens=False) for part in (ids[:3], ids))
+            assert "".join(tokenizer.decode(ids[3:], ids[:3])).rstrip("\ufffd") == text[len(before) :].rstrip("\ufffd")
+
+    def byte_fallback(self, folder: Path, trims: bool) -> Path:
+        """A file of the form of Llama 2's, or of Gemma's, which keeps a space at the start."""
+        bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+        words = ["<unk>", "<s>", "</s>", *bytes_, "▁", "a", "b", "▁a", "é"]
+        ids = {word: i for i, word in enumerate(words)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+        decoders = tokenizers.decoders
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps if trims else steps[:3])
+        tokenizer.save(str(folder / "fallback.json"))
+        return folder / "fallback.json"
+
+
+def grow(tokenizer: tokenizers.Tokenizer) -> None:
+    replace = tokenizers.normalizers.Replace("a", "a" * 20)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 9)
+
+
+def pad(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.enable_padding(length=10**9)
+
+
+def backtrack(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+
+
+def repeat(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> " * 50_000 + "$A", special_tokens=[{"id": "<s>", "ids": [0] * 5_000, "tokens": ["<s>"] * 5_000}]
+    )
+
+
+@pytest.mark.parametrize("spoil", [grow, pad, backtrack, repeat])
+def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(
+    spoil: Callable[[tokenizers.Tokenizer], None], bpe: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
+    spoil(tokenizer)
+    tokenizer.save(str(bpe))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(needs more than 2 GiB or 30 s"):
+        FileTokenizer(bpe)
+    with pytest.raises(ValueError, match=r"^tokenizer.json: cannot be used \(needs more than 2 GiB or 30 s"):
+        fit_to_embedding(bpe.read_text(), 300)
+
+
+def test_a_text_on_which_the_library_panics_is_named(bpe: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(ab|a|b)+$"), "isolated")
+    tokenizer.save(str(bpe))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot encode the text \(.*retry-limit"):
+        FileTokenizer(bpe).encode([b"ab" * 50 + b"c"])
+
+
+def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:
+    """As in `lit-lazy generate ... | head -c 1`."""
+    code = "import sys; from lit_lazy.command.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "generate", of_bytes, "--prompt", "a", "--tokens", "10000000", "--window", "9"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.read(1)
+        process.stdout.close()
+        assert re.fullmatch(SAID, process.stderr.read())
+        assert process.wait(60) == 0
 
 
 def test_ctrl_c_ends_the_text(

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from published import make_published, write_gguf
 from safetensors.torch import load_file, save_file
 from subwords import bpe
 
+from lit_lazy import load
 from lit_lazy.command.main import main
-from lit_lazy.model.import_.folder import MOST_HEADER
+from lit_lazy.model.import_.load import MOST_HEADER
 from lit_lazy.report.checkpoint import Request, build_reference, load_sources
 from lit_lazy.support import disk, memory
 from lit_lazy.training import checkpoints
@@ -68,36 +70,42 @@ def leave_a_pickle(source: Path) -> None:
 
 
 def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
-    return overwrite("model.safetensors.index.json", json.dumps(index))
+    def write(source: Path) -> None:
+        (source / "model.safetensors").rename(source / "part.safetensors")
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return write
 
 
 K = "model.layers.3.self_attn.k_proj.bias"
 HEADER = struct.pack("<Q", 2**63) + b"{}"
 OVERFLOWS = json.dumps({"x": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}).encode()
 SOURCES = {
-    "another family": (
-        change_config(model_type="gpt2"),
-        "model_type='gpt2': not known; there are llama, mistral",
-    ),
-    "no family": (overwrite("config.json", "{}"), "model_type=None: not known"),
-    "an unknown setting": (change_config(mlp_bias=True), "mlp_bias=True: not known of qwen2; remove it"),
-    "another activation": (change_config(hidden_act="gelu"), "hidden_act='gelu': not known; only 'silu' is"),
-    "windows": (change_config(use_sliding_window=True), "use_sliding_window=True: not known of qwen2"),
-    "layers of two kinds": (
+    "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
+    "no family": (overwrite("config.json", "{}"), "model_type=None: is no model of transformers 5"),
+    "no language model": (change_config(model_type="vit"), "model_type='vit': is no language model of transformers"),
+    "a setting that the class does not have": (change_config(mlp_bias=True, foo=3), None),
+    "another activation": (change_config(hidden_act="gelu"), "the logits differ from those of transformers' Qwen2For"),
+    "no causality": (change_config(is_causal=False), "the logits differ from those of transformers' Qwen2For"),
+    "a layer too few": (
         change_config(layer_types=["sliding_attention"]),
-        "layer_types: 'sliding_attention'",
+        "config.json: StrictDataclassClassValidation",
     ),
-    "another scaling": (change_config(rope_parameters={"rope_type": "yarn"}), "rope_scaling: 'yarn' is not known"),
+    "half a scaling": (change_config(rope_parameters={"rope_type": "linear"}), "config.json: KeyError: "),
     "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be finite"),
-    "half a scaling": (change_config(rope_parameters={"rope_type": "linear"}), "rope_scaling: factor is missing"),
-    "odd layers without rotation": (change_config(no_rope_layers=[1, 0, 0, 1]), "no_rope_layers=[1, 0, 0, 1]"),
-    "no width": (change_config(hidden_size=None), "hidden_size: is missing in config.json"),
-    "a width of text": (change_config(hidden_size="32"), "model.d_model='32': must be a whole number"),
-    "a list for a rotation": (change_config(rope_parameters=[1]), "config.json: has a value of another kind"),
-    "no vocabulary": (change_config(vocab_size=0), "vocab_size=0: must be a whole number of at least 1"),
-    "a huge vocabulary": (change_config(vocab_size=2**40), "embedding.weight: has shape [304, 32], and by"),
+    "no width": (change_config(hidden_size=None), "config.json: StrictDataclassFieldValidationError: Validation error"),
+    "a width of text": (change_config(hidden_size="32"), "Field 'hidden_size' expected int, got str (value: '32')"),
+    "no vocabulary": (
+        change_config(vocab_size=0),
+        "model.embed_tokens.weight: has shape [304, 32], and by the settings [0, 32]",
+    ),
+    "a huge vocabulary": (change_config(vocab_size=2**40), "GB of memory, of which this machine has"),
     "a huge length": (change_config(max_position_embeddings=10**12), "GB of memory, of which this machine has"),
     "huge layers": (change_config(num_hidden_layers=10**9), "num_hidden_layers=1000000000: the files have only"),
+    "a layer too many": (
+        change_config(num_hidden_layers=5, layer_types=None),
+        "model.layers.4.input_layernorm.weight: is missing in the",
+    ),
     "no JSON": (overwrite("config.json", "{"), "config.json: is no JSON"),
     "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
     "no settings": (
@@ -124,24 +132,27 @@ SOURCES = {
         overwrite("model.safetensors", struct.pack("<Q", len(OVERFLOWS)) + OVERFLOWS + bytes(4)),
         "is no safetensors file",
     ),
-    "a missing tensor": (change_tensors(lambda x: x.pop(K)), "blocks.3.attention.k.bias: is missing"),
-    "a surplus tensor": (change_tensors(lambda x: x.update(extra=x[K].clone())), "extra: is not known"),
+    "a missing tensor": (change_tensors(lambda x: x.pop(K)), f"{K}: is missing in the files; one of 1 tensors"),
+    "a surplus tensor": (
+        change_tensors(lambda x: x.update(extra=x[K].clone())),
+        "extra: has no place; one of 1 tensors, by Qwen2For",
+    ),
     "another shape": (
         change_tensors(lambda x: x.update({K: torch.zeros(8)})),
-        "blocks.3.attention.k.bias: has shape [8], and by the settings [16]",
+        f"{K}: has shape [8], and by the settings [16]",
     ),
     "whole numbers": (change_tensors(lambda x: x.update({K: x[K].int()})), f"{K} is of I32; only F64, F32, F16, BF16"),
-    "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), "blocks.3.attention.k.bias: is not finite"),
+    "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), f"{K}: is not finite"),
     "a head that is not the embedding": (
         change_tensors(lambda x: x.update({"lm_head.weight": 2 * x["model.embed_tokens.weight"]})),
-        "tie_word_embeddings=True: the output head is not the embedding",
+        None,
     ),
+    "an older index": (overwrite("model.safetensors.index.json", json.dumps({"weight_map": {K: "x"}})), None),
     "a damaged index": (index_shards({}), "model.safetensors.index.json: has no weight_map of file names"),
     "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
     "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
-    "an index of less": (index_shards({"weight_map": {K: "model.safetensors"}}), "is not listed"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
-    "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: is not of the tokenizers library"),
+    "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
 }
 
@@ -170,6 +181,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(
     (place / "source" / "tokenizer.json").write_text(json.dumps(content))
     assert main(IMPORT) == 0  # token 1 ends a text by config.json
     change_config(eos_token_id=None)(place / "source")
+    remove("generation_config.json")(place / "source")
     assert "eos_token_id=None: names no token, and the tokenizer has none of" in expect_refusal(
         ["import", "source", "other/model.ckpt"], capsys
     )
@@ -197,15 +209,20 @@ def test_a_wrong_gguf(
         (whole[: len(whole) // 2], "is no GGUF file, or damaged"),
         (whole[:-64], "is no GGUF file, or damaged"),
         (huge, "is no GGUF file, or damaged"),
-        (endless, f"an array of {2**60} values, at most"),
+        (endless, f"{2**60} values, at most"),
         (wrapped, "is no GGUF file, or damaged (FloatingPointError: overflow"),
-        (shifted, "embedding.weight: is not finite"),
+        (shifted, "model.embed_tokens.weight: is not finite"),
         (unknown, "(99) is not a valid GGMLQuantizationType"),
         (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
         (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
         (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
-        (whole.replace(b"output_norm.weight", b"output_harm.weight"), "norm.weight: is missing"),
+        (
+            whole.replace(b"llama.rope.freq_base", b"llama.rope.freq_bass"),
+            "llama.rope.freq_bass=10000.0: not known in a",
+        ),
+        (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
+        (whole.replace(b"output_norm.weight", b"output_harm.weight"), "model.norm.weight: is missing in the files"),
     ):
         (place / "source.gguf").write_bytes(content)
         assert named in expect_refusal(["import", "source.gguf", "new/model.ckpt"], capsys), named
@@ -250,6 +267,40 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
     monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
     assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
+
+
+def test_an_unchecked_import_says_so(
+    source: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(hidden_act="gelu")(source)
+    assert main([*IMPORT, "--unchecked"]) == 0
+    assert "not compared with transformers' model (--unchecked)" in capsys.readouterr().out
+    checkpoints.load(Path("new/model.ckpt"))
+    assert "imported with --unchecked" in caplog.text
+
+
+@pytest.mark.usefixtures("source")
+def test_without_transformers_an_import_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers reads it, which is not installed; `pip install" in expect_refusal(IMPORT, capsys)
+
+
+def test_a_text_ends_where_the_source_ends_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also exported again, with the other special tokens."""
+    assert main(IMPORT) == 0
+    free = load("new/model.ckpt").generate([5, 6], tokens=8)
+    ids = {"bos_token_id": 3, "eos_token_id": [1, free[4]], "pad_token_id": 2}
+    (source / "generation_config.json").write_text(json.dumps(ids))
+    assert main(["import", "source", "ends/model.ckpt"]) == 0
+    model = load("ends/model.ckpt")
+    assert model.generate([5, 6], tokens=8) == free[: free.index(free[4])]
+    assert model.config.data.end_of_text is None, "documents end with <|endoftext|>"
+    capsys.readouterr()
+    assert main(["export", "ends/model.ckpt", "out"]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(Path("out", name).read_text()).items() >= ids.items()
 
 
 @pytest.mark.usefixtures("source")

@@ -128,14 +128,16 @@ class TestRoundTrip:
         plain = to_dict(BASE)
         assert plain["data"]["class"] == "Backcopy"
         position = {"class": "Rope", "base": 10000.0, "scaling": {"class": "NoScaling"}, "skip_every": None}
-        assert plain["model"]["position"] == position
+        assert plain["model"]["position"] == position | {"skip_layers": []}
         assert plain["model"]["attention"] == {
             "normaliser": {"class": "Elastic"} | dataclasses.asdict(Elastic()),
             "bias": {"class": "LearnedBias", "length": 9, "init_std": 0.0},
             "window": 5,
+            "full_layers": [],
             "gate": {"class": "NoGate"},
             "qk_norm": False,
             "qkv_bias": False,
+            "out_bias": False,
         }
         assert "class" not in plain
         assert "class" not in plain["train"]
@@ -200,7 +202,7 @@ def other_value(value, annotation):
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
-        return tuple(v / 2 for v in value)
+        return tuple(v / 2 for v in value) or (3,)
     return value * 2 or (0.5 if isinstance(value, float) else 1)
 
 
@@ -307,7 +309,7 @@ class TestReplaceAt:
             ("model.width", "ModelConfig has no field 'width'; it has d_model, n_layers,"),
             (
                 "model.attention.nope",
-                "AttentionSpec has no field 'nope'; it has normaliser, bias, window, gate, qk_norm",
+                "AttentionSpec has no field 'nope'; it has normaliser, bias, window, full_layers, gate, qk_norm",
             ),
             ("model.attention.bias.n_buckets", "LearnedBias has no field 'n_buckets'"),
             ("seed.more", "int has no field 'more'; it has none"),

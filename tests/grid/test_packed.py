@@ -186,6 +186,10 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
         "is truncated, or no packed file (ValueError: 'lit-lazy cells 2' with 4 of 5 cells)",
     ),
     "a text": (lambda _, path: path.write_text("cells"), "is truncated, or no packed file (LZMAError: "),
+    "an xz that expands": (
+        lambda _, path: path.write_bytes(lzma.compress(bytes(2**29), preset=0)),
+        "is truncated, or no packed file (LZMAError: it ends early, or expands to more than 256 MiB)",
+    ),
     "another xz": (
         lambda _, path: path.write_bytes(lzma.compress(b"[1]\n")),
         "is truncated, or no packed file (TypeError",

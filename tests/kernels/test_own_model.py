@@ -3,14 +3,19 @@
 import copy
 import importlib.util
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_lazy
-from flash_lazy import KeyValueCache, LazyAttention, attention_weights
+from flash_lazy import Backend, KeyValueCache, LazyAttention, attention_weights, lazy_attention
 from flash_lazy.layer import make_angles, rotate
 
 WAYS = {
@@ -21,7 +26,7 @@ WAYS = {
 }
 
 
-def make(**settings: object) -> LazyAttention:
+def make(**settings: Any) -> LazyAttention:
     torch.manual_seed(0)
     layer = LazyAttention(32, 4, **settings)
     with torch.no_grad():
@@ -199,11 +204,46 @@ def test_a_wrong_shape_is_named(x: torch.Tensor, message: str) -> None:
     assert cache.length == 10
 
 
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize(
+    "trace", [partial(torch.jit.trace, check_trace=False), lambda f, x: make_fx(f)(x)], ids=["jit", "make_fx"]
+)
+def test_a_traced_layer_computes_what_the_layer_does(trace: Callable[..., Any], backend: Backend) -> None:
+    """Also its gradients, and for inputs of which other tiles can be skipped."""
+    layer, x = make(backend=backend).eval(), tokens(300).requires_grad_()
+    traced, y = trace(layer, x), 9 * x
+    (dy, out), (expected_dy, expected) = (
+        (*torch.autograd.grad(z.square().sum(), y, retain_graph=True), z) for z in (traced(y), layer(y))
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(dy, expected_dy)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+@pytest.mark.parametrize("fake", ["q", "k"])
+def test_a_call_with_any_fake_tensor_gives_one(fake: str, backend: Backend) -> None:
+    """It has no memory to read, and without its mode only its class shows it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = {name: torch.randn(1, 4, 5, 8) for name in "qkv"}
+    given[fake] = mode.from_tensor(given[fake])
+    assert isinstance(lazy_attention(*given.values(), torch.ones(4), backend=backend), FakeTensor)
+
+
+def test_a_symbolic_trace_is_refused_in_one_line() -> None:
+    with pytest.raises(TypeError, match=r"^x is a torch.fx.proxy.Proxy; give a tensor$"):
+        torch.fx.symbolic_trace(make())
+
+
 @torch.no_grad()
-def test_a_traced_layer_computes_what_the_layer_does() -> None:
+def test_projections_may_be_replaced_by_any_module() -> None:
+    """As quantisers do, whose modules keep neither a weight with a dtype nor the names of Linear's sizes."""
     layer, x = make().eval(), tokens()
-    traced = torch.jit.trace(layer, (x,), check_trace=False)
-    torch.testing.assert_close(traced(2 * x), layer(2 * x))
+    expected = layer(x)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        packed = nn.Module()
+        packed.forward = partial(nn.functional.linear, weight=getattr(layer, name).weight)
+        setattr(layer, name, packed)
+    assert torch.equal(layer(x), expected)
 
 
 @torch.no_grad()

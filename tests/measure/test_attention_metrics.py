@@ -39,7 +39,7 @@ def stats(mass=1.0, first_weight=0.0, zeros=0.0):
 
 
 def measure(*layers, rows=None, can_zero=True, renormalised=False, window=None, signed=False):
-    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, window, signed)
+    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, [window] * len(layers), signed)
     metrics.update(layers, rows or {"all": ALL})
     return metrics.compute()
 
@@ -103,6 +103,12 @@ class TestClosedForms:
         assert measured["sparsity/zero"] == pytest.approx(LENGTH / (LENGTH * (LENGTH + 1) / 2))
         assert measure(stats(zeros=N))["sparsity/zero"] == 1
         assert measure(stats(zeros=N - 1))["sparsity/zero"] == pytest.approx(1 - 2 / (LENGTH + 1))
+
+    def test_sparsity_counts_each_layers_own_window(self):
+        metrics = AttentionMetrics((), True, False, [6, None])
+        metrics.update([stats(zeros=N.clamp(max=6)), stats(zeros=0.0)], {"all": ALL})
+        seen = N.clamp(max=6).sum().item()
+        assert metrics.compute()["sparsity/zero"] == pytest.approx(seen / (seen + N.sum().item()))
 
     @pytest.mark.parametrize("window", [1, 6, LENGTH, 99])
     def test_sparsity_counts_the_keys_in_the_window(self, window):

@@ -515,6 +515,15 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
         Diagnostics.load(tmp_path / "bad.npz")
 
 
+def test_a_small_file_that_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_lazy.measure.arrays.MOST_BYTES", 2**20)
+    parts = {name: np.zeros(2**19, np.uint8) for name in "abc"}
+    np.savez_compressed(tmp_path / "bad.npz", **parts)
+    assert (tmp_path / "bad.npz").stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"^its arrays expand to more than 1 MiB$"):
+        Diagnostics.load(tmp_path / "bad.npz")
+
+
 def test_scalars_are_made_of_the_arrays() -> None:
     arrays = measure(make(LAZY).double().model, [draw()]).arrays
     scalars = Diagnostics(arrays).scalars()

@@ -127,6 +127,13 @@ class TestThresholds:
         np.testing.assert_allclose(found["theta"], taus[..., None] / self.EVERY.clip(max=5), rtol=1e-6)
         assert compute_keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
 
+    def test_of_the_layer_that_sees_most_count_where_windows_differ(self):
+        model = build(attention=AttentionSpec(Elastic(0.5), window=5, full_layers=(1,)))
+        found = compute_keys_and_thresholds(model, T)
+        assert found["n"].tolist() == self.EVERY.tolist()
+        seen = np.stack([self.EVERY.clip(max=5), self.EVERY])[:, None]
+        np.testing.assert_allclose(found["theta"], np.broadcast_to(0.5 / seen, found["theta"].shape), rtol=1e-6)
+
     def test_are_those_that_a_forward_pass_has(self):
         """Surviving weights are p - theta."""
         model = build()

@@ -24,7 +24,7 @@ from lit_lazy.attention import (
     Softmax,
 )
 from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
-from lit_lazy.attention.position import LinearScaling
+from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import compiled
@@ -44,6 +44,8 @@ MODELS = {
     "elastic with grouped keys": (replace(BASE, n_kv_heads=2), LAZY),
     "renormalised": (BASE, AttentionSpec(Elastic(renormalise=True), LearnedBias(length=7, init_std=0.3))),
     "per token, slopes, window": (BASE, AttentionSpec(Elastic(threshold="per_token"), Alibi(), window=9)),
+    "a window in one layer": (BASE, AttentionSpec(Elastic(), window=9, full_layers=(1,))),
+    "a base that grows with the text": (replace(BASE, position=Rope(scaling=DynamicScaling(4.0, 20))), LAZY),
     "training context": (BASE, AttentionSpec(Elastic(threshold="seq_len"), LearnedBias(init_std=0.3))),
     "constant": (BASE, AttentionSpec(Elastic(threshold="constant", tau_init=0.02), NoBias())),
     "no position": (replace(BASE, position=NoPosition()), LAZY),
@@ -106,7 +108,7 @@ def measure_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[s
 def test_the_step_errs_no_more_than_the_models_own(name):
     """At most twice the model's own largest relative error in float32 over the loss and all gradients."""
     model, (tokens, targets) = make_model(name), draw(get_length(name))
-    assert compiled.describe(model, *tokens.shape) is not None
+    assert compiled.describe(model, tokens) is not None
     exact = run_in_double(model, tokens, targets)
     own = max(measure_errors(run_own_path(model, tokens, targets), exact).values())
     mine = measure_errors(compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)), exact)
@@ -240,7 +242,7 @@ UNKNOWN = {
 def test_unknown_models_run_their_own_path(name):
     cfg, spec = UNKNOWN[name]
     model, (tokens, targets) = DecoderLM(replace(cfg, attention=spec), WORDS, LENGTH, seed=3), draw()
-    assert compiled.describe(model, *tokens.shape) is None
+    assert compiled.describe(model, tokens) is None
     expected = run_own_path(model, tokens, targets)
     found = compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets))
     assert all(map(torch.equal, found.values(), expected.values()))
@@ -295,27 +297,27 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_models_run_their_own_path(change):
     model = make_model("elastic")
-    assert compiled.describe(model, BATCH, LENGTH) is not None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is not None
     change(model)
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
     model, (tokens, _) = make_model("elastic"), draw()
     with torch.autocast("cpu", torch.bfloat16):
-        assert compiled.describe(model, BATCH, LENGTH) is None
+        assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     assert compiled.compute_residual(model, tokens) is None  # gradients are enabled
     with torch.no_grad():
         assert compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1)) is None
-    assert compiled.describe(model, torch.get_num_threads() - 1, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(torch.get_num_threads() - 1, LENGTH)) is None
     with FlopCounterMode(display=False):
-        assert compiled.describe(model, BATCH, LENGTH) is None
+        assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
     handle.remove()
-    assert compiled.describe(model, BATCH, 0) is None
+    assert compiled.describe(model, torch.zeros(BATCH, 0)) is None
     monkeypatch.setenv(library.SWITCH, "0")
-    assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_every_known_normaliser_declares_its_threshold_itself():
@@ -325,4 +327,5 @@ def test_every_known_normaliser_declares_its_threshold_itself():
         "base",
         "scaling",
         "skip_every",
+        "skip_layers",
     }  # compute_angles knows no other

@@ -40,10 +40,11 @@ from lit_lazy.attention import (
     T5Bias,
     ValueGate,
 )
-from lit_lazy.attention.position import LinearScaling, Llama3Scaling
+from lit_lazy.attention.position import GivenFrequencies, LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import CARRIED, check, write
@@ -73,6 +74,11 @@ VARIANTS = {
         "norm_eps": 0.01,
         "attention": AttentionSpec(Elastic(), qkv_bias=True, qk_norm=True),
         "position": Rope(100.0, Llama3Scaling(4.0, trained_length=20), skip_every=2),
+    },
+    "more biases, a window in one layer, given frequencies in the other": {
+        "mlp_bias": True,
+        "attention": AttentionSpec(Elastic(), window=5, full_layers=(1,), out_bias=True),
+        "position": Rope(scaling=GivenFrequencies((1.0, 0.3)), skip_layers=(1,)),
     },
     "linearly slowed rotation": {"attention": LAZY, "position": Rope(100.0, LinearScaling(3.0))},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},
@@ -115,7 +121,7 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def exported(model: DecoderLM, folder: Path) -> Path:
     folder.mkdir()
-    write(folder, model, "card", None, 0)
+    write(folder, model, "card", None, SpecialTokens(ends=(0,), pad=0))
     return folder
 
 
@@ -160,6 +166,36 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
         options["use_cache"] = use_cache
         found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
         assert found.tolist() == generate(ours, prompts, 6)
+
+
+@pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
+def test_positions_that_restart_begin_a_document(
+    changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' own models read packed texts without padding."""
+    if not kernels:
+        monkeypatch.setitem(sys.modules, "flash_lazy", None)
+    model = load(exported(build(**changes), tmp_path / "out")).double()
+    rows = [[5, 7], [1, 8, 3]]
+    position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    for use_cache in (True, False):
+        packed = model(TOKENS, position_ids=position, use_cache=use_cache).logits
+        for tokens, logits, row in zip(TOKENS, packed, rows, strict=True):
+            for document, found in zip(tokens.split(row), logits.split(row), strict=True):
+                torch.testing.assert_close(found, model(document[None]).logits[0], **CLOSE)
+
+
+def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> None:
+    model = load(exported(build(attention=LAZY), tmp_path / "out"))
+    whole = model(TOKENS).logits
+    index, mask = torch.tensor([0, 3, 11]), torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    for kept, expected in (
+        (3, whole[:, -3:]),
+        (index, whole[:, index]),
+        (index.expand(2, -1), whole[:, index]),
+        (mask, whole[mask]),
+    ):
+        torch.testing.assert_close(model(TOKENS, logits_to_keep=kept).logits, expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -213,7 +249,6 @@ def test_it_learns_from_labels(tmp_path: Path) -> None:
     assert all(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
     expected = torch.nn.functional.cross_entropy(model(TOKENS).logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
     torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
-    torch.testing.assert_close(model(TOKENS, logits_to_keep=2).logits, model(TOKENS).logits[:, -2:])
 
 
 def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:

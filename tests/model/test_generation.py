@@ -19,9 +19,11 @@ from lit_lazy.attention import (
     NoPosition,
     Normaliser,
     NormaliserModule,
+    Rope,
     Softmax,
     T5Bias,
 )
+from lit_lazy.attention.position import DynamicScaling, GivenFrequencies
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
@@ -51,6 +53,15 @@ ALIKE = {
     "window": (AttentionSpec(Elastic(0.5, "seq_len"), T5Bias(), window=4), {}),
     "no positions": (AttentionSpec(Softmax(), KerpleLog()), {"position": NoPosition()}),
     "learned positions": (LAZY, {"position": LearnedAbsolute()}),
+    "a window in one layer, the other unrotated": (
+        AttentionSpec(Elastic(), LearnedBias(), window=3, full_layers=(0,), out_bias=True),
+        {"position": Rope(skip_layers=(1,)), "mlp_bias": True},
+    ),
+    "a base that grows with the text": (LAZY, {"position": Rope(100.0, DynamicScaling(4.0, trained_length=3))}),
+    "other frequencies for long texts": (
+        LAZY,
+        {"position": Rope(scaling=GivenFrequencies((1.0, 0.1), (0.5, 0.02), trained_length=8))},
+    ),
     "per token": (AttentionSpec(Elastic(0.7, "per_token"), Fire()), {}),
 } | {
     name: (AttentionSpec(kind(**({"beta": 0.5} if hasattr(kind, "beta") else {})), Alibi()), {})
@@ -92,7 +103,7 @@ def test_the_end_of_a_text_ends_it_and_no_other():
     model = build()
     free = generate(model, PROMPTS, tokens=12)
     stop = free[0][4]
-    ended = generate(model, PROMPTS, tokens=12, stop=stop)
+    ended = generate(model, PROMPTS, tokens=12, stop=[stop])
     assert ended == [text[: text.index(stop)] if stop in text else text for text in free]
     assert len(ended[0]) <= 4
     order = list(Generation(model, PROMPTS, 2))

@@ -18,6 +18,7 @@ from torch_alone import link_packages, run_alone
 
 from lit_lazy.command.main import main
 from lit_lazy.config.key import hash_model
+from lit_lazy.data.base import SpecialTokens
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.model.generation import generate
@@ -50,11 +51,12 @@ def test_a_family_gives_the_logits_of_transformers(
     expected = theirs(tokens).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
-    prompts = [tokens[0].tolist(), tokens[1, :7].tolist()]  # with padding on the left
-    padded = torch.tensor([prompts[0], [0] * (LENGTH - 7) + prompts[1]])
-    mask = torch.tensor([[1] * LENGTH, [0] * (LENGTH - 7) + [1] * 7])
-    greedy = theirs.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert generate(ours, prompts, 8) == greedy[:, LENGTH:].tolist()
+    prompts = [tokens[0].tolist(), tokens[1, :7].tolist()]  # ours pads the second on the left
+    for prompt, found in zip(prompts, generate(ours, prompts, 8), strict=True):
+        greedy = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, use_cache=False
+        )
+        assert found == greedy[0, len(prompt) :].tolist()
     assert main(["export", str(tmp_path / "new" / "model.ckpt"), str(tmp_path / "out")]) == 0
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-5)
@@ -94,7 +96,14 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     reference.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[pre])
     prompts = Prompts(module.cfg.data, 304)
     assert prompts.encode("x", TEXT.encode()) == reference.encode(TEXT, add_special_tokens=False).ids
-    assert (prompts.begin, prompts.end) == (0, 1)
+    assert prompts.special == SpecialTokens(begin=0, ends=(1,))
+    assert prompts.tokenizer.begin == 0
+    unsaid = (
+        (tmp_path / "model.gguf").read_bytes().replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
+    )
+    (tmp_path / "unsaid.gguf").write_bytes(unsaid)
+    begin = imported(tmp_path / "unsaid.gguf", tmp_path / "unsaid" / "model.ckpt").cfg.data.begin_of_text
+    assert (begin is not None) == (pre == "llama-bpe")  # as in llama.cpp
 
 
 @torch.no_grad()

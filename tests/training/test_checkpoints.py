@@ -170,6 +170,24 @@ class TestReading:
         assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert (tmp_path / "last.ckpt.damaged").exists()
 
+    @pytest.mark.parametrize("kind", ["items", "text", "itself", "elements"])
+    def test_what_stands_for_more_than_the_file_holds_is_refused(self, kind: str, tmp_path: Path) -> None:
+        """References to one object cost a file nothing; a message about them, or a check of them, would never end."""
+        content = checkpoint()
+        if kind == "elements":
+            content["state_dict"]["model.embedding.weight"] = torch.zeros(1).expand(10**10)
+        else:
+            many: list[Any] = ["x" * 10_000] * 10_000 if kind == "text" else [0] * 10
+            for _ in range(9 if kind == "items" else 0):
+                many = [many] * 10
+            if kind == "itself":
+                many.append(many)
+            content["hyper_parameters"]["config"]["model"]["d_model"] = many
+        torch.save(content, tmp_path / "last.ckpt")
+        assert (tmp_path / "last.ckpt").stat().st_size < 100_000
+        with pytest.raises(ValueError, match=r"stands for more than the file holds|was not made by this project"):
+            read_checkpoint(tmp_path / "last.ckpt")
+
     def test_every_byte_of_a_weight_is_checked(self, tmp_path: Path) -> None:
         """torch itself loads a weight with a flipped bit."""
         path = tmp_path / "final.ckpt"

@@ -135,6 +135,13 @@ IN = "has no effect in the context of 16 tokens in the training"
             ["--model.position.skip_every=2: has no effect in 1 layer"],
         ),
         (
+            ["--model.position=Rope", "--model.position.skip_layers=[1]", "--model.attention.full_layers=[0]"],
+            [
+                "--model.position.skip_layers=(1,): has no effect beyond the last of 1 layer, 0",
+                "--model.attention.full_layers=(0,): has no effect without a window",
+            ],
+        ),
+        (
             [f"{RULE}=TopK", f"{RULE}.renormalise=true"],
             [f"{RULE}.renormalise=True: has no effect, as the weights of TopK sum to 1"],
         ),

@@ -17,6 +17,7 @@ from flash_lazy.call import (
     Call,
     Stats,
     differentiate_once,
+    is_traced,
     mark_constant,
     refuse_forward_mode,
     slice_documents,
@@ -37,7 +38,7 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
     """Output `[B, H, Lq, D]` in q's dtype, and `Stats` if requested. Shapes as in `lazy_attention`."""
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:LEAVES])
     training = training or forward_ad._current_level >= 0  # which autograd then refuses
-    if is_traced(call.q):
+    if is_traced(call[:TENSORS]):
         # Tracers need an operator, whose dispatch costs eager mode more than a small call.
         out, _, stats = _forward(*call, training, with_stats)
     elif training:
@@ -48,13 +49,6 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
         return out, None
     lse, *others = stats
     return out, Stats(lse, *(x.detach() for x in others))
-
-
-def is_traced(x: Tensor | None = None) -> bool:
-    """Whether a call is compiled, recorded, or intercepted by a mode or a tensor without values: an operator's work."""
-    fake = x is not None and type(x) not in (Tensor, torch.nn.Parameter)
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return recorded or fake or torch._C._len_torch_dispatch_stack() > 0
 
 
 def find_obstacle(q: Tensor) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT
+from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.errors import one_line
 
 if TYPE_CHECKING:
@@ -67,28 +68,26 @@ def fit_to_embedding(content: str, words: int) -> str:
     return tokenizer.to_str(pretty=True)
 
 
-def find_ends(content: str, end: object) -> tuple[str | None, str | None]:
+def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None]:
     """The token before every text, and the one after it where the usual names are missing; None for none.
 
-    end: id of the token that ends a text by the model's settings, the first one of several, or None. Raises a one-line
-    ValueError if there is none.
+    ends: ids of the tokens that end a text by the model's settings. Raises a one-line ValueError if there is none.
     """
-    end = end[0] if isinstance(end, list) and end else end
     tokenizer = _parse(content)
     plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = tokenizer.id_to_token(framed[0]) if framed[:1] != plain[:1] else None
     if any(tokenizer.token_to_id(token) is not None for token in END_OF_TEXT):
         return begin, None
-    named = tokenizer.id_to_token(end) if isinstance(end, int) and 0 <= end < tokenizer.get_vocab_size() else None
-    if named is None:
-        raise ValueError(f"eos_token_id={end}: names no token, and the tokenizer has none of {' '.join(END_OF_TEXT)}")
-    return begin, named
+    if not ends:
+        raise ValueError(f"eos_token_id=None: names no token, and the tokenizer has none of {' '.join(END_OF_TEXT)}")
+    return begin, tokenizer.id_to_token(ends[0])
 
 
 def _parse(content: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
+        try_tokenizer(content.encode())
         return Tokenizer.from_str(content)
     except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"tokenizer.json: is not of the tokenizers library ({one_line(error)})") from None
+        raise ValueError(f"tokenizer.json: cannot be used ({one_line(error)})") from None

@@ -79,7 +79,7 @@ class Shard:
     def find(cls, folder: Path, name: str) -> "Shard | None":
         """Finished shard of this name, or None."""
         try:
-            return cls(folder / f"{name}.bin", **json.loads((folder / f"{name}.json").read_text()))
+            return cls(folder / f"{name}.bin", **json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
 

@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,12 +12,16 @@ from typing import Protocol
 
 import numpy as np
 
+from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.named_files import suggest_file
 
 BYTES = "bytes"
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Tokens of single bytes, as the library's ByteFallback reads them: it decodes a run of them together."""
+REPLACEMENT = "\ufffd"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -134,11 +139,12 @@ class FileTokenizer:
 
         self.path = str(path)
         try:
+            try_tokenizer(path.read_bytes())
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type
             raise ValueError(
-                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)}); "
-                "give such a file, or 'bytes'"
+                f"data.tokenizer={str(path)!r}: cannot be used ({one_line(error)}); give a JSON file of the tokenizers "
+                "library, or 'bytes'"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -166,7 +172,9 @@ class FileTokenizer:
         self.tokenizer.encode_special_tokens = not control
         try:
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above, for instance if the unknown token is not in the vocabulary
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # such as a missing unknown token; a panic is no Exception
             raise ValueError(
                 f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)}); use another tokenizer"
             ) from None
@@ -179,10 +187,21 @@ class FileTokenizer:
         return sum(document.decode().removeprefix(" ") != text.removeprefix(" ") for document, text in pairs)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-        from tokenizers.decoders import DecodeStream
+        shown, held = list(after), []
+        for token in ids:
+            held.append(token)
+            # A later token changes the text of a run of bytes, or of an incomplete character, but nothing before it.
+            if not BYTE.fullmatch(self.tokenizer.id_to_token(token) or ""):
+                piece = self._continue(shown, held)
+                if piece and not piece.endswith(REPLACEMENT):
+                    yield piece
+                    shown, held = held, []
+        yield self._continue(shown, held).rstrip(REPLACEMENT)
 
-        stream = DecodeStream(list(after))
-        return (piece for token in ids if (piece := stream.step(self.tokenizer, token)) is not None)
+    def _continue(self, shown: list[int], ids: list[int]) -> str:
+        """What ids add to the text of the tokens before them."""
+        before, text = self.tokenizer.decode_batch([shown, shown + ids], skip_special_tokens=False)
+        return text[len(before) :]
 
     def to_json(self) -> str:
         return json.dumps(json.loads(self.tokenizer.to_str()) | {"post_processor": None}, ensure_ascii=False)

@@ -140,7 +140,7 @@ def find_damage(folder: Path, stamp: tuple[int, int]) -> str:  # noqa: ARG001
     Raises a one-line ValueError if the corpus cannot be read.
     """
     try:
-        facts = json.loads((folder / FACTS).read_text())
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         width = np.dtype(facts["dtype"]).itemsize
         sizes = [(folder / f"{part}.bin").stat().st_size for part in PARTS]
         if sizes != [tokens * width for tokens in facts["tokens"]]:
@@ -182,7 +182,7 @@ def make_fingerprint(vocab_size: int, digests: Sequence[str]) -> str:
 
 def open_corpus(folder: Path) -> Corpus:
     """Memory-map an intact corpus; reads only its metadata."""
-    facts = json.loads((folder / FACTS).read_text())
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     parts = {part: np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS}
     return Corpus(
         **parts,

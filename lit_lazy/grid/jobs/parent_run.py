@@ -72,7 +72,7 @@ def open_parent_run(
 
 def _find_grid_id(work: Work, facts: Mapping[str, str]) -> str | None:
     kept = work.folder / GRID_ID
-    return facts.get("grid") or (kept.read_text() if kept.exists() else None)
+    return facts.get("grid") or (kept.read_text(encoding="utf-8") if kept.exists() else None)
 
 
 def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:

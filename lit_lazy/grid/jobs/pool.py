@@ -117,7 +117,7 @@ def read_last_log_line(folder: Path) -> str:
     logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         return "no worker wrote a log"
-    lines = logs[-1].read_text(errors="replace").strip().splitlines()
+    lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from lit_lazy.attention import Rope
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 
 MODELLING = Path(__file__).with_name("modeling_lit_lazy.py")
@@ -23,12 +24,23 @@ CARRIED = {
     "bias": ["NoBias", "LearnedBias", "Alibi", "T5Bias", "KerpleLog", "Fire"],
     "gate": ["NoGate", "OutputGate", "ValueGate"],
     "position": ["NoPosition", "Rope", "LearnedAbsolute"],
-    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling"],
+    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling", "DynamicScaling", "GivenFrequencies"],
 }
 """Parts of a model that the modelling file supports."""
 PATHS = {"position": "model.position", "scaling": "model.position.scaling"}
 FIELDS = {
-    *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "norm_eps", "attention", "position"),
+    *(
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "d_ff",
+        "mlp_bias",
+        "norm_eps",
+        "attention",
+        "position",
+    ),
     "tie_embeddings",
     *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
     "mixer",  # attention only
@@ -59,8 +71,8 @@ def check(cfg: ModelConfig) -> None:
             )
 
 
-def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[str, Any]:
-    """Content of config.json. end, begin: ids of the tokens that end and begin a text."""
+def make_config(model: DecoderLM, tokens: SpecialTokens) -> dict[str, Any]:
+    """Content of config.json."""
     cfg = model.cfg
     attention = to_dict(cfg.attention)
     return {
@@ -83,26 +95,24 @@ def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> 
         **{name: attention[name] for name in ("normaliser", "bias", "gate")},
         "position": to_dict(cfg.position),
         "attention_window": cfg.attention.window,
-        "qk_norm": cfg.attention.qk_norm,
-        "qkv_bias": cfg.attention.qkv_bias,
+        **{name: attention[name] for name in ("full_layers", "qk_norm", "qkv_bias", "out_bias")},
+        "mlp_bias": cfg.mlp_bias,
         "tie_word_embeddings": cfg.tie_embeddings,
-        **make_token_ids(end, begin),
+        **make_token_ids(tokens),
     }
 
 
-def make_token_ids(end: int | None, begin: int | None) -> dict[str, int]:
-    """Special token ids under transformers' names; the end token also pads."""
-    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
-    return {name: token for name, token in ids.items() if token is not None}
+def make_token_ids(tokens: SpecialTokens) -> dict[str, int | list[int]]:
+    """Special token ids under transformers' names."""
+    ends = tokens.ends[0] if len(tokens.ends) == 1 else list(tokens.ends)
+    ids = {"bos_token_id": tokens.begin, "eos_token_id": ends, "pad_token_id": tokens.pad}
+    return {name: token for name, token in ids.items() if token not in (None, [])}  # type: ignore[misc]
 
 
-def write(
-    folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end: int | None, begin: int | None = None
-) -> None:
+def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, tokens: SpecialTokens) -> None:
     """Write an exported model to a folder. Raises ValueError as `check` does.
 
-    card: content of README.md. tokenizer: content of a file of the `tokenizers` library; end, begin: ids of its tokens
-    that end and begin a text, if any.
+    card: content of README.md. tokenizer: content of a file of the `tokenizers` library; tokens: of those that it has.
     """
     check(model.cfg)
     state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
@@ -110,12 +120,12 @@ def write(
         del state["head.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     files: dict[str, Mapping[str, Any]] = {
-        "config.json": make_config(model, end, begin),
-        "generation_config.json": make_token_ids(end, begin),
+        "config.json": make_config(model, tokens),
+        "generation_config.json": make_token_ids(tokens),
     }
-    if tokenizer is not None and end is not None:
+    if tokenizer is not None and tokens.ends:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        files["tokenizer_config.json"] = make_tokenizer_config(tokenizer, end, begin, model.context_length)
+        files["tokenizer_config.json"] = make_tokenizer_config(tokenizer, tokens, model.context_length)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
@@ -123,7 +133,7 @@ def write(
     shutil.copymode(folder / "README.md", folder / "model.safetensors")  # which safetensors lets only its user read
 
 
-def make_tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:
+def make_tokenizer_config(tokenizer: str, tokens: SpecialTokens, context_length: int) -> dict[str, Any]:
     """Content of tokenizer_config.json, which adds no special tokens to a text."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]
@@ -134,9 +144,9 @@ def make_tokenizer_config(tokenizer: str, end: int, begin: int | None, context_l
     names = {i: token for token, i in (*ids, *added)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **({} if begin is None else {"bos_token": names[begin]}),
-        "eos_token": names[end],
-        "pad_token": names[end],
+        **({} if tokens.begin is None else {"bos_token": names[tokens.begin]}),
+        "eos_token": names[tokens.ends[0]],
+        "pad_token": names[tokens.ends[0] if tokens.pad is None else tokens.pad],
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,

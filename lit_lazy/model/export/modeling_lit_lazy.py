@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
 
 try:
     from flash_lazy import lazy_attention
@@ -50,8 +52,12 @@ class LitLazyConfig(PreTrainedConfig):
     gate: dict | None = None
     position: dict | None = None
     attention_window: int | None = None
+    full_layers: list[int] | tuple[int, ...] = ()
+    """Layers, counted from 0, without the window."""
     qk_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -317,12 +323,20 @@ class _Position(nn.Module):
     def rotates(self, layer: int) -> bool:
         """Whether the rotation is applied in a layer, counted from 0."""
         every = self.settings.get("skip_every")
-        return every is None or (layer + 1) % every > 0
+        return layer not in self.settings.get("skip_layers", ()) and (every is None or (layer + 1) % every > 0)
 
-    def _scale(self, frequency: Tensor) -> Tensor:
+    def _scale(self, frequency: Tensor, length: int) -> Tensor:
+        """The frequencies of a text of a length, in tokens."""
         scaling = self.settings.get("scaling", {"class": "NoScaling"})
         if scaling["class"] == "NoScaling":
             return frequency
+        if scaling["class"] == "GivenFrequencies":
+            given = (length > scaling["trained_length"] and scaling["long"]) or scaling["frequencies"]
+            return torch.tensor(given, dtype=torch.float64)
+        if scaling["class"] == "DynamicScaling":
+            trained, pairs = scaling["trained_length"], len(frequency)
+            growth = scaling["factor"] * max(length, trained) / trained - (scaling["factor"] - 1)
+            return frequency * growth ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs - 1, 1))
         slow = frequency / scaling["factor"]
         if scaling["class"] == "LinearScaling":
             return slow
@@ -335,13 +349,14 @@ class _Position(nn.Module):
         if self.settings["class"] != "Rope":
             return None
         exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
-        frequency = self._scale(self.settings["base"] ** -exponent).float().to(position.device)
+        length = int(position.max()) + 1
+        frequency = self._scale(self.settings["base"] ** -exponent, length).float().to(position.device)
         angle = position[:, None, :, None].float() * frequency
         return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
-SCALINGS = ("NoScaling", "LinearScaling", "Llama3Scaling")
+SCALINGS = ("NoScaling", "LinearScaling", "Llama3Scaling", "DynamicScaling", "GivenFrequencies")
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
@@ -357,12 +372,13 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Ten
 class _Attention(nn.Module):
     def __init__(self, config: LitLazyConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, config.head_dim, config.attention_window
+        self.layer, self.head_dim = layer, config.head_dim
+        self.window = None if layer in config.full_layers else config.attention_window
         self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width, d = self.n_heads * self.head_dim, config.hidden_size
         kv_width = self.n_kv_heads * self.head_dim
         self.q, self.k, self.v = (nn.Linear(d, out, bias=config.qkv_bias) for out in (width, kv_width, kv_width))
-        self.out = nn.Linear(width, d, bias=False)
+        self.out = nn.Linear(width, d, bias=config.out_bias)
         normaliser = config.normaliser or {"class": "Softmax"}
         self.normaliser = RULES[normaliser["class"]](config, layer)
         self.renormalise = normaliser.get("renormalise", False)
@@ -379,9 +395,13 @@ class _Attention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         position: Tensor,
         mask: Tensor | None,
+        documents: Tensor | None,
         cache: DynamicCache | None,
     ) -> Tensor:
-        """x `[B, L, d]`: the newest tokens; position `[B, L]`; mask bool `[B, Lk]`, False hides a key."""
+        """x `[B, L, d]`: the newest tokens; position `[B, L]`; mask bool `[B, Lk]`, False hides a key.
+
+        documents `[B, L]`: number of each token's document, None if a row is one.
+        """
         q, k, new_v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.q, self.k, self.v)
         )
@@ -397,19 +417,22 @@ class _Attention(nn.Module):
             if k.shape[2] != past + q.shape[2]:
                 raise ValueError(f"{CACHE} must be a DynamicCache without a sliding window")
         with torch.autocast(x.device.type, enabled=False):
-            out = self._attend(q, k, v, position, mask)
+            out = self._attend(q, k, v, position, mask, documents)
         return self.out(self.gate(out, x, new_v).transpose(1, 2).flatten(2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
         table, slopes = self.bias(k.shape[2], q.device)
         rule = self.normaliser
         # flash_lazy counts positions from the first key, padding included.
         if lazy_attention is not None and type(rule) is _Elastic and (mask is None or rule.threshold != "per_token"):
             length = rule.context_length if rule.threshold == "seq_len" else None
             options = {"threshold": rule.threshold, "context_length": length, "renormalise": self.renormalise}
-            return self._attend_fused(q, k, v, rule.tau, table, slopes, mask, options)
+            return self._attend_fused(q, k, v, rule.tau, table, slopes, mask, documents, options)
         if lazy_attention is not None and type(rule) is _Softmax:
-            return self._attend_fused(q, k, v, torch.zeros(self.n_heads, device=q.device), table, slopes, mask, {})
+            tau = torch.zeros(self.n_heads, device=q.device)
+            return self._attend_fused(q, k, v, tau, table, slopes, mask, documents, {})
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows, keys, maps = q.shape[2], k.shape[2], rule.maps
         distance = torch.arange(keys - rows, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
@@ -418,6 +441,8 @@ class _Attention(nn.Module):
             visible = visible & (distance < self.window)
         if mask is not None:
             visible = visible & mask[:, None, None]
+        if documents is not None:
+            visible = visible & (documents[:, None, :, None] == documents[:, None, None])
         n = visible.sum(-1, keepdim=True).clamp(min=1).to(wide)
         group = self.n_heads // self.n_kv_heads
         q = rule.queries(q, n).to(wide).unflatten(-1, (maps, -1)).movedim(3, 2)  # [B, H, maps, R, D / maps]
@@ -447,18 +472,25 @@ class _Attention(nn.Module):
         table: Tensor | None,
         slopes: Tensor | None,
         mask: Tensor | None,
+        documents: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
         assert lazy_attention is not None
+        if documents is not None:  # all rows become one
+            begins = F.pad(documents.diff() != 0, (1, 0), value=True).flatten()
+            ends = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).int()
+            q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
+            out = lazy_attention(q, k, v, tau, table, slopes=slopes, cu_seqlens=ends, window=self.window, **options)
+            return out[0].unflatten(1, documents.shape).transpose(0, 1)
         return lazy_attention(q, k, v, tau, table, slopes=slopes, key_mask=mask, window=self.window, **options)
 
 
 class _SwiGLU(nn.Module):
     def __init__(self, config: LitLazyConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -516,7 +548,7 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         cache: DynamicCache | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -524,8 +556,10 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
         """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding.
 
-        labels `[B, L]`: each is the target of the previous token, -100 for none. logits_to_keep: number of last tokens
-        with logits, 0 for all. cache: the new name of past_key_values.
+        position_ids `[B or 1, L]`: where they do not rise by 1 a document begins, as in other models of transformers,
+        unless there is a mask or the cache holds tokens. labels `[B, L]`: each is the target of the previous token,
+        -100 for none. logits_to_keep: number of last tokens with logits, 0 for all, or which tokens, as a tensor.
+        cache: the new name of past_key_values.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions, output_hidden_states: not supported; leave them out")
@@ -543,6 +577,9 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
                 f"as {CACHE}"
             )
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        documents = None
+        if position_ids is not None and attention_mask is None and past == 0:
+            documents = find_packed_sequence_indices(position_ids.expand(len(x), -1))
         if position_ids is None:
             counted = torch.ones(1, past + length, device=x.device) if mask is None else mask
             position_ids = (counted.cumsum(-1) - 1).clamp(min=0)[:, past:].long()
@@ -550,8 +587,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         width = self.config.head_dim // RULES[(self.config.normaliser or {"class": "Softmax"})["class"]].maps
         rotation = self.position.rotation(position_ids, width)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation if self.position.rotates(layer) else None, position_ids, mask, cache)
-        logits = self.head(self.norm(x)[:, -logits_to_keep:])
+            x = block(x, rotation if self.position.rotates(layer) else None, position_ids, mask, documents, cache)
+        logits = self.head(slice_logits_to_keep(self.norm(x), logits_to_keep))
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())

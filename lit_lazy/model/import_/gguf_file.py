@@ -1,7 +1,6 @@
 """Models in one GGUF file, the format of llama.cpp, quantised or not."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,67 @@ from gguf.constants import GGUFValueType, TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.imported_tokeniser import build_bpe
-from lit_lazy.model.import_.published import PublishedModel, Weight, rename
-from lit_lazy.support.errors import describe_exception, one_line
+from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.memory import require_memory
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 """Architectures, and whether the file's queries and keys are ordered for a rotation of neighbouring dimensions."""
 PARTS = {
-    "token_embd": "embedding",
-    "output_norm": "norm",
-    "output": "head",
-    "attn_norm": "attention_norm",
-    "attn_q": "attention.q",
-    "attn_k": "attention.k",
-    "attn_v": "attention.v",
-    "attn_output": "attention.out",
-    "attn_q_norm": "attention.q_norm",
-    "attn_k_norm": "attention.k_norm",
-    "ffn_norm": "mlp_norm",
-    "ffn_gate": "mlp.gate",
-    "ffn_up": "mlp.up",
-    "ffn_down": "mlp.down",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-"""Part of a tensor's name -> this project's."""
+"""Part of a tensor's name -> that of transformers."""
+ABOUT = ("general.", "tokenizer.", "quantize.", "GGUF.")
+"""Beginnings of the names of fields that are not the model's settings."""
 BLOCK_NUMBERS = 2**22
 """Numbers that are dequantised at a time."""
-MOST_PARTS = 2**22
-"""Values of one array of the header, at most; the largest vocabularies have 2**18 tokens."""
+MOST_FIELDS, MOST_VALUES, MOST_TENSORS = 2**12, 2**21, 2**16
+"""Fields of a file, values in all their arrays and tensors, at most; the largest vocabularies have 2**18 tokens."""
 
 
 class BoundedReader(GGUFReader):
     """The library's own takes a count that the file states at its word, and reads on behind the file's end."""
 
+    values = 0
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        _require_few("fields", count, MOST_FIELDS)
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        _require_few("tensors", count, MOST_TENSORS)
+        return super()._build_tensor_info(offs, count)
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:
             (count,) = self._get(orig_offs + 4, np.uint64)
-            if count > MOST_PARTS:
-                raise ValueError(f"an array of {count} values, at most {MOST_PARTS} are read")
+            self.values += int(count)
+            _require_few("values", self.values, MOST_VALUES)
         return super()._get_field_parts(orig_offs, raw_type)
 
 
-def read_gguf(path: Path) -> PublishedModel:
-    """Raises a one-line ValueError for a damaged file, or one that holds what is not known."""
+def _require_few(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"{count} {what}, at most {most} are read")
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Settings and weights, float32, by the names of transformers, and the tokeniser as JSON.
+
+    Raises a one-line ValueError for a damaged file, or one that holds what is not known.
+    """
     try:
         with np.errstate(over="raise"):  # an offset beyond 2**64 would wrap around
             reader = BoundedReader(path)
@@ -69,45 +88,49 @@ def read_gguf(path: Path) -> PublishedModel:
     kind = fields.get("general.architecture")
     if kind not in PAIRED:
         raise ValueError(f"general.architecture={kind!r}: not known in a GGUF; there are {', '.join(PAIRED)}")
-    if any(tensor.name.startswith("rope_freqs") for tensor in reader.tensors):
-        raise ValueError("rope_freqs: the scaled rotation of a GGUF is not known; import the model's safetensors")
+    numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    require_memory({"numbers": numbers}, 4 * numbers)
     try:
-        config = make_config(kind, fields)
-        heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]} if PAIRED[kind] else {}
-        weights = dict(make_weight(path, tensor, heads) for tensor in reader.tensors)
-        return PublishedModel(config, weights, make_tokenizer(fields))
+        settings, tokenizer = make_settings(kind, fields), make_tokenizer(fields)
+        weights = dict(read_weight(path, tensor, settings, PAIRED[kind]) for tensor in reader.tensors)
     except KeyError as error:
         raise ValueError(f"has no field {error}; convert the model again with llama.cpp") from None
-    except (TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"has a field of another kind ({one_line(error)})") from None
+    return settings | {"tie_word_embeddings": "lm_head.weight" not in weights}, weights, tokenizer
 
 
-def make_config(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def make_settings(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields under the names of transformers. Raises KeyError for a missing one, ValueError for an unknown one."""
-    own = {name.removeprefix(f"{kind}."): value for name, value in fields.items() if name.startswith(f"{kind}.")}
-    heads, width = own["attention.head_count"], own["embedding_length"]
-    head_dim = own.get("attention.key_length", width // heads)
+    own = {name.removeprefix(f"{kind}."): value for name, value in fields.items() if not name.startswith(ABOUT)}
+    heads, width = own.pop("attention.head_count"), own.pop("embedding_length")
+    head_dim = own.pop("attention.key_length", width // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
-        if own.get(name, head_dim) != head_dim:
-            raise ValueError(f"{kind}.{name}={own[name]}: not known with heads of {head_dim}")
-    scaling = own.get("rope.scaling.type", "none")
-    if scaling != "none":
+        if (found := own.pop(name, head_dim)) != head_dim:
+            raise ValueError(f"{kind}.{name}={found}: not known with heads of {head_dim}")
+    if (scaling := own.pop("rope.scaling.type", "none")) != "none":
         raise ValueError(f"{kind}.rope.scaling.type={scaling!r}: not known in a GGUF; import the model's safetensors")
-    return {
+    token = "tokenizer.ggml.{}_token_id"
+    ends = [fields[name] for name in map(token.format, ("eos", "eot", "eom")) if name in fields]
+    settings = {
         "model_type": kind,
         "hidden_size": width,
-        "intermediate_size": own["feed_forward_length"],
-        "num_hidden_layers": own["block_count"],
+        "intermediate_size": own.pop("feed_forward_length"),
+        "num_hidden_layers": own.pop("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "num_key_value_heads": own.pop("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": own["context_length"],
-        "rms_norm_eps": _widen(own["attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _widen(own.get("rope.freq_base", 10000.0)),
-        "sliding_window": own.get("attention.sliding_window"),
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "max_position_embeddings": own.pop("context_length"),
+        "rms_norm_eps": _widen(own.pop("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {"rope_type": "default", "rope_theta": _widen(own.pop("rope.freq_base", 10000.0))},
+        "vocab_size": own.pop("vocab_size", len(fields["tokenizer.ggml.tokens"])),
+        "bos_token_id": fields.get(token.format("bos")),
+        "eos_token_id": ends[0] if len(set(ends)) == 1 else ends or None,
+        "pad_token_id": fields.get(token.format("padding")),
     }
+    for name, value in own.items():
+        raise ValueError(f"{kind}.{name}={short_repr(value)}: not known in a GGUF; import the model's safetensors")
+    return settings
 
 
 def _widen(number: float) -> float:
@@ -115,13 +138,18 @@ def _widen(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def make_weight(path: Path, tensor: ReaderTensor, heads: Mapping[str, int]) -> tuple[str, Weight]:
-    """A tensor by this project's name. heads: of the projections, by the last part of their name, to put in order."""
-    name = rename(tensor.name, "blk", PARTS)
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    paired = heads.get(name.split(".")[-2]) if ".attention." in name else None
-    read = partial(_read_blocks, path, tensor)
-    return name, Weight(shape, read if paired is None else lambda: iter([_unpair(torch.cat([*read()]), paired)]))
+def read_weight(path: Path, tensor: ReaderTensor, settings: Mapping[str, Any], paired: bool) -> tuple[str, Tensor]:
+    """A tensor by the name of transformers; an unknown name is kept, so that transformers refuses it."""
+    stem, _, kind = tensor.name.rpartition(".")
+    block, index, part = ("", "", stem) if not stem.startswith("blk.") else stem.split(".", 2)
+    name = f"{'model.layers.' if block else ''}{index}{'.' if block else ''}{PARTS.get(part, stem)}.{kind}"
+    read = torch.empty([int(size) for size in reversed(tensor.shape)])
+    done = 0
+    for rows in _read_blocks(path, tensor):
+        read[done : done + len(rows)] = rows
+        done += len(rows)
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part) if paired else None
+    return name, read if heads is None else _unpair(read, settings[heads])
 
 
 def _read_blocks(path: Path, tensor: ReaderTensor) -> Iterator[Tensor]:
@@ -150,7 +178,9 @@ def make_tokenizer(fields: Mapping[str, Any]) -> str:
     tokens: Sequence[str] = fields["tokenizer.ggml.tokens"]
     kinds: Sequence[int] = fields["tokenizer.ggml.token_type"]
     special = {token: kind == TokenType.CONTROL for token, kind in zip(tokens, kinds, strict=True) if kind in _ADDED}
-    begin = tokens[fields["tokenizer.ggml.bos_token_id"]] if fields.get("tokenizer.ggml.add_bos_token") else None
+    added_by_default = kind == "llama-bpe"  # as by llama.cpp
+    begins = fields.get("tokenizer.ggml.add_bos_token", added_by_default)
+    begin = tokens[fields["tokenizer.ggml.bos_token_id"]] if begins else None
     return build_bpe(tokens, fields["tokenizer.ggml.merges"], special, kind, begin)
 
 

@@ -1,0 +1,125 @@
+"""Logits of an imported model beside those of transformers: what decides whether an import is right."""
+
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lit_lazy.attention import Rope
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.import_.load import one_line_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST = 1e-3
+"""Largest difference of logits, in units of their spread."""
+TOKENS = 48
+"""In each comparison, at least."""
+LONGEST = 2**14
+"""Longest text that is compared."""
+MOST_PRODUCTS = 2**40
+"""Products of tokens and weights that a long text may cost, in each of the two models: some minutes of one core."""
+
+
+@torch.no_grad()
+def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
+    """Compare a model with its source. Returns a sentence on what was compared, and what it cost.
+
+    All layers on a short text, one with a padded start, and with positions beyond every length that the settings name;
+    then on a text that is longer than every window. Raises a one-line ValueError if logits differ.
+    """
+    start = time.monotonic()
+    _share_frequencies(theirs, ours)
+    generator = torch.Generator().manual_seed(0)
+    trained = (getattr(theirs.config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
+    lengths = sorted({ours.context_length, int(trained or ours.context_length)})
+    named = getattr(theirs.config, "sliding_window", None), ours.cfg.attention.window
+    windows = sorted({window for window in named if window and window < 2 * ours.context_length})
+    reached = [window for window in windows if window + TOKENS <= LONGEST]
+    found = [_compare_padded(theirs, ours, generator)]
+    found += [_compare_far(theirs, ours, length, generator) for length in lengths]
+    found += [_compare_long(theirs, ours, window + TOKENS, generator) for window in reached[-1:]]
+    worst = max(found, key=lambda part: part if part == part else float("inf"))
+    name = type(theirs).__name__
+    if not worst <= MOST:
+        differ = f"the logits differ from those of transformers' {name} by {worst:.2g} of their spread"
+        raise ValueError(f"{differ}, at most {MOST:g}; this decoder cannot express the model")
+    same = f"the logits are those of transformers' {name} within {worst:.1g} of their spread"
+    what = f"{ours.cfg.n_layers} layers, positions up to {max(lengths):,}, windows {reached or 'none'}"
+    left = "".join(f"; no text was longer than the window of {window}" for window in windows if window not in reached)
+    return f"{same}: {what}; {time.monotonic() - start:.1f} s{left}"
+
+
+def _share_frequencies(theirs: "PreTrainedModel", ours: DecoderLM) -> None:
+    """Give both the same frequencies where they are equal up to rounding, which far positions would multiply."""
+    if isinstance(ours.cfg.position, Rope):
+        own, given = ours.position.get_buffer("frequency"), cast(Any, theirs.base_model).rotary_emb.inv_freq
+        given = pad(given, (0, len(own) - len(given)))
+        if torch.allclose(own, given, rtol=1e-5, atol=0):
+            own.copy_(given)
+
+
+def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
+
+
+def _compute_logits(theirs: "PreTrainedModel", tokens: Tensor, **options: Any) -> Tensor:
+    rotary = getattr(theirs.base_model, "rotary_emb", None)
+    if rotary is not None:
+        rotary(torch.zeros(1), torch.zeros(1, 1))  # a dynamic one keeps the frequencies of the longest text so far
+    with one_line_errors(f"{type(theirs).__name__}: cannot be compared"):
+        return theirs(tokens, use_cache=False, **options).logits
+
+
+def _compare_padded(theirs: "PreTrainedModel", ours: DecoderLM, generator: torch.Generator) -> float:
+    tokens = _draw(ours, 2, TOKENS, generator)
+    mask = torch.ones_like(tokens)
+    mask[1, : TOKENS // 3] = 0
+    expected = _compute_logits(theirs, tokens, attention_mask=mask)
+    real = mask.bool()
+    return measure_difference(ours(tokens, key_mask=real)[real], expected[real])
+
+
+def _compare_far(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
+    """Positions from 0, and then on both sides of a length."""
+    half = torch.arange(TOKENS // 2)
+    places = torch.cat((half, length - TOKENS // 4 + half)).clamp(min=0).unique()[None]
+    tokens = _draw(ours, 1, places.shape[1], generator)
+    mask = torch.ones_like(tokens)  # without it, transformers takes places for those of several texts
+    expected = _compute_logits(theirs, tokens, attention_mask=mask, position_ids=places)
+    return measure_difference(ours(tokens, place=places), expected)
+
+
+def _compare_long(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
+    """The end of a long text, in all layers, or in a large model in the first layer of each window."""
+    kept = set(range(len(ours.blocks)))
+    if length * sum(weight.numel() for weight in ours.blocks.parameters()) > MOST_PRODUCTS:
+        kept = set({mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)])}.values())
+    tokens, base = _draw(ours, 1, length, generator), cast(Any, theirs.base_model)
+    with _only(kept, base.layers, lambda x, *_, **__: x), _only(kept, ours.blocks, lambda x, _: (x, None)):
+        expected = _compute_logits(theirs, tokens, logits_to_keep=TOKENS)
+        found = ours.head(ours.compute_hidden(tokens)[:, -TOKENS:])
+    return measure_difference(found, expected)
+
+
+@contextmanager
+def _only(kept: Container[int], layers: nn.ModuleList, skip: Callable[..., Any]) -> Iterator[None]:
+    """Lets all other layers do nothing."""
+    others = [layer for index, layer in enumerate(layers) if index not in kept]
+    for layer in others:
+        layer.forward = skip
+    try:
+        yield
+    finally:
+        for layer in others:
+            del layer.forward
+
+
+def measure_difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, in units of the expected values' standard deviation."""
+    return float((found - expected).abs().max() / expected.std())

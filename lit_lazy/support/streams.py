@@ -1,0 +1,55 @@
+"""Standard streams whose failures do not undo work."""
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Outlet(io.FileIO):
+    """A stream whose reader may be gone: what is written then is lost, as in /dev/null."""
+
+    is_read = True
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self.is_read = False
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())  # child processes write to it too
+            return super().write(data)
+
+
+def prepare_streams() -> None:
+    """Let no closed stream, no pipe without a reader and no character that an encoding lacks end the process."""
+    _open_closed_streams()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # and no notebook's or test's
+            stream = _make_outlet(stream)
+            setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:backslashreplace"  # of child processes
+
+
+def is_stdout_read() -> bool:
+    """Whether no write to standard output has found its reader gone."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return not isinstance(raw, _Outlet) or raw.is_read
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed: a file, such as a database, would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
+def _make_outlet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    stream.flush()
+    buffer = io.BufferedWriter(_Outlet(stream.fileno(), "wb", closefd=False))
+    return io.TextIOWrapper(buffer, stream.encoding, line_buffering=stream.line_buffering or stream.write_through)

@@ -1,7 +1,7 @@
 """What do models show that are trained from scratch on 20 tokens a parameter? Five rules at every size of a ladder.
 
-Each rule has its best rate of `frontier_rates` at that size. The questions q_frontier_* declare which of these cells
-they rest on; this table is exploratory. Another `--base` gives other text.
+Each rule has its best rate of `frontier_rates` at that size; a size joins when the table of its rates is committed. The
+questions q_frontier_* rest on the cells of SIZES, which they take from here; this table is exploratory.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.stages import find_best_rates
+from lit_lazy.grid.stages import FirstStageMissing, find_best_rates
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming
@@ -22,8 +22,10 @@ from lit_lazy.measure.retrieval import Needle
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column
 
-SIZES = ("100k", "300k", "1m", "3m")
-"""Those of the questions."""
+SIZES = ("100k", "300k")
+"""Those of the questions: what two cores train in days."""
+EXPLORED = ("1m", "3m")
+"""Sizes for a GPU; they join the table, and no verdict, once their rates are committed."""
 LARGER = {"10m": "3m", "30m": "3m"}
 """Sizes that take each rule's rate of another size, times the ratio of the widths."""
 ASKED = ("softmax", "softmax + bias", "lazy")
@@ -83,6 +85,14 @@ def find_rate(rule: str, size: str, width: int) -> tuple[float, str]:
     return rate, f"learning rate {rate:g}: {best:g}, the best of {rule} in {folder}, by width"
 
 
+def is_rated(rule: str, size: str) -> bool:
+    """Whether the best rate of a rule at a size is committed."""
+    try:
+        return rule in find_best_rates(f"frontier_rates-frontier_{LARGER.get(size, size)}")
+    except FirstStageMissing:
+        return False
+
+
 def make_row(rule: str, size: str, ratio: int = TOKENS_PER_PARAMETER, seeds: Sequence[int] | None = None) -> Row:
     """A rule at a size of the ladder; ratio: tokens per parameter."""
     sized = experiment(f"frontier_{size}")
@@ -113,10 +123,11 @@ def make_models(name: str, rows: Sequence[Row]) -> Ablation:
 
 def ablation() -> Ablation:
     others = [rule for rule in RULES if rule not in ASKED]
-    rows = [
-        *(make_row(rule, size, seeds=SEEDS[:5]) for size in SIZES for rule in ASKED),
-        *(make_row(rule, size, seeds=FEW) for size in SIZES[:3] for rule in others),
-        *(make_row(rule, size, ratio, FEW) for ratio in RATIOS for size in SIZES[:2] for rule in ASKED),
-        *(make_row(rule, size, seeds=FEW[:1]) for size in LARGER for rule in ASKED),
+    grid = [
+        *((rule, size, TOKENS_PER_PARAMETER, SEEDS[:5]) for size in SIZES + EXPLORED for rule in ASKED),
+        *((rule, size, TOKENS_PER_PARAMETER, FEW) for size in SIZES + EXPLORED for rule in others),
+        *((rule, size, ratio, FEW) for ratio in RATIOS for size in SIZES for rule in ASKED),
+        *((rule, size, TOKENS_PER_PARAMETER, FEW[:1]) for size in LARGER for rule in ASKED),
     ]
-    return make_models("frontier", rows)
+    first, *later = grid
+    return make_models("frontier", [make_row(*first), *(make_row(*one) for one in later if is_rated(*one[:2]))])

@@ -94,7 +94,11 @@ class Record:
     def __init__(self, runs: Path, out: Path) -> None:
         self.runs, self.out = runs, out
         out.mkdir(parents=True, exist_ok=True)
-        self.result: dict[str, Any] = {**collect_provenance(out / "card.json"), "command": " ".join(sys.argv), "cells": []}
+        self.result: dict[str, Any] = {
+            **collect_provenance(out / "card.json"),
+            "command": " ".join(sys.argv),
+            "cells": [],
+        }
         self.seconds: dict[tuple[Any, ...], float] = {}
         """Of the newest cell of each shape."""
 

@@ -10,7 +10,7 @@ from lit_lazy.support.secrets import redact_text
 LONGEST_MESSAGE = 1200
 """Characters of a message; a longer one loses its middle: the beginning names the value, the end the fix."""
 
-MOST_SHOWN = 10**5
+MOST_SHOWN = 10**6
 """Items of a value that a message quotes; Python has no `repr` of its beginning alone."""
 
 

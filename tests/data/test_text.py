@@ -940,7 +940,10 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
         ),
         ({"path": "one.txt"}, r"data\.validation_share=0\.2: of 1 document none is for validation; divide the text"),
         ({"path": "good.parquet", "tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read \(No such"),
-        ({"path": "good.parquet", "tokenizer": "plain.json"}, r"data\.tokenizer='.*plain\.json': cannot be used (expected"),
+        (
+            {"path": "good.parquet", "tokenizer": "plain.json"},
+            r"data\.tokenizer='.*plain\.json': cannot be used (expected",
+        ),
         ({"path": "good.parquet", "tokenizer": "no_end.json"}, r"no_end\.json': has none of the tokens <\|endoftext"),
         (
             {"path": "good.parquet", "tokenizer": "no_end.json", "end_of_text": "<e>"},

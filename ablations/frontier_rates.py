@@ -1,7 +1,8 @@
 """Which learning rate suits each rule at a size of the ladder? One seed, a quarter of the tokens; first stage.
 
 Run on every size: `--base frontier_300k`. No second stage uses its seed. 100k had all rates, 300k (by `--rows`) those
-of 100k's optimum and its half for the rules of the questions: a wider model needs no larger one.
+of 100k's optimum and its half for the rules of the questions: a wider model needs no larger one. If the half is the
+best of a rule, 0.002 is searched too.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A stand-in for the committed table of q_text's first stage, for tests of its readers."""
+"""Stand-ins for the committed tables of first stages, for tests of their readers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,17 @@ from lit_lazy.table.records import Column, Observation, RowInfo
 NAME = "q_text_rates-stdlib_small"
 RATES = (0.002, 0.005, 0.01)
 BEST = {"softmax": 0.005, "softmax + bias": 0.002, "elastic": 0.01, "lazy": 0.005}
+FRONTIER = "frontier_rates-frontier_100k", "frontier_rates-frontier_300k"
+FRONTIER_RATES = (0.002, 0.004, 0.008, 0.016)
+FRONTIER_BEST = BEST | {
+    "softmax + bias": 0.008,
+    "elastic": 0.004,
+    "softmax": 0.008,
+    "lazy": 0.016,
+    "softmax + output gate": 0.004,
+}
+STAGES = {NAME: (RATES, BEST)} | dict.fromkeys(FRONTIER, (FRONTIER_RATES, FRONTIER_BEST))
+"""Of the first stages of all questions: the rates, and the best of each row."""
 LOSS = Column("loss/bits_per_byte", "loss")
 
 
@@ -44,7 +55,14 @@ def write_table(
     return path
 
 
+def write_all(results: Path, fail_best: bool = False) -> None:
+    """Write the tables of all first stages of questions. fail_best: with a failed seed at each row's best rate."""
+    for name, (rates, best) in STAGES.items():
+        failed = {at_rate(row, rate): 10 for row, rate in best.items()} if fail_best else None
+        write_table(results, failed, name, best, rates)
+
+
 def use_stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let second stages read the stand-in instead of the committed table."""
-    write_table(folder)
+    """Let second stages read the stand-ins instead of the committed tables."""
+    write_all(folder)
     monkeypatch.setattr(stages, "RESULTS", folder)

@@ -128,6 +128,10 @@ class Text(DataConfig):
     def hash_tokenizer(self) -> str | None:
         return self._spec.hash_file()
 
+    def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
+        """The validation tokens of a corpus that count, and their bytes per token."""
+        return slice(0, len(corpus.validation)), corpus.bytes_per_token
+
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         """Training text, and validation text unless that is a share of the training text."""
         require(bool(self.path or self.hub), "data.path", self.path, "give your text, as in --data.path=FILE")
@@ -223,41 +227,43 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
         for part in PARTS:
             corpus.check(part, np.zeros(1, int), len(getattr(corpus, part)))
     cut = functools.partial(cut_windows_with_bos, bos=config.load_tokenizer().separator) if config.bos else cut_windows
-    train, validation = cut(corpus.train, length), cut(corpus.validation, length)
+    counted, bytes_per_token = config.select_validation(corpus)
+    validation_text = corpus.validation[counted]
+    train, validation = cut(corpus.train, length), cut(validation_text, length)
     if len(train) == 0:
         raise ValueError(
             f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller length"
         )
     if len(validation) < config.validation_windows:
         raise ValueError(
-            f"data.validation_windows={config.validation_windows}: the validation text has {len(corpus.validation)} "
+            f"data.validation_windows={config.validation_windows}: the validation text has {len(validation_text)} "
             f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, or "
             f"{'a longer data.validation' if config.validation else 'a larger data.validation_share'}"
         )
     chosen = pick_evenly(len(validation), config.validation_windows)
-    corpus.check("validation", chosen * length, length + 1)
+    corpus.check("validation", counted.start + chosen * length, length + 1)
     return DataSource(
         name="text",
         vocab_size=corpus.vocab_size,
         context_length=length,
         fingerprint=corpus.fingerprint,
         info={
-            "bytes_per_token": corpus.bytes_per_token,
+            "bytes_per_token": bytes_per_token,
             "train_documents": corpus.train_documents,
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
             **{name: share for name in ("validation_overlap", "lossy_documents") if (share := getattr(corpus, name))},
-            **(measure_ngrams(train, corpus.validation, chosen, config.bos) if byte_tokens else {}),
+            **(measure_ngrams(train, validation_text, chosen, config.bos) if byte_tokens else {}),
         },
-        train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),
-        validation=_make_dataset(config, corpus, "validation", validation[chosen], chosen),
+        train=_make_dataset(config, corpus, "train", train, np.arange(len(train)) * length),
+        validation=_make_dataset(config, corpus, "validation", validation[chosen], counted.start + chosen * length),
     )
 
 
-def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, numbers: np.ndarray) -> TokenDataset:
-    """Dataset of windows `[n, L + 1]`; `numbers` `[n]` are their indices in the part."""
-    starts, length = numbers * config.context_length, config.context_length + 1
+def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, starts: np.ndarray) -> TokenDataset:
+    """Dataset of windows `[n, L + 1]`; `starts` `[n]` are their offsets in the part."""
+    length = config.context_length + 1
 
     def check(index: int | list[int]) -> None:
         corpus.check(part, np.atleast_1d(starts[index]), length)

@@ -159,7 +159,7 @@ class Varied(Evaluation):
 
     field: str
     """Field of the data's settings."""
-    values: tuple[int, ...]
+    values: tuple[int | str, ...]
     """Values of the field, measured one after the other."""
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
@@ -182,5 +182,5 @@ class Varied(Evaluation):
             found |= {f"{self.field}_{value}/{name}": x for name, x in measured.items()}
         return found
 
-    def _load_source(self, data: DataConfig, value: int) -> DataSource:
+    def _load_source(self, data: DataConfig, value: int | str) -> DataSource:
         return dataclasses.replace(data, **{self.field: value}).load()  # type: ignore[type-var]

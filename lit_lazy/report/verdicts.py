@@ -124,6 +124,12 @@ SUBJECTS: Mapping[str, Mapping[str, Phrase]] = {
         "q_adapt_sink": Phrase("SmolLM2 loses its sink", "21 % of heads and sequences keep one, 59 % had one"),
         "q_adapt_sparsity": Phrase("SmolLM2 becomes 2.9 points sparser than random scores"),
     },
+    "Compute-optimal models": {
+        "q_frontier_loss": Phrase("With its bias it is no worse than softmax on 20 tokens a parameter"),
+        "q_frontier_sink": Phrase("It removes the sink of models trained so"),
+        "q_frontier_sparsity": Phrase("Such models are sparser than random scores"),
+        "q_frontier_length": Phrase("They read four times their length no worse than softmax with the bias"),
+    },
     "Cost": {"q_cost": Phrase("On a CPU it trains at softmax's cost")},
 }
 """What of the abstract each question bears on, and its claim; a repeated question (`q_text_2`) has the entry of the

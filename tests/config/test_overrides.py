@@ -29,6 +29,7 @@ from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.packages import Packages
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.measure.evaluation import Varied
@@ -90,6 +91,8 @@ def leaf_fields():
         for field in dataclasses.fields(cls):
             if issubclass(cls, Text) and field.name in ("stream", "begin_of_text", "end_of_text"):
                 continue  # refused without others beside them, which tests/data/test_text.py gives
+            if issubclass(cls, Packages) and field.name == "validation":
+                continue  # the same, in tests/data/test_packages.py
             if issubclass(cls, Elastic) and field.name in ("tau_ramp", "tau_final", "learn_after_ramp"):
                 continue  # refused without each other
             if field.name in ("scaling", "special_tokens"):

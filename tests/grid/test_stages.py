@@ -6,9 +6,10 @@ import first_stage
 import pytest
 
 from lit_lazy.command.main import main
-from lit_lazy.config.user_files import load_attribute
+from lit_lazy.config import RunConfig
+from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.grid import stages
-from lit_lazy.grid.ablation import Row
+from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, find_best_rates
 from lit_lazy.support.named_files import find, list_available
@@ -61,30 +62,39 @@ def test_the_first_stage_has_the_rows_that_second_stages_ask_for(results: Path) 
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_stage_takes_the_rates_over_and_says_so(name: str, results: Path) -> None:
-    first_stage.write_table(results)
+def test_a_second_stage_takes_the_rates_over_and_says_so(
+    name: str, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_stage.write_all(results)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
-    first, _ = load_ablation_or_question(find("ablations", "q_text_rates"))
-    assert not {*ablation.seeds} & {*first.seeds}, "the rates were chosen by these seeds"
+    for stage in first_stage.STAGES:
+        first, _ = load_ablation_or_question(find("ablations", stage.partition("-")[0]))
+        assert not {*ablation.seeds} & {*first.seeds}, "the rates were chosen by these seeds"
+    before = {row.name: rate_of(row) for row in ablation.all_rows}
     for row in ablation.all_rows:
-        rate = row.changes["train.lr"]
-        assert rate in first_stage.BEST.values()
-        assert f"learning rate {rate:g}" in row.note
-    before = {row.name: row.changes["train.lr"] for row in ablation.all_rows}
-    first_stage.write_table(results / "other", failed={at_rate(n, rate): 10 for n, rate in first_stage.BEST.items()})
-    (results / "other" / first_stage.NAME / "table.json").replace(results / first_stage.NAME / "table.json")
+        assert before[row.name] in {rate for _, best in first_stage.STAGES.values() for rate in best.values()}
+        assert f"learning rate {before[row.name]:g}" in row.note
+    first_stage.write_all(results / "other", fail_best=True)
+    monkeypatch.setattr(stages, "RESULTS", results / "other")
     again, _ = load_ablation_or_question(find("ablations", name))
-    assert all(row.changes["train.lr"] != before[row.name] for row in again.all_rows)
+    assert all(rate_of(row) != before[row.name] for row in again.all_rows)
+
+
+def rate_of(row: Row) -> float:
+    """The learning rate of a row that changes it alone, or the whole recipe."""
+    return row.changes["train"].lr if "train" in row.changes else row.changes["train.lr"]
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_without_the_table_it_waits_in_one_line(name: str, results: Path) -> None:
+    stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
+    first, _, base = stage.partition("-")
     with pytest.raises(FirstStageMissing) as error:
         load_ablation_or_question(find("ablations", name))
     assert str(error.value) == (
-        f"{name}: needs docs/results/{first_stage.NAME}/table.json; run `lit-lazy ablate run q_text_rates --base "
-        "stdlib_small` and commit its table there"
+        f"{name}: needs docs/results/{stage}/table.json; run `lit-lazy ablate run {first} --base {base}` and "
+        "commit its table there"
     )
     assert not results.exists()
 
@@ -152,3 +162,24 @@ def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     path.write_text("def question():\n    return 1 / 0\n")
     with pytest.raises(ValueError, match=r"q_wrong\.py: line 2: ZeroDivisionError: division by zero$"):
         load_ablation_or_question(path)
+
+
+def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(results: Path) -> None:
+    path = find("ablations", "frontier")
+    with pytest.raises(FirstStageMissing, match="frontier_rates --base frontier_100k"):
+        load_ablation_or_question(path)
+    sizes = []
+    for name in first_stage.FRONTIER:
+        first_stage.write_table(results, name=name, best=first_stage.FRONTIER_BEST, rates=first_stage.FRONTIER_RATES)
+        ladder, _ = load_ablation_or_question(path)
+        sizes.append(sorted({row.name.removesuffix(" x5").removesuffix(" x80").split()[-1] for row in ladder.rows}))
+    assert sizes == [["100k"], ["100k", "300k"]]
+    cells = apply_rows(ladder)
+    for name in (name for name in SECOND if "frontier" in name):
+        asked, _ = load_ablation_or_question(find("ablations", name))
+        assert apply_rows(asked).items() <= cells.items(), "it takes the ladder's cells"
+
+
+def apply_rows(ablation: Ablation) -> dict[str, RunConfig]:
+    base = experiment(ablation.base)
+    return {row.name: row.apply_to(base) for row in ablation.all_rows}

@@ -198,17 +198,20 @@ def open_corpus(folder: Path) -> Corpus:
     )
 
 
-def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
+def make_once(
+    folder: Path, fill: Callable[[Path], None], damage_of: Callable[[Path, tuple[int, int]], str] = find_damage
+) -> None:
     """Let `fill` write the folder, unless it is intact or another process makes it meanwhile.
 
-    A damaged one is quarantined. Raises ValueError if the cache cannot be written. After any error, nothing of the
-    folder is left behind; the cache around it stays, because another process may be waiting for its lock there.
+    damage_of: finds what is damaged in the folder of a given stamp, "" if nothing. A damaged one is quarantined. Raises
+    ValueError if the cache cannot be written. After any error, nothing of the folder is left behind; the cache around
+    it stays, because another process may be waiting for its lock there.
     """
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with lock(root / f"{folder.name}.lock"):
-            if folder.exists() and (damage := find_damage(folder, read_stamp(folder))):
+            if folder.exists() and (damage := damage_of(folder, read_stamp(folder))):
                 quarantine(folder, damage)
             if not folder.exists():
                 _make_folder(folder, fill)

@@ -1,0 +1,311 @@
+"""Python sources of pinned packages: much real text, the same on every machine that installs this project's pins.
+
+Made once, into the cache of tokens: files of JSON lines with the documents, and a tokenizer trained on them.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from packaging.version import Version
+
+from lit_lazy.data.pipeline.documents import Files, Hub
+from lit_lazy.data.pipeline.shards import hash_document
+from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
+from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once
+from lit_lazy.data.text import Text
+from lit_lazy.support.checks import require
+
+PACKAGES = {
+    "GitPython": "3.2.1",
+    "Pygments": "2.21.0",
+    "SQLAlchemy": "2.1.9",
+    "anyio": "4.16.0",
+    "click": "8.5.1",
+    "datasets": "5.2.0",
+    "docker": "7.2.0",
+    "fastapi": "0.165.0",
+    "filelock": "4.2.11",
+    "fonttools": "4.68.0",
+    "gguf": "0.19.0",
+    "graphql-core": "3.2.14",
+    "gunicorn": "26.2.0",
+    "huey": "3.5.4",
+    "huggingface_hub": "2.4.0",
+    "joblib": "1.6.0",
+    "lightning": "2.6.6",
+    "matplotlib": "3.11.2",
+    "mlflow": "3.17.2",
+    "mlflow-skinny": "3.17.2",
+    "mpmath": "1.3.0",
+    "multiprocess": "0.70.19",
+    "networkx": "3.6.1",
+    "numpy": "2.4.6",
+    "opentelemetry-sdk": "1.45.2",
+    "packaging": "26.3",
+    "pandas": "3.1.1",
+    "psycopg": "3.3.9",
+    "pyarrow": "25.0.1",
+    "pydantic": "2.14.3",
+    "pyparsing": "3.3.3",
+    "scikit-learn": "1.9.1",
+    "scipy": "1.17.1",
+    "sympy": "1.14.0",
+    "torch": "2.13.0",
+    "torchmetrics": "1.9.0",
+    "triton": "3.7.1",
+    "urllib3": "2.8.0",
+}
+"""Packages of the training text, and their versions."""
+HELD_OUT = {
+    "Jinja2": "3.1.6",
+    "Werkzeug": "3.1.9",
+    "aiohttp": "3.14.5",
+    "alembic": "1.20.1",
+    "fsspec": "2026.9.0",
+    "narwhals": "2.29.0",
+    "optuna": "5.0.0",
+    "pillow": "13.0.0",
+    "rich": "15.0.0",
+}
+"""Packages of which the training text has nothing."""
+DIGEST = "1edd4e1e8643600f"
+"""Of all documents and their places."""
+TOKENIZER_DIGEST = "2f0ccd37bc96a657"
+"""Of the tokenizer's file."""
+PARTS = TRAIN, DOCUMENTS, APART = "train", "documents", "packages"
+TOKENIZER, COUNTS = "tokenizer.json", "counts.json"
+"""Names of what a folder of the corpus holds: parts of the text, the tokenizer, and numbers of files and bytes."""
+
+LEFT_OUT = re.compile(r"(^|/)(licen[cs]e|copying|_?version\.py$|__config__\.py$|_distributor_init)", re.IGNORECASE)
+"""Paths of licences, and of files that are written when a wheel is built."""
+MOST_LINE, MOST_MEAN_LINE = 1_000, 100
+"""Longest line and longest mean line of a file that people wrote (Chen et al., arXiv 2107.03374)."""
+SHINGLE = 5
+"""Lines at which two files are compared at a time."""
+ONE_IN = 4
+"""One in so many runs of lines is compared."""
+MOST_KNOWN = 0.5
+"""Largest share of a file's runs of lines that files before it may have."""
+PART_BYTES = 8 * 2**20
+VOCABULARY = 4_096
+HELD_OUT_SHARE = 0.02
+"""Share of the documents of the other packages, selected by the hash of their text, that are held out too."""
+TOKENIZER_SHARE = 0.25
+"""Share of the documents on which the tokenizer is trained."""
+
+
+class PackageFile(NamedTuple):
+    """A file of a package."""
+
+    package: str
+    path: str
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Packages(Text):
+    """Python sources of pinned packages, in the tokens of a byte-level BPE of 4,096 that is trained on them.
+
+    Files that are generated, or half of whose lines are in a file before them, are left out. `--data.path` gives other
+    text in its place, with `data.tokenizer`.
+    """
+
+    tokenizer: str = "packages"
+    """packages (the one trained on them), bytes (separator NUL), or a JSON file of the tokenizers library."""
+    validated: Literal["documents", "packages"] = "documents"
+    """Validation text: 2 % of the documents, selected by a hash, or packages of which the training text has nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path or self.hub:
+            own = self.validated == "documents"
+            require(own, "data.validated", self.validated, "has no effect on other text; set data.validation")
+            return
+        for name in ("validation", "begin_of_text", "end_of_text"):
+            value = getattr(self, name)
+            require(not value, f"data.{name}", value, "needs data.path; leave it out")
+
+    @property
+    def _spec(self) -> TokenizerSpec:
+        spec = super()._spec
+        return replace(spec, name=str(make_corpus() / TOKENIZER)) if self.tokenizer == "packages" else spec
+
+    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
+        if self.path or self.hub:
+            return super()._sources()
+        folder = make_corpus()
+        train, documents, apart = (tuple(sorted(folder.glob(f"{part}-*.jsonl"))) for part in PARTS)
+        return Files("data", "the packages", train, "text"), Files("data", "the packages", documents + apart, "text")
+
+    def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
+        if self.path or self.hub:
+            return super().select_validation(corpus)
+        counts = json.loads((make_corpus() / COUNTS).read_text())
+        documents = int(corpus.ends("validation")[counts[f"{DOCUMENTS} files"] - 1])
+        parts = {DOCUMENTS: slice(0, documents), APART: slice(documents, len(corpus.validation))}
+        found, size = parts[self.validated], sum(counts[f"{self.validated} {what}"] for what in ("files", "bytes"))
+        return found, size / (found.stop - found.start)
+
+
+def make_corpus() -> Path:
+    """Folder of the corpus in the cache, made if missing, in about a minute.
+
+    Raises a one-line ValueError if a package is missing, has another version or other sources, or if the tokenizer
+    that is trained on them is another.
+    """
+    folder = cache_folder() / f"packages-{DIGEST}"
+    if not folder.exists():
+        make_once(folder, write_corpus, damage_of=lambda *_: "")
+    return folder
+
+
+def write_corpus(folder: Path) -> None:
+    """Write the documents, the tokenizer and the counts of files into a folder."""
+    counts: Counter[str] = Counter()
+    known = KnownText()
+    parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}
+    for packages in (PACKAGES, HELD_OUT):
+        for source in read_packages(packages, counts):
+            if is_kept(source, known, counts):
+                parts[find_part(source)].append(source)
+    require_digest("sources", digest_sources(parts), DIGEST, "install the versions of requirements.txt anew")
+    for part, sources in parts.items():
+        write_part(folder, part, sources)
+        counts[f"{part} files"], counts[f"{part} bytes"] = len(sources), sum(len(source.text) for source in sources)
+    tokenizer = train_tokenizer(parts[TRAIN])
+    found = hashlib.sha256(tokenizer.encode()).hexdigest()[:16]
+    require_digest("tokenizer", found, TOKENIZER_DIGEST, "install tokenizers as in requirements.txt")
+    (folder / TOKENIZER).write_text(tokenizer)
+    (folder / COUNTS).write_text(json.dumps(counts, indent=1, sort_keys=True))
+
+
+def find_part(source: PackageFile) -> str:
+    """The part that a file belongs to."""
+    if source.package in HELD_OUT:
+        return APART
+    return DOCUMENTS if hash_document(source.text) < HELD_OUT_SHARE * 2**64 else TRAIN
+
+
+def require_digest(what: str, found: str, recorded: str, fix: str) -> None:
+    require(found == recorded, f"data=Packages: {what}", found, f"should have the digest {recorded}; {fix}")
+
+
+def read_packages(packages: Mapping[str, str], counts: Counter[str]) -> Iterator[PackageFile]:
+    """The Python files of these packages and versions, in order."""
+    for package, version in packages.items():
+        for path, file in find_sources(package, version):
+            source = PackageFile(package, path, file.read_bytes())
+            counts["files"] += 1
+            counts["bytes"] += len(source.text)
+            yield source
+
+
+def find_sources(package: str, version: str) -> list[tuple[str, Path]]:
+    """The .py files of an installed package, by its record, but for those of licences and of a build."""
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        found = None
+    fix = f"pip install {package}=={version}, or give other text by data.path"
+    right = found is not None and Version(found.version).public == version
+    require(right, f"data=Packages: {package}", found and found.version, fix)
+    assert found is not None
+    paths = sorted(str(path) for path in found.files or () if path.suffix == ".py")
+    return [(path, Path(str(found.locate_file(path)))) for path in paths if not LEFT_OUT.search(path)]
+
+
+class KnownText:
+    """Finds files that are copies, in whole or in good part, of files before them."""
+
+    def __init__(self) -> None:
+        self.documents: set[int] = set()
+        self.shingles: set[int] = set()
+
+    def find_copy(self, text: bytes) -> str:
+        """`copies` or `near copies` if a file is one of those; "" if it is new, and it is known from then on."""
+        number, shingles = hash_document(text), hash_shingles(text)
+        if number in self.documents:
+            return "copies"
+        if len(shingles & self.shingles) > MOST_KNOWN * len(shingles):
+            return "near copies"
+        self.documents.add(number)
+        self.shingles |= shingles
+        return ""
+
+
+def is_kept(source: PackageFile, known: KnownText, counts: Counter[str]) -> bool:
+    """Whether a file is part of the text; counts those that are not, by the reason."""
+    reason = "generated or empty" if not is_written(source.text) else known.find_copy(source.text)
+    if reason:
+        counts[f"files left out, {reason}"] += 1
+        counts[f"bytes left out, {reason}"] += len(source.text)
+    return not reason
+
+
+def is_written(text: bytes) -> bool:
+    """Whether a file is text that people wrote, by the lengths of its lines."""
+    try:
+        lines = [line for line in text.decode().splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        return False
+    lengths = [len(line) for line in lines]
+    within = max(lengths, default=0) <= MOST_LINE and sum(lengths) <= MOST_MEAN_LINE * len(lengths)
+    return bool(lengths) and within and b"\0" not in text
+
+
+def hash_shingles(text: bytes) -> set[int]:
+    """Hashes of a sample of the runs of SHINGLE lines; space around lines and empty lines do not count."""
+    lines = [line for line in map(bytes.strip, text.splitlines()) if line]
+    last = max(1, len(lines) - SHINGLE + 1)
+    hashes = (hash_document(b"\n".join(lines[start : start + SHINGLE])) for start in range(last))
+    return {number for number in hashes if number % ONE_IN == 0}
+
+
+def digest_sources(parts: Mapping[str, Sequence[PackageFile]]) -> str:
+    """Digest of all documents with their packages and paths, in order."""
+    digest = hashlib.sha256()
+    for part, sources in parts.items():
+        for source in sources:
+            names = f"{part} {source.package} {source.path} {len(source.text)}\n"
+            digest.update(names.encode() + source.text)
+    return digest.hexdigest()[:16]
+
+
+def write_part(folder: Path, part: str, sources: Iterable[PackageFile]) -> None:
+    """Write JSON lines into numbered files of about PART_BYTES each, so that several processes can tokenise them."""
+    blocks: list[list[str]] = []
+    room = 0
+    for source in sources:
+        line = json.dumps({"text": source.text.decode(), "package": source.package, "path": source.path})
+        if room <= 0:
+            blocks.append([])
+            room = PART_BYTES
+        blocks[-1].append(line)
+        room -= len(line)
+    for number, lines in enumerate(blocks):
+        (folder / f"{part}-{number:03}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def train_tokenizer(sources: Iterable[PackageFile]) -> str:
+    """JSON of a byte-level BPE of VOCABULARY tokens, trained on a share of the files, selected by their hash."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    bpe.decoder = decoders.ByteLevel()  # type: ignore
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # type: ignore
+    least = TOKENIZER_SHARE * 2**64
+    bpe.train_from_iterator((one.text.decode() for one in sources if hash_document(one.text) < least), trainer)
+    return bpe.to_str(pretty=True)

@@ -29,12 +29,15 @@ SHARE = 4
 """One in so many of a size's steps."""
 
 
-def shorten(field: str) -> Callable[[RunConfig], int]:
+def shorten(field: str, least: int) -> Callable[[RunConfig], int]:
     """A number of steps of the size, divided."""
-    return lambda base: max(1, getattr(base.train, field) // SHARE)
+    return lambda base: max(least, getattr(base.train, field) // SHARE)
 
 
-SHORT = {f"train.{field}": shorten(field) for field in ("steps", "warmup_steps", "val_every", "checkpoint_every")}
+SHORT = {
+    f"train.{field}": shorten(field, least)
+    for field, least in {"steps": 1, "warmup_steps": 0, "val_every": 1, "checkpoint_every": 1}.items()
+}
 
 ablation = Ablation(
     name="frontier_rates",

@@ -72,8 +72,8 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
         new = convert(model)
         words, length, state = new.embedding.num_embeddings, new.context_length, new.state_dict()
         check_size(new.cfg, words, length, state=0)  # as every command that loads the checkpoint
-        tokenizer = fit_to_embedding(tokenizer, words)
         special = find_special_tokens(model.generation_config, words)
+        tokenizer = fit_to_embedding(tokenizer, words, special.ids)
         begin, end = find_ends(tokenizer, special.ends)
         size = sum({weight.data_ptr(): weight.nbytes for weight in state.values()}.values())
     beside = options.out.with_name(checkpoints.TOKENIZER)

@@ -49,6 +49,11 @@ class SpecialTokens(CheckedFields, prefix="data.special_tokens."):
     pad: int | None = None
     """Token of padding; None for none."""
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(token for token in (self.begin, *self.ends, self.pad) if token is not None)
+
 
 class DataConfig(CheckedFields, ABC, prefix="data."):
     """Options of a data source. Subclasses are frozen dataclasses; a field's docstring is its command-line help."""

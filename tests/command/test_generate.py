@@ -224,7 +224,7 @@ def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(
     with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(needs more than 2 GiB or 30 s"):
         FileTokenizer(bpe)
     with pytest.raises(ValueError, match=r"^tokenizer.json: cannot be used \(needs more than 2 GiB or 30 s"):
-        fit_to_embedding(bpe.read_text(), 300)
+        fit_to_embedding(bpe.read_text(), 300, ())
 
 
 def test_a_text_on_which_the_library_panics_is_named(bpe: Path) -> None:
@@ -233,6 +233,23 @@ def test_a_text_on_which_the_library_panics_is_named(bpe: Path) -> None:
     tokenizer.save(str(bpe))
     with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot encode the text \(.*retry-limit"):
         FileTokenizer(bpe).encode([b"ab" * 50 + b"c"])
+
+
+def test_a_tokenizer_that_cannot_decode_each_of_its_tokens_is_refused(bpe: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
+    tokenizer.decoder = tokenizers.decoders.Strip("a", 0, 2)
+    tokenizer.save(str(bpe))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(.*crashes"):
+        FileTokenizer(bpe)
+
+
+def test_tokens_on_which_the_library_panics_are_named(bpe: Path) -> None:
+    tokenizer = FileTokenizer(bpe)
+    tokenizer.tokenizer.decoder = tokenizers.decoders.Strip("a", 0, 2)
+    (ids,) = tokenizer.encode([b"a"])
+    for decode in (lambda: list(tokenizer.decode(ids)), lambda: tokenizer.count_lossy([b"a"], [ids])):
+        with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot decode tokens \("):
+            decode()
 
 
 def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:

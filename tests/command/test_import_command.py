@@ -12,12 +12,14 @@ import gguf
 import pytest
 import torch
 from mistakes import expect_refusal
-from published import make_published, write_gguf
+from published import make_published, transformers, write_gguf
 from safetensors.torch import load_file, save_file
 from subwords import bpe
+from tokenizers import Tokenizer
 
 from lit_lazy import load
 from lit_lazy.command.main import main
+from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.import_.load import MOST_HEADER
 from lit_lazy.report.checkpoint import Request, build_reference, load_sources
 from lit_lazy.support import disk, memory
@@ -154,6 +156,10 @@ SOURCES = {
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
+    "quantised": (
+        change_config(quantization_config={"quant_method": "fp8"}),
+        "quantization_config={'quant_method': 'fp8'}: give the weights before they were quantised",
+    ),
 }
 
 
@@ -168,6 +174,31 @@ def test_a_wrong_source(
         error = expect_refusal(IMPORT, capsys)
         assert error.startswith("lit-lazy: SOURCE 'source': ")
         assert named in error
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Llama"])
+def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(
+    family: str, bpe: Path, place: Path
+) -> None:
+    make_published(place / "source", family, bpe)
+    change_config(eos_token_id=[1, 303, 302])(place / "source")
+    content = Tokenizer.from_file(str(bpe))
+    content.add_tokens(["<stop>"])  # a word, by the file
+    stop = content.token_to_id("<stop>")
+    content.save(str(place / "source" / "tokenizer.json"))
+    generation = {"eos_token_id": [1, stop], "pad_token_id": 5}
+    (place / "source" / "generation_config.json").write_text(json.dumps(generation))
+    (place / "source" / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": True}))
+    assert main(IMPORT) == 0
+    prompts = Prompts(load("new/model.ckpt").config.data, 304)
+    assert prompts.special.ids == (1, stop, 5)
+    theirs = transformers.AutoTokenizer.from_pretrained("source")
+    for text in ("a few words", " of text<stop>a", "It's 12345\n\n é"):
+        assert prompts.encode("--prompt", text.encode()) == theirs.encode(text, add_special_tokens=False)
+    assert prompts.tokenizer is not None
+    assert content.id_to_token(5) == "$"
+    (words,) = prompts.tokenizer.encode([b"$<stop><|endoftext|>"])
+    assert {*words} & {*prompts.special.ids} == {5}  # a pad that is a byte of the text too
 
 
 def test_a_tokenizer_that_is_larger_than_the_embedding(
@@ -221,11 +252,20 @@ def test_a_wrong_gguf(
             whole.replace(b"llama.rope.freq_base", b"llama.rope.freq_bass"),
             "llama.rope.freq_bass=10000.0: not known in a",
         ),
+        (
+            whole.replace(b"llama.rope.freq_base", b"split.count.of.piece"),
+            "': split.count.of.piece=10000.0: not known in a",
+        ),
         (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
         (whole.replace(b"output_norm.weight", b"output_harm.weight"), "model.norm.weight: is missing in the files"),
     ):
         (place / "source.gguf").write_bytes(content)
         assert named in expect_refusal(["import", "source.gguf", "new/model.ckpt"], capsys), named
+    base = b"llama.rope.freq_base" + struct.pack("<I", gguf.GGUFValueType.FLOAT32)
+    none = whole.replace(base + struct.pack("<f", 1e4), base.replace(b"freq_base", b"nothing12") + bytes(4))
+    assert none != whole
+    (place / "source.gguf").write_bytes(none)
+    assert main(["import", "source.gguf", "none/model.ckpt"]) == 0
     (place / "source.gguf").write_bytes(whole)
     given = ["import", "source.gguf", "new/model.ckpt"]
     assert "its SHA-256 is " in expect_refusal([*given, "--sha256", 64 * "0"], capsys)

@@ -890,6 +890,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
     (root / "plain.txt.zst").write_text("no zstd")
     with pa.output_stream(root / "bomb.jsonl.zst", compression="zstd") as file:
         file.write(b'{"text": "' + b"a" * 2**25)
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"])
+    pq.write_table(twice, root / "twice.parquet")
     write_groups(root / "rowless.parquet", [])
     write_groups(root / "groupless.parquet")
     (root / "plain.json").write_text('{"not": "a tokenizer"}')
@@ -933,6 +935,10 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
         ({"path": "rowless.parquet"}, r"data\.path='.*rowless\.parquet': contains no text; give files with text"),
         ({"path": "groupless.parquet"}, r"data\.path='.*groupless\.parquet': contains no text; give files with text"),
         ({"path": "good.parquet", "column": "no"}, r"data\.column='no': data\.path='.*' has only text, id, dump"),
+        (
+            {"path": "twice.parquet"},
+            r"data\.column='text': data\.path='.*' has only text, text; choose one with",
+        ),
         ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': has type int64 in"),
         (
             {"path": "short.txt"},

@@ -384,7 +384,8 @@ def extract_documents(tables: Iterator[Any], column: str, place: str) -> Iterato
     rows = itertools.count(1)
     for table in tables:
         names = table.schema.names
-        require(column in names, "data.column", column, f"{place} has only {format_names(names)}; choose one with text")
+        fix = f"{place} has only {format_names(names)}; choose one with text, whose name is there once"
+        require(names.count(column) == 1, "data.column", column, fix)
         kind = str(table.schema.field(column).type)
         is_text = "string" in kind and "<" not in kind
         require(is_text, "data.column", column, f"has type {kind} in {place}; choose a column with text")

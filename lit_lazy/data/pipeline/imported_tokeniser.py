@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT
+from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, make_special
 from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.errors import one_line
 
@@ -53,16 +53,18 @@ def build_bpe(
     return tokenizer.to_str()
 
 
-def fit_to_embedding(content: str, words: int) -> str:
+def fit_to_embedding(content: str, words: int, special: Sequence[int]) -> str:
     """The tokeniser with a special token for each further id of an embedding of `words` rows.
 
-    Published embeddings are often larger than their vocabulary. Raises a one-line ValueError for one that is smaller.
+    Published embeddings are often larger than their vocabulary. special: ids of tokens that are kept out of documents,
+    unless a byte or a word of the text is such a token. Raises a one-line ValueError for an embedding that is smaller.
     """
-    tokenizer = _parse(content)
+    tokenizer = parse_tokenizer(content)
     used = max(tokenizer.get_vocab().values(), default=-1) + 1
     if used > words:
         raise ValueError(f"the tokenizer has ids up to {used - 1}, the embedding only {words} rows")
     tokenizer.add_special_tokens([f"<|unused_{number}|>" for number in range(used, words)])
+    make_special(tokenizer, [token for token in special if token in tokenizer.get_added_tokens_decoder()])
     if max(tokenizer.get_vocab().values()) != words - 1:  # it gives its first free ids, which are not always the last
         raise ValueError(f"the tokenizer has unused ids below {used}, and the embedding {words} rows")
     return tokenizer.to_str(pretty=True)
@@ -73,7 +75,7 @@ def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None
 
     ends: ids of the tokens that end a text by the model's settings. Raises a one-line ValueError if there is none.
     """
-    tokenizer = _parse(content)
+    tokenizer = parse_tokenizer(content)
     plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = tokenizer.id_to_token(framed[0]) if framed[:1] != plain[:1] else None
     if any(tokenizer.token_to_id(token) is not None for token in END_OF_TEXT):
@@ -83,7 +85,8 @@ def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None
     return begin, tokenizer.id_to_token(ends[0])
 
 
-def _parse(content: str) -> "Tokenizer":
+def parse_tokenizer(content: str) -> "Tokenizer":
+    """Raises a one-line ValueError for what the library does not read, or not within limits."""
     from tokenizers import Tokenizer
 
     try:

@@ -5,10 +5,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.named_files import suggest_file
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BYTES = "bytes"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -128,6 +132,18 @@ class ByteTokenizer:
         return tokenizer.to_str()
 
 
+def make_special(tokenizer: "tokenizers.Tokenizer", ids: Sequence[int]) -> None:
+    """Keep tokens out of documents: a file may declare them as ordinary words, which are found in a text."""
+    from tokenizers import AddedToken
+
+    added = tokenizer.get_added_tokens_decoder()
+    for token in ids:
+        if (known := added.get(token)) is None:
+            known = AddedToken(tokenizer.id_to_token(token), normalized=False)
+        known.special = True
+        tokenizer.add_special_tokens([known])
+
+
 class FileTokenizer:
     """JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
 
@@ -163,26 +179,34 @@ class FileTokenizer:
             require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
         self.separator = vocabulary[end_tokens[0]]
-        # Some files declare them as ordinary words, which would be found in a document.
-        self.tokenizer.add_special_tokens([token for token in (begin_of_text, end_tokens[0]) if token])
+        make_special(self.tokenizer, [token for token in (self.begin, self.separator) if token is not None])
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, documents: list[bytes], control: bool = False) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
         self.tokenizer.encode_special_tokens = not control
-        try:
+        with self._one_line_errors("encode the text"):
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def _decode(self, batch: list[list[int]]) -> list[str]:
+        with self._one_line_errors("decode tokens"):
+            return self.tokenizer.decode_batch(batch, skip_special_tokens=False)
+
+    @contextmanager
+    def _one_line_errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # such as a missing unknown token; a panic is no Exception
             raise ValueError(
-                f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)}); use another tokenizer"
+                f"data.tokenizer={self.path!r}: cannot {action} ({one_line(error)}); use another tokenizer"
             ) from None
-        return [np.array(e.ids, np.uint32) for e in encoded]
 
     def count_lossy(self, documents: list[bytes], ids: list[np.ndarray]) -> int:
         """How many documents are not restored by decoding, but for one space that some tokenisers add at the start."""
-        texts = self.tokenizer.decode_batch([text.tolist() for text in ids], skip_special_tokens=False)
+        texts = self._decode([text.tolist() for text in ids])
         pairs = zip(documents, texts, strict=True)
         return sum(document.decode().removeprefix(" ") != text.removeprefix(" ") for document, text in pairs)
 
@@ -200,7 +224,7 @@ class FileTokenizer:
 
     def _continue(self, shown: list[int], ids: list[int]) -> str:
         """What ids add to the text of the tokens before them."""
-        before, text = self.tokenizer.decode_batch([shown, shown + ids], skip_special_tokens=False)
+        before, text = self._decode([shown, shown + ids])
         return text[len(before) :]
 
     def to_json(self) -> str:

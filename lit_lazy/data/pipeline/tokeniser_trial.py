@@ -59,6 +59,7 @@ def main() -> None:
         tokenizer = Tokenizer.from_buffer(content)
         for text in (PROBE, find_rule_text(json.loads(content))):
             tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
+        tokenizer.decode_batch([[token] for token in tokenizer.get_vocab().values()], skip_special_tokens=False)
     except MemoryError:
         raise
     except Exception:  # which a panic is not

@@ -128,7 +128,9 @@ def make_settings(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "pad_token_id": _find_token(fields, "padding"),
     }
     for name, value in own.items():
-        raise ValueError(f"{kind}.{name}={short_repr(value)}: not known in a GGUF; import the model's safetensors")
+        if value != 0 or isinstance(value, bool):  # llama.cpp takes a factor or a count of 0 for none
+            full = name if name in fields else f"{kind}.{name}"
+            raise ValueError(f"{full}={short_repr(value)}: not known in a GGUF; import the model's safetensors")
     return settings
 
 

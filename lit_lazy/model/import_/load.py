@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lit_lazy.data.pipeline.imported_tokeniser import parse_tokenizer
 from lit_lazy.model.import_.convert import find_parts
 from lit_lazy.model.import_.kinds import KINDS, PICKLES, is_hub_name
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception, one_line
+from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
 
 if TYPE_CHECKING:
@@ -86,7 +87,20 @@ def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
     if not (folder / TOKENIZER).exists():
         raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
     weights = {name: stored for file in find_files(folder, settings) for name, stored in _list_tensors(file).items()}
-    return load_model(settings, weights, folder), _read(folder / TOKENIZER).decode(errors="replace")
+    return load_model(settings, weights, folder), load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> str:
+    """The tokeniser that transformers makes of a folder's files, as JSON of the tokenizers library.
+
+    Raises a one-line ValueError if it cannot be loaded.
+    """
+    import transformers
+
+    parse_tokenizer(_read(folder / TOKENIZER).decode(errors="replace"))
+    with one_line_errors(TOKENIZER):
+        found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return found.backend_tokenizer.to_str()
 
 
 def find_files(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
@@ -135,6 +149,8 @@ def load_model(
                 generation = transformers.GenerationConfig.from_dict(_read_json(folder / GENERATION))
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type={kind!r}: is no language model of transformers")
+        if given := getattr(config, "quantization_config", None):
+            raise ValueError(f"quantization_config={short_repr(given)}: give the weights before they were quantised")
         model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             empty = model_class(config)

@@ -99,7 +99,7 @@ def load_tokenizer(folder: Path) -> str:
 
     parse_tokenizer(_read(folder / TOKENIZER).decode(errors="replace"))
     with one_line_errors(TOKENIZER):
-        found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        found: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return found.backend_tokenizer.to_str()
 
 

@@ -1,4 +1,4 @@
-"""README commands run in a tiny form, README examples work, public names import, pins agree, links resolve."""
+"""Commands and examples of README and docs/extend.md run, public names import, pins agree, links resolve."""
 
 import json
 import os
@@ -19,6 +19,18 @@ from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+RUN = README + (ROOT / "docs" / "extend.md").read_text()
+"""The pages whose commands and files are run."""
+MOST_WORDS = {
+    ("docs/extend.md",): 1200,
+    ("docs/method.md",): 6000,
+    ("docs/decisions.md",): 2500,
+    (
+        "tests/README.md", "docs/architecture.md", "docs/scale.md", "docs/adapt.md", "docs/dashboards.md",
+        "docs/api.md", "docs/tutorial.md", "kernels/README.md", "kernels/NOTES.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    ): 12000,
+}  # fmt: skip
+"""The words that pages may have together."""
 BIN = Path(sys.executable).parent
 
 
@@ -42,11 +54,11 @@ def test_every_requirement_is_pinned_and_every_dependency_has_a_pin() -> None:
     assert [name for name in sorted(pinned) if name not in decisions] == []
 
 
-def readme_commands() -> list[str]:
-    """The README's commands: `make ...` in code blocks, `.venv/bin/lit-lazy ...` and `lit-lazy ...` in code spans."""
-    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
+def find_commands() -> list[str]:
+    """The pages' commands: `make ...` in code blocks, `.venv/bin/lit-lazy ...` and `lit-lazy ...` in code spans."""
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", RUN, re.M | re.S))
     made = re.findall(r"^(make [\w-]+)", blocks, re.M)
-    spans = re.findall(r"`(?:\.venv/bin/)?(lit-lazy [^`]+)`", README)
+    spans = re.findall(r"`(?:\.venv/bin/)?(lit-lazy [^`]+)`", RUN)
     return list(dict.fromkeys([*made, *spans]))
 
 
@@ -60,9 +72,9 @@ EXEMPT = {
 }
 
 
-def test_the_readme_has_the_commands_that_are_tested() -> None:
-    assert {"make install", "make table2", "make test", "make table2-text", "make dashboard"} <= set(readme_commands())
-    assert len(readme_commands()) >= 9
+def test_the_pages_have_the_commands_that_are_tested() -> None:
+    assert {"make install", "make table2", "make test", "make table2-text", "make dashboard"} <= set(find_commands())
+    assert len(find_commands()) >= 9
 
 
 def shrink_command(command: str, runs: Path) -> list[str]:
@@ -99,9 +111,9 @@ LONG = {
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=pytest.mark.long if c in LONG else ()) for c in readme_commands() if c not in EXEMPT],
+    [pytest.param(c, marks=pytest.mark.long if c in LONG else ()) for c in find_commands() if c not in EXEMPT],
 )
-def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
+def test_a_command_of_the_pages(command: str, runs: Path, tmp_path: Path) -> None:
     write_examples(tmp_path)
     words = shrink_command(command, runs)
     where = ROOT if words[0] == "make" else tmp_path
@@ -124,9 +136,9 @@ def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
 
 
 def write_examples(folder: Path) -> list[Path]:
-    """The README's Python examples, each under the file name in its first comment."""
+    """The pages' Python examples, each under the file name in its first comment."""
     written = []
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)):
+    for number, code in enumerate(dict.fromkeys(re.findall(r"^```python\n(.*?)^```", RUN, re.M | re.S))):
         named = re.match(r"# (my_\w+\.py)", code)
         path = folder / (named[1] if named else f"example_{number}.py")
         path.write_text(code)
@@ -134,24 +146,18 @@ def write_examples(folder: Path) -> list[Path]:
     return written
 
 
-def test_readme_examples_run(tmp_path: Path) -> None:
+def test_examples_of_the_pages_run(tmp_path: Path) -> None:
     # The example of the Python API needs a grid: tests/report/test_report.py.
     names = [path.name for path in write_examples(tmp_path) if "from lit_lazy import" not in path.read_text()]
-    assert {"my_experiment.py", "my_ablation.py", "my_data.py"} <= set(names)
+    kinds = {"softpick", "bias", "data", "ablation", "factorial", "question", "search"}
+    assert {f"my_{kind}.py" for kind in kinds} <= set(names)
     for name in names:
         done = forked.run([sys.executable, name], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_data_source_trains(runs: Path, tmp_path: Path) -> None:
-    write_examples(tmp_path)
-    words = [str(BIN / "lit-lazy"), "train", "my_data.py", "--runs", str(runs), "--threads", "1"]
-    done = forked.run(words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_readme_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
-    """The README's Softpick trains, has its sparsity measured, decodes, and is a row of a table."""
+def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
+    """The pages' Softpick trains, has its sparsity measured, decodes, and is a row of a table."""
     write_examples(tmp_path)
     lines = (tmp_path / "my_softpick.py").read_text().splitlines()
     assert len(lines[1:]) <= 20  # the first line names the file
@@ -171,10 +177,10 @@ def test_the_readme_normaliser_is_short_and_does_everything(tmp_path: Path) -> N
     sparsity = {row["variant"]: row["metrics"]["sparsity/zero"]["mean"] for row in table["rows"]}
     assert 0.1 < sparsity["mine"] < 0.9
     assert sparsity["softmax"] is None
-    forked.run_in_fork(lambda: check_the_readme_normaliser(tmp_path / "my_softpick.py"))
+    forked.run_in_fork(lambda: check_the_example_of_a_normaliser(tmp_path / "my_softpick.py"))
 
 
-def check_the_readme_normaliser(file: Path) -> None:
+def check_the_example_of_a_normaliser(file: Path) -> None:
     cfg = load_experiment(file)
     model = DecoderLM(cfg.model, 64, 64, seed=0).double()
     tokens = torch.arange(20)[None]
@@ -185,7 +191,8 @@ def check_the_readme_normaliser(file: Path) -> None:
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    folders = "*.md", "kernels/*.md", "tests/*.md", "docs/**/*.md"
+    for page in (page for folder in folders for page in ROOT.glob(folder)):
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page}: {target}"
@@ -229,6 +236,11 @@ def test_the_readme_quotes_the_results_as_they_are() -> None:
     quoted = {place: cell for place, cell in grids(section).items() if not set(cell) <= set("-:")}
     assert len({row for row, _ in quoted}) == 3
     assert {place: results[place] for place in quoted} == quoted
+
+
+@pytest.mark.parametrize("pages", MOST_WORDS, ids=lambda pages: pages[0])
+def test_pages_are_short(pages: tuple[str, ...]) -> None:
+    assert sum(len((ROOT / page).read_text().split()) for page in pages) <= MOST_WORDS[pages]
 
 
 def test_the_readme_is_short_before_it_goes_into_detail() -> None:

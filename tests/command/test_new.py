@@ -1,4 +1,4 @@
-"""The files of `lit-lazy new` run as they are, and agree with the README's examples."""
+"""The files of `lit-lazy new` run as they are, and agree with the examples of docs/extend.md."""
 
 import ast
 import json
@@ -14,9 +14,9 @@ from mistakes import expect_refusal
 from lit_lazy.command.main import main
 from lit_lazy.command.new import COMMANDS, fill_template
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 OPTIONS = {"ablation": ["--dry-run"]}
-"""The README's own ablation, which is the same code, is executed by tests/test_frame.py."""
+"""The page's own ablation, which is the same code, is executed by tests/test_frame.py."""
 CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "bias": 1, "data": 1}
 
 
@@ -52,11 +52,10 @@ def strip_docstrings(text: str) -> str:
     return ast.unparse(tree)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("normaliser", "my_softpick"), ("ablation", "my_ablation"), ("data", "my_data")]
-)
-def test_the_readme_shows_what_is_written(kind: str, name: str) -> None:
-    example = re.search(rf"^```python\n(# {name}\.py.*?)^```", README, re.M | re.S)
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_page_shows_what_is_written(kind: str) -> None:
+    name = "my_softpick" if kind == "normaliser" else f"my_{kind}"
+    example = re.search(rf"^```python\n(# {name}\.py.*?)^```", PAGE, re.M | re.S)
     assert example
     assert strip_docstrings(fill_template(kind, name)) == strip_docstrings(example[1])
 

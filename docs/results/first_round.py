@@ -15,15 +15,15 @@ HERE = Path(__file__).parent
 OPENING = """\
 # The first round
 
-Fifteen questions were asked with five seeds each and judged by fixed rules: Welch's intervals, with one correlation over
-seeds for all rows of a table. Four claims were refuted, eleven stayed undecided. Thirteen were asked again at looks, with
-new seeds ([verdicts](README.md)); q_length and q_null, which are refuted, were not.
+Fifteen questions were asked with five seeds each and judged by fixed rules: Welch's intervals, with one correlation
+over seeds for all rows of a table. Four claims were refuted, eleven stayed undecided. Thirteen were asked again at
+looks, with new seeds ([verdicts](README.md)); q_length and q_null, which are refuted, were not.
 
 Commit 03268cd2 is the last with the rules, questions, tables, figures and reports of this round: `git show
-03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings are lost.
-[first-round.json.xz](first-round.json.xz) has every metric of every row and seed;
-[first_round.py](first_round.py) makes this page from it: means are recomputed, intervals are as published. They are
-simultaneous 95 % intervals.
+03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings were
+not kept, so their figures cannot be drawn again. [first-round.json.xz](first-round.json.xz) has every metric of every
+row and seed; [first_round.py](first_round.py) makes this page from it: means are recomputed, intervals, which are
+simultaneous, are as published.
 """
 
 
@@ -53,8 +53,9 @@ def _format_question(named: tuple[str, dict[str, Any]]) -> str:
     lines = [
         f"\n## {name}\n",
         f"{question['claim']}\n",
-        f"**{question['status'].capitalize()}**, n = {question['n']} on {question['base']}, {len(question['rows'])} rows. "
-        f"Primary outcome: {column['title']}; rule: {question['rule']}, margin {question['margin']:g}. Seeds {seeds}. "
+        f"**{question['status'].capitalize()}**, n = {question['n']} on {question['base']}, "
+        f"{len(question['rows'])} rows. Primary outcome: {column['title']}; rule: {question['rule']}, margin "
+        f"{question['margin']:g}. Seeds {seeds}. "
         f"Source: {question['source']}. Declared in {question['commit']} (digest {question['digest']}), run at "
         f"{run['git_sha']} in {minutes} minutes by `{run['command']}`.\n",
         "| Contrast | Mean [interval] | Verdict |",

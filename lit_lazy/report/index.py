@@ -12,7 +12,7 @@ from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
 from lit_lazy.table.document import escape_html, format_html_table, frame_html
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import parse_table
+from lit_lazy.table.stored import parse_table
 from lit_lazy.training.result import RunResult
 
 INDEX = "index.html"

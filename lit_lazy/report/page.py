@@ -104,9 +104,7 @@ def replace_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> st
 def _render_table_parts(table: Table, drawn: Mapping[str, Figure]) -> dict[str, str]:
     """The parts of a page that depend only on the table and its figures, by name."""
     opening, numbers = render_html_parts(table)
-    at_looks = table.declaration is not None and bool(table.declaration.looks)
-    captions = {"verdict": "looks"} if at_looks else {}
-    finding = {captions.get(name, name): drawn[name] for name in FINDING if name in drawn}
+    finding = {name: drawn[name] for name in FINDING if name in drawn}
     title = "What the verdict rests on" if "verdict" in drawn else "What differs"
     section = Section("finding", title, _render_grid(_render_figures(finding, ALL)))
     return {

@@ -1,6 +1,5 @@
 """Publish the table and report of an ablation in its folder and on its parent run."""
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,7 +11,6 @@ from lit_lazy.grid.plan import build_table_from_mlflow, read_plan, save_views
 from lit_lazy.grid.question import Question
 from lit_lazy.report.page import REPORT, draw_table_figures, replace_table, write_report
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
@@ -20,6 +18,7 @@ from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
+from lit_lazy.table.stored import read_table
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.tracking.views import run_link
@@ -91,11 +90,11 @@ def recompute_table(path: Path, ablation: Ablation, question: Question | None) -
     if path.is_dir():
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
     try:
-        former = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
-        table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
-        table = add_verdict(table, former.declaration)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--from {str(path)!r}: is no table.json ({describe_exception(error)})") from None
+        former = read_table(path)
+    except ValueError as error:
+        raise ValueError(f"--from {error}") from None
+    table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
+    table = add_verdict(table, former.declaration)
     if former.ablation != ablation.name:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)

@@ -1,13 +1,12 @@
 """Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.fixed_rules import compute_welch_contrast, has_fixed_rules
 from lit_lazy.table.records import (
     STATUS_ORDER,
     Column,
@@ -146,8 +145,7 @@ def _add_statistics(
     table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
     """The table with the statistics of `values`, by key of its columns."""
-    contrast = compute_welch_contrast if has_fixed_rules(table.declaration) else compute_contrast
-    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline, contrast) for c in table.columns}
+    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline) for c in table.columns}
     return replace(
         table,
         rows=tuple(
@@ -171,15 +169,9 @@ class _ColumnResults(NamedTuple):
     summary: Summary
 
 
-def _compute_results(
-    column: Column,
-    values: Values,
-    contrasts: Sequence[Contrast],
-    baseline: str,
-    contrast: Callable[[Values, Mapping[str, float], Collection[float]], Effect],
-) -> _ColumnResults:
+def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
     def compute_effect(weights: Mapping[str, float]) -> Effect:
-        effect = contrast(values, weights, column.bounds)
+        effect = compute_contrast(values, weights, column.bounds)
         if column.by_construction and effect.p is not None:
             return replace(effect, test="construction", p=None)
         return effect

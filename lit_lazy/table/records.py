@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import describe_exception, escape_controls, short_repr
-from lit_lazy.support.formats import parse_json
+from lit_lazy.support.errors import escape_controls, short_repr
 from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
@@ -538,14 +537,6 @@ class Table:
                 del measure["values"]
                 lines.append({**about, **row.labels, "metric": column.key, "better": column.better, **measure})
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
-
-
-def parse_table(text: str | bytes, named: str) -> Table:
-    """The table of a table.json. Raises a one-line ValueError that starts with `named` if the text is none."""
-    try:
-        return Table.from_json(parse_json(text))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{named}: is no table.json ({describe_exception(error)})") from None
 
 
 def format_state(unlearned: str | None) -> str:

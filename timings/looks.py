@@ -6,7 +6,6 @@ above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all
 them neither is wrong.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.declaration import BY_STATEMENT, Comparison, Declaration, Rule, Statement
 from lit_lazy.table.looks import decide_draws
-from lit_lazy.table.records import Table
+from lit_lazy.table.stored import read_table
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
 AT_ONCE, SAMPLE = 2_000, 20_000
@@ -128,7 +127,7 @@ def simulate_observed(path: Path, draws: int) -> Iterator[dict[str, Any]]:
 
     Whole seeds are drawn with replacement, so that skewness, spreads and correlations are those observed.
     """
-    table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
+    table = read_table(path)
     declared = table.declaration
     if declared is None or declared.rule in (*BY_STATEMENT, "removed"):
         return

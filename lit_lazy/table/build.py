@@ -109,7 +109,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         yardstick=spec.yardstick,
         files=dict(spec.files),
     )
-    return _add_statistics(table, values, spec.contrasts, spec.primary)
+    return add_statistics(table, values, spec.contrasts, spec.primary)
 
 
 def recompute_statistics(
@@ -128,7 +128,7 @@ def recompute_statistics(
         }
         for key in table.columns_by_key
     }
-    return _add_statistics(
+    return add_statistics(
         replace(table, columns=tuple(_declare_again(declared.get(column.key), column) for column in table.columns)),
         values,
         [contrast for contrast in contrasts if set(contrast.weights) <= names],
@@ -141,7 +141,7 @@ def _declare_again(declared: Column | None, column: Column) -> Column:
     return column if declared is None else replace(declared, by_construction=column.by_construction)
 
 
-def _add_statistics(
+def add_statistics(
     table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
     """The table with the statistics of `values`, by key of its columns."""
@@ -252,8 +252,6 @@ def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str
         variant=info.variant,
         base=info.base,
         source=info.source,
-        n=len(complete),
-        status=next((s for s in STATUS_ORDER if s in status.values()), "missing"),
         cells={s: sorted(seed for seed in status if status[seed] == s) for s in STATUS_ORDER if s in status.values()},
         reasons={str(o.seed): o.reason for o in cells if o.reason},
         git_shas=tuple(sorted({o.git_sha for o in complete if o.git_sha})),

@@ -76,8 +76,8 @@ _PROCEDURE = (
 _VERDICTS = (
     "Supported: every contrast is shown to satisfy the rule. A claimed difference is shown to have its sign; it may be "
     f"smaller than the margin. Of claims of which a contrast is false, at most {100 * ALPHA:g} % are supported in "
-    "error if outcomes are normal, and more if they are very skewed (docs/results/looks.md). The interval that shows it "
-    "is shorter than the simultaneous one that is printed: in the figures it is the thick part.",
+    "error if outcomes are normal, and more if they are very skewed (docs/results/looks.md). The interval that shows "
+    "it is shorter than the simultaneous one that is printed: in the figures it is the thick part.",
     "Refuted: at least one contrast is shown to violate it. A claimed difference is not there by the margin, a claimed "
     "equivalence is off by more than half of it, a statement holds in fewer than three quarters of trainings. Of "
     "claims that hold by the margin, equally few are refuted in error.",

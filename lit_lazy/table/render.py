@@ -430,9 +430,9 @@ def _list_commits(table: Table) -> list[str]:
     return items
 
 
-def save(table: Table, stem: Path) -> list[Path]:
-    """Write STEM.md, .csv, .tex, .json and .html; returns the paths."""
-    return write_texts(stem, _render_files(table))
+def save(table: Table, stem: Path, endings: Sequence[str] = ("md", "csv", "tex", "json", "html")) -> list[Path]:
+    """Write STEM.md, .csv, .tex, .json and .html, or only some of these; returns the paths."""
+    return write_texts(stem, {ending: text for ending, text in _render_files(table).items() if ending in endings})
 
 
 def is_saved(table: Table, stem: Path) -> bool:

@@ -172,7 +172,7 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
         in text
     )
     assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
-    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text
+    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'columns')" in text
     assert "train-backcopy_tiny complete Validation loss" in text
     assert "search-odd Its points are in its table" in text
     assert text.index("q_window_2-stdlib_small") < text.index(f"{DUO} complete") < text.index("search-odd")

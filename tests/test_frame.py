@@ -1,6 +1,5 @@
 """Commands and examples of README and docs/extend.md run, public names import, pins agree, links resolve."""
 
-import json
 import os
 import re
 import shlex
@@ -15,6 +14,7 @@ import yaml
 
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.table.stored import read_table
 from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]
@@ -173,8 +173,8 @@ def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path
     run = [str(BIN / "lit-lazy"), "ablate", "run", "both.py", "--runs", "runs", "--workers", "1"]
     done = forked.run(run, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    table = json.loads((tmp_path / "runs" / "both-backcopy_tiny" / "table.json").read_text())
-    sparsity = {row["variant"]: row["metrics"]["sparsity/zero"]["mean"] for row in table["rows"]}
+    table = read_table(tmp_path / "runs" / "both-backcopy_tiny" / "table.json")
+    sparsity = {name: measure.mean for name, measure in table.collect_measures("sparsity/zero").items()}
     assert 0.1 < sparsity["mine"] < 0.9
     assert sparsity["softmax"] is None
     forked.run_in_fork(lambda: check_the_example_of_a_normaliser(tmp_path / "my_softpick.py"))
@@ -232,7 +232,7 @@ def grids(page: str) -> dict[tuple[str, str], str]:
 
 def test_the_readme_quotes_the_results_as_they_are() -> None:
     results = grids((ROOT / "docs" / "results" / "table2-backcopy" / "table.md").read_text())
-    section = README[README.index("## What it finds") : README.index("## From Python")]
+    section = README[README.index("## What it finds") : README.index("<!-- findings -->")]
     quoted = {place: cell for place, cell in grids(section).items() if not set(cell) <= set("-:")}
     assert len({row for row, _ in quoted}) == 3
     assert {place: results[place] for place in quoted} == quoted

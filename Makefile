@@ -13,13 +13,14 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help install table2 table2-text questions smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
+.PHONY: help install table2 table2-text questions results smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
 
 help:
 	@echo "make install       create .venv only, as every target does when it is missing"
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
 	@echo "make table2-text   the same rows on real text, three seeds"
 	@echo "make questions     every declared question to its verdict, the cheapest first; LIMIT=90m for what fits"
+	@echo "make results       report, figures, CSV and LaTeX of every table in docs/results, into dist/"
 	@echo "make smollm2       fetch SmolLM2-135M and import it to models/smollm2.ckpt"
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
@@ -41,6 +42,9 @@ table2-text: .venv/.complete
 
 questions: .venv/.complete
 	$(LIT) ablate questions $(addprefix --limit ,$(LIMIT)) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+
+results: .venv/.complete
+	$(LIT) report $(patsubst %/table.json,--from %,$(wildcard docs/results/*/table.json))
 
 smollm2: models/smollm2.ckpt
 

@@ -1,13 +1,22 @@
 """Does a bias by distance beside RoPE discriminate positions as claimed? Second attempt, with looks."""
 
-from q_position import FOUND, POSITIONS, RULES, share
-
+from lit_lazy.attention import Alibi, Elastic, LearnedBias, NoBias, Rope, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
-from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.records import Contrast
+from lit_lazy.table.columns import COLUMNS, SHARE
+from lit_lazy.table.records import Column, Contrast
 
+FOUND = "accuracy/distracted"
+BIASES = {"RoPE": NoBias(), "RoPE + learned": LearnedBias(), "RoPE + ALiBi": Alibi()}
+RULES = {"softmax": Softmax(), "elastic": Elastic()}
 OTHERS = {"RoPE alone": "RoPE", "ALiBi": "RoPE + ALiBi"}
+
+
+def share(group: str, note: str, plotted: bool = False) -> Column:
+    title = f"accuracy, {group}"
+    key = f"accuracy/{group}"
+    return Column(key, title, "higher", 2, "%", scale=100, note=note, plotted=plotted, bounds=SHARE)
+
 
 question = Question(
     ablation=Ablation(
@@ -25,8 +34,8 @@ question = Question(
                 f"{name} {at}",
                 {
                     "model.attention.normaliser": rule,
-                    "model.position": POSITIONS[at][0],
-                    "model.attention.bias": POSITIONS[at][1],
+                    "model.position": Rope(),
+                    "model.attention.bias": BIASES[at],
                 },
                 source="ours",
             )

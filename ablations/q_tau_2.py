@@ -1,7 +1,6 @@
 """How should tau begin (R2, R3, R11)? Steps until half of the task is learned. Second attempt, with looks."""
 
-from q_tau import STARTS
-
+from lit_lazy.attention import Elastic
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
 from lit_lazy.table.columns import COLUMNS
@@ -9,6 +8,12 @@ from lit_lazy.table.declaration import Comparison, Statement
 from lit_lazy.table.records import Column
 
 STEPS = "steps/to_learn"
+STARTS = {
+    "ramped over 25 %": Elastic(tau_init=0.0, tau_final=1.0, tau_ramp=0.25, learn_tau=False),
+    "held at 1": Elastic(tau_init=1.0, learn_tau=False),
+    "learned from 0": Elastic(tau_init=0.0),
+    "learned from 1": Elastic(tau_init=1.0),
+}
 PAIRS = {"ramped over 25 %": "held at 1", "learned from 0": "learned from 1"}
 
 question = Question(

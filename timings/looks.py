@@ -6,7 +6,6 @@ above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all
 them neither is wrong.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from lit_lazy.support.named_files import PROJECT
-from lit_lazy.table.declaration import BY_STATEMENT, SEQUENTIAL, Comparison, Declaration, Rule, Statement
+from lit_lazy.table.declaration import BY_STATEMENT, Comparison, Declaration, Rule, Statement
 from lit_lazy.table.looks import decide_draws
-from lit_lazy.table.records import Table
+from lit_lazy.table.stored import read_table
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
 AT_ONCE, SAMPLE = 2_000, 20_000
@@ -73,7 +72,7 @@ def declare(rule: Rule, k: int) -> Declaration:
     """A question of k contrasts with margin 1."""
     statements = tuple(Statement(str(i), Comparison(f"row {i}", ">", 0.5)) for i in range(k))
     return Declaration(
-        claim="", source="", primary="", rule=rule, margin=1.0, seeds=tuple(range(LOOKS[-1])), rules=SEQUENTIAL,
+        claim="", source="", primary="", rule=rule, margin=1.0, seeds=tuple(range(LOOKS[-1])),
         looks=LOOKS, statements=statements if rule in BY_STATEMENT else (),
         contrasts={str(i): {f"row {i}": 1.0, "old": -1.0} for i in range(k)},
     )  # fmt: skip
@@ -128,9 +127,9 @@ def simulate_observed(path: Path, draws: int) -> Iterator[dict[str, Any]]:
 
     Whole seeds are drawn with replacement, so that skewness, spreads and correlations are those observed.
     """
-    table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
+    table = read_table(path)
     declared = table.declaration
-    if declared is None or not declared.looks or declared.rule in (*BY_STATEMENT, "removed"):
+    if declared is None or declared.rule in (*BY_STATEMENT, "removed"):
         return
     n = declared.looks[0]
     values = {name: m.values for name, m in table.collect_measures(declared.primary).items()}

@@ -73,7 +73,7 @@ def moderated_welch(y: Array) -> Array:
 
 
 def welch_common_seeds(y: Array) -> Array:
-    """Welch's test without the variance that rows of a seed share: `lit_lazy.table.fixed_rules`."""
+    """Welch's test without the variance that rows of a seed share, the test of the first round of questions."""
     rows, n = y.shape[1:]
     variance = y.var(-1, ddof=1)
     scores = (y - y.mean(-1, keepdims=True)) / np.sqrt(variance)[:, :, None]

@@ -9,7 +9,7 @@ OPERATIONS = (FORWARD, TRAINING, DECODE)
 STAGES_SECONDS, WORKLOAD_SECONDS, SHAPE_SECONDS = 110, 7, 13
 """Estimated seconds: gate, compilation and ceilings together; one workload; FlexAttention's compilation of a shape."""
 TRAINED, LARGEST = 0.04, 0.18
-"""Empty tiles of ten models trained on 2,048 bytes of text (docs/results/q_sparsity-stdlib_long): mean and maximum."""
+"""Empty tiles of ten models trained on 2,048 bytes of text (q_sparsity, docs/results/first-round.md): mean, maximum."""
 CLAIMED = 0.6
 """Empty tiles if the zeros of the paper's headline, 59.58 % of all weights, filled complete tiles."""
 

@@ -78,10 +78,10 @@ def find_table(name: str, runs: Path) -> Path | str:
 
 
 def _read_table(place: Path | str) -> "Table":
-    from lit_lazy.table.records import parse_table
+    from lit_lazy.support.provenance import read_committed
+    from lit_lazy.table.stored import parse_table, read_table
 
     if isinstance(place, Path):
-        return parse_table(place.read_text(encoding="utf-8", errors="replace"), repr(str(place)))
-    from lit_lazy.support.provenance import read_committed
+        return read_table(place)
 
     return parse_table(read_committed(place), repr(place))

@@ -290,12 +290,12 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
 
 def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
     """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
-    from lit_lazy.table.records import parse_table
+    from lit_lazy.table.stored import read_table
 
     file = options.runs / request.grid / "table.json"
     if not (has_looks(request.question, options) and file.exists()):
         return None
-    table, declared = parse_table(file.read_text(encoding="utf-8"), repr(str(file))), request.declaration
+    table, declared = read_table(file), request.declaration
     same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
     return table if same else None
 

@@ -40,7 +40,7 @@ def _describe_edits(options: argparse.Namespace, grid: str, storage: str) -> str
     from lit_lazy.config.serialisation import flatten
     from lit_lazy.grid.queue.queue import read_states
     from lit_lazy.support.named_files import list_available
-    from lit_lazy.table.records import parse_table
+    from lit_lazy.table.stored import read_table
 
     if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
         return ""
@@ -54,7 +54,7 @@ def _describe_edits(options: argparse.Namespace, grid: str, storage: str) -> str
         check_settings(request, former)
         file, declared = options.runs / grid / "table.json", request.declaration
         if declared is not None and file.exists():
-            begun = parse_table(file.read_text(encoding="utf-8"), repr(str(file))).declaration
+            begun = read_table(file).declaration
             if begun is not None and begun.digest != declared.digest:
                 return "its claim or rules changed since its run, so another verdict would be exploratory"
     except ValueError as error:

@@ -1,6 +1,7 @@
 """`lit-lazy ablate verdicts`"""
 
 import argparse
+import os
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, folder, path
@@ -18,15 +19,19 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--out", metavar="PAGE.md", type=path, help="also write them to a Markdown page")
     parser.add_argument(
-        "--readme",
+        "--insert",
         metavar="README.md",
         type=path,
-        help="also list the latest verdicts in this file, between <!-- verdicts --> and <!-- end of verdicts -->",
+        action="append",
+        default=[],
+        help="also fill in the tables of this file, between <!-- findings --> or <!-- verdicts --> and <!-- end -->; "
+        "repeatable",
     )
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.verdicts import format_page, format_summary, read_questions, replace_findings
+    from lit_lazy.report.findings import collect_answers, fill_tables
+    from lit_lazy.report.verdicts import format_page, format_summary, read_questions
     from lit_lazy.support.disk import check_writable_file, write_text
 
     if options.out is not None:
@@ -36,18 +41,24 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     found = read_questions(options.folder)
     if not found:
         raise ValueError(
-            f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
+            f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_text_2` makes one"
         )
-    if options.readme is not None:
-        try:
-            former = options.readme.read_text(encoding="utf-8")
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror}); name a file with both markers"
-            raise ValueError(f"--readme {str(options.readme)!r}: {problem}") from None
-        write_text(options.readme, replace_findings(former, found))
+    answers = collect_answers(found, options.folder)
+    pages = {
+        file: fill_tables(_read(file), answers, os.path.relpath(options.folder, file.parent)) for file in options.insert
+    }
     if options.out is not None:
-        text = format_page(found, options.out.parent)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(options.out, text)
+        pages[options.out] = format_page(found, options.folder, options.out.parent)
+    for file, text in pages.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
     print(format_summary(found))
     return 0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); name a file with a pair of markers"
+        raise ValueError(f"--insert {str(file)!r}: {problem}") from None

@@ -17,6 +17,7 @@ from lit_lazy.command import (
     ablate_list,
     ablate_pack,
     ablate_questions,
+    ablate_rates,
     ablate_run,
     ablate_search,
     ablate_status,
@@ -63,6 +64,7 @@ def make_parser() -> Parser:
         ablate_table,
         ablate_compare,
         ablate_pack,
+        ablate_rates,
         ablate_verdicts,
         ablate_list,
     ):

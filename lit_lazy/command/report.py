@@ -12,6 +12,16 @@ def add_to(commands: Commands) -> None:
         commands, "report", report, "rebuild an ablation's report from MLflow, or a page with links to all reports"
     )
     add_grid(parser, "; without it, the page over all results in --runs")
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        metavar="FOLDER",
+        type=path,
+        action="append",
+        default=[],
+        help="report, figures and all formats of the table.json in this folder, such as docs/results/table2-backcopy, "
+        "without its runs; repeatable",
+    )
     parser.add_argument("--ui-url", metavar="URL", help="address of the MLflow UI, to which the report links its runs")
     parser.add_argument(
         "--figures",
@@ -24,7 +34,8 @@ def add_to(commands: Commands) -> None:
         "--out",
         metavar="FILE",
         type=path,
-        help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs)",
+        help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs; with "
+        "--from, FOLDER/report.html in dist)",
     )
     add_open(parser)
     add_runs(parser)
@@ -34,12 +45,34 @@ def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import open_page
     from lit_lazy.support.disk import write_text
 
+    if options.sources:
+        return _report_tables(options)
     file, page = _render_index(options) if options.ablation is None else _render_report(options)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
     print(f"report:     {file}", flush=True)
     if options.open:
         open_page(file.resolve().as_uri())
+    return 0
+
+
+def _report_tables(options: argparse.Namespace) -> int:
+    """The reports of stored tables."""
+    from lit_lazy.report.page import REPORT
+    from lit_lazy.report.publish import write_table_report
+    from lit_lazy.support.disk import check_writable_file
+    from lit_lazy.table.stored import TABLE
+
+    given = {"NAME": options.ablation, "--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
+    if named := [option for option, value in given.items() if value]:
+        raise ValueError(f"--from, {named[0]}: a stored table has no runs; leave one of the two out")
+    if options.out and len(options.sources) > 1:
+        raise ValueError(f"--out {str(options.out)!r}: is one file, --from names {len(options.sources)} folders")
+    for source in options.sources:
+        file = options.out or Path("dist") / source.resolve().name / REPORT
+        check_writable_file("--out", file)
+        write_table_report(source / TABLE, file)
+        print(f"report:     {file}", flush=True)
     return 0
 
 

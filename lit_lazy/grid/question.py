@@ -11,13 +11,18 @@ from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_errors
 from lit_lazy.grid.ablation import Ablation, Row, load_ablation
-from lit_lazy.grid.stages import RESULTS, FirstStageMissing
+from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
+from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.support.typecheck import check_kinds
-from lit_lazy.table.declaration import FIXED, SEQUENTIAL, Declaration, Rule, Statement, Verdict
+from lit_lazy.table.declaration import Declaration, Rule, Statement, Verdict
 from lit_lazy.table.looks import ALPHA, find_open_rows
-from lit_lazy.table.records import Contrast, Table
+from lit_lazy.table.records import Contrast
+from lit_lazy.table.stored import TABLE, read_table
+
+RESULTS = PROJECT / "docs" / "results"
+"""Folder of published tables."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,13 @@ class Question:
     """Why a first look has fewer than ten seeds."""
     after: str = ""
     """The question that this one repeats, perhaps with another outcome; its verdict is shown beside this one."""
-    fixed_rules: bool = False
-    """Judge by the rules of `lit_lazy.table.fixed_rules`, under which the questions of earlier tables were declared."""
 
     def __post_init__(self) -> None:
         is_ablation = isinstance(self.ablation, Ablation)
         name = f"question {self.ablation.name!r}" if is_ablation else "question"
         check_kinds(name, self)
-        require(not (self.looks and self.fixed_rules), f"{name}: fixed_rules", True, "has no looks; leave one out")
-        bounded = self.rule == "removed" and not self.fixed_rules
         fix = "is not used by the rule `removed`, whose bounds are `removed` and `kept`; leave it out"
-        require(not (bounded and self.margin), f"{name}: margin", self.margin, fix)
+        require(not (self.rule == "removed" and self.margin), f"{name}: margin", self.margin, fix)
         require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
         few = self.few_seeds_because
         require(not few or bool(few.strip()), f"{name}: few_seeds_because", few, "must be a sentence, or left out")
@@ -89,8 +90,8 @@ class Question:
 
     @property
     def all_looks(self) -> tuple[int, ...]:
-        """The looks, or the only one; none under fixed rules."""
-        return self.looks or (() if self.fixed_rules else (len(self.ablation.seeds),))
+        """The looks, or the only one."""
+        return self.looks or (len(self.ablation.seeds),)
 
     @property
     def full_ablation(self) -> Ablation:
@@ -106,7 +107,8 @@ class Question:
         return [(row, seeds) for row in self.ablation.all_rows if row.name in names]
 
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
-        """The declaration on an experiment, with the commit of the first file, the question's.
+        """The declaration on an experiment, with the commit of the first file, the question's, or that of a published
+        table with this declaration.
 
         files: all files that define it. The commit is empty if one of them, or of the files that they import from their
         folders, has uncommitted changes.
@@ -116,12 +118,10 @@ class Question:
             config = row.apply_to(base)
             rows[row.name] = [to_minimal_dict(config), hash_user_code(config)]
         declared = self.partial_declaration
-        bounds = [[ALPHA, *declared.weights]] if declared.looks else []
-        content = json.dumps([declared.to_json(), base_name, rows, *bounds], sort_keys=True)
+        content = json.dumps([declared.to_json(), base_name, rows, [ALPHA, *declared.weights]], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         commit = "" if hash_uncommitted(files) else find_last_commit(files[0])
-        declared = replace(declared, digest=digest, commit=commit)
-        return _add_earlier_verdict(declared) if self.after else declared
+        return _recall(replace(declared, digest=digest, commit=commit), self.ablation.name, base_name)
 
     @property
     def partial_declaration(self) -> Declaration:
@@ -132,7 +132,6 @@ class Question:
             primary=self.primary,
             contrasts={contrast.name: dict(contrast.weights) for contrast in self.contrasts},
             statements=tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
-            rules=FIXED if self.fixed_rules else SEQUENTIAL,
             looks=self.all_looks,
             few_seeds_because=self.few_seeds_because,
             after=self.after,
@@ -145,10 +144,19 @@ class Question:
         )
 
 
-def _add_earlier_verdict(declared: Declaration) -> Declaration:
-    """The declaration with verdict and seeds of the question before it, if docs/results has its table."""
-    for path in sorted(RESULTS.glob(f"{declared.after}-*/table.json")):
-        table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
+def _recall(declared: Declaration, name: str, base_name: str) -> Declaration:
+    """The declaration with the commit at which it was made, and what is known of the question before it.
+
+    A file may change without its declaration: if a published table has the same digest, its commit counts. Without such
+    a table the question before it is that of a published table.
+    """
+    path = RESULTS / f"{name}-{base_name}" / TABLE
+    known = read_table(path).declaration if path.exists() else None
+    if known is not None and known.digest == declared.digest:
+        earlier = replace(declared, earlier=known.earlier, earlier_seeds=known.earlier_seeds)
+        return replace(earlier, commit=known.commit) if declared.commit else earlier
+    for path in sorted(RESULTS.glob(f"{declared.after}-*/{TABLE}")) if declared.after else ():
+        table = read_table(path)
         if table.verdict is not None:
             seeds = sorted({seed for row in table.rows for seed in row.seeds})
             return replace(declared, earlier=table.verdict.sentence, earlier_seeds=tuple(seeds))

@@ -1,22 +1,27 @@
-"""Second stages: questions and ablations that use results from the committed table of another ablation."""
+"""Second stages: ablations whose rows train at the best learning rates that another ablation, the first stage, found.
+
+The rates stand in `ablations/rates.json`, by the first stage's folder and row; `lit-lazy ablate rates` writes them.
+"""
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from pathlib import Path
 
 from lit_lazy.grid.ablation import Row
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.records import Table
 
-RESULTS = PROJECT / "docs" / "results"
-"""Folder of committed tables."""
+RATES = "ablations/rates.json"
+"""In the working directory or the project."""
 AT = " at "
 
 
 class FirstStageMissing(ValueError):
-    """The table of the first stage does not exist yet."""
+    """The rates of the first stage are not known yet."""
 
 
 def at_rate(row: str, rate: float) -> str:
@@ -25,42 +30,60 @@ def at_rate(row: str, rate: float) -> str:
 
 
 def find_best_rates(folder: str) -> dict[str, float]:
-    """The learning rate with the lowest mean primary outcome for each row, among the rates in row names.
+    """The best learning rate of each row in a first stage's folder, such as `rivals_rates-backcopy`.
 
-    folder: the first stage's results, such as `q_text_rates-stdlib_small`. Rates with a failed seed are skipped. Raises
-    `FirstStageMissing` if there is no table, ValueError if a row is finished at no rate.
+    Raises `FirstStageMissing` if they are not known, ValueError if the file is damaged.
     """
-    path = RESULTS / folder / "table.json"
-    where = f"docs/results/{folder}/table.json"
+    for root in (Path.cwd(), PROJECT):
+        if folder in (rates := _read_rates(root / RATES)):
+            return dict(rates[folder])
     first, _, base = folder.partition("-")
     command = f"lit-lazy ablate run {first} --base {base}"
+    raise FirstStageMissing(f"needs the rates of {folder}; `{command}`, then `lit-lazy ablate rates runs/{folder}`")
+
+
+def _read_rates(path: Path) -> Mapping[str, Mapping[str, float]]:
     try:
-        table = _parse_table(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FirstStageMissing(f"needs {where}; run `{command}` and commit its table there") from None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{where}: is no table.json ({describe_exception(error)}); take that of {first}") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: is no table of rates ({describe_exception(error)})") from None
+
+
+def save_best_rates(table: Table, folder: str) -> Path:
+    """Add the best rates of a first stage to the file of rates in the working directory; returns its path."""
+    path = Path(RATES)
+    rates = {**_read_rates(path), folder: choose_best_rates(table)}
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, json.dumps(rates, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def choose_best_rates(table: Table) -> dict[str, float]:
+    """The learning rate with the lowest mean primary outcome for each row, among the rates in row names.
+
+    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate.
+    """
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for row in table.rows:
         name, _, rate = row.variant.rpartition(AT)
+        if not name:
+            raise ValueError(
+                f"{table.ablation}: row {row.variant!r} names no rate, such as {at_rate(row.variant, 0.01)}"
+            )
         means, measured = found[name], row.metrics.get(table.primary or "")
         if row.status == "complete" and measured is not None and measured.mean is not None:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:
-        raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `{command}`")
+        raise ValueError(f"{table.ablation}: {undecided[0]!r} is finished at no rate; finish `{table.command}`")
     return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
-
-
-@lru_cache(maxsize=8)
-def _parse_table(text: str) -> Table:
-    """Cached: each row of a second stage reads its rate from the same table."""
-    return Table.from_json(json.loads(text))
 
 
 def at_best_rate(row: Row, of: str, folder: str) -> Row:
     """`row` with the best learning rate of the first stage's row `of` (`find_best_rates`), which its note names."""
     rates = find_best_rates(folder)
     if of not in rates:
-        raise ValueError(f"docs/results/{folder}/table.json: has no {of!r}; it has {', '.join(rates)}")
+        raise ValueError(f"{RATES}: {folder} has no {of!r}; it has {', '.join(rates)}")
     note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"
     return replace(row, changes={**row.changes, "train.lr": rates[of]}, note="; ".join(filter(None, (row.note, note))))

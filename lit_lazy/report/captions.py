@@ -3,12 +3,6 @@
 CAPTIONS = {
     "verdict": (
         "What the verdict rests on",
-        "Each declared contrast with the interval that its rule uses; the intervals hold simultaneously. A claimed "
-        "difference is also refuted if it is equivalent within the margin, which two one-sided tests show by a "
-        "narrower interval.",
-    ),
-    "looks": (
-        "What the verdict rests on",
         "Each declared contrast at the looks that were made, with the regions in which its rule supports or refutes "
         "the claim; the intervals of all looks and contrasts hold simultaneously.",
     ),

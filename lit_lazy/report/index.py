@@ -10,9 +10,10 @@ from urllib.parse import quote
 from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
+from lit_lazy.support.formats import NewerFormatError
 from lit_lazy.table.document import escape_html, format_html_table, frame_html
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import parse_table
+from lit_lazy.table.stored import parse_table
 from lit_lazy.training.result import RunResult
 
 INDEX = "index.html"
@@ -82,7 +83,7 @@ def _read_entry(folder: Path) -> IndexEntry:
         return IndexEntry(folder, "search", "", "Its points are in its table, best first.", "", changed)
     try:
         table = parse_table(file.read_bytes(), "table.json")
-    except ValueError as error:
+    except (ValueError, NewerFormatError) as error:
         return IndexEntry(folder, "other", "damaged", str(error), "", changed)
     done, cells = table.count_cells()
     finding = " ".join(describe_findings(table))

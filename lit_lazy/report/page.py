@@ -20,7 +20,7 @@ from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
-from lit_lazy.report.template import PAGE, STYLE, Section, mark_part, replace_parts
+from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
@@ -59,7 +59,7 @@ def write_report(
     """
     data = _load_data(tracker, parent_id, table)
     path, of_trainings = folder / REPORT, _draw_training_figures(data)
-    write_text(path, _render_page(data, of_table, of_trainings))
+    write_text(path, _render_report_page(data, of_table, of_trainings))
     saved = (figures.save_figure(figure, folder / name) for name, figure in of_trainings.items())
     return [path, *(file for files in saved for file in files)]
 
@@ -72,7 +72,7 @@ def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, d
     """
     address = None if ui_url is None else _parse_ui_url(ui_url)
     data = _load_data(tracker, parent_id, build_table_from_mlflow(tracker, parent_id), address, drawn)
-    return _render_page(data, draw_table_figures(data.table), _draw_training_figures(data))
+    return _render_report_page(data, draw_table_figures(data.table), _draw_training_figures(data))
 
 
 def draw_table_figures(table: Table) -> dict[str, Figure]:
@@ -87,55 +87,42 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def replace_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
-    """The text of a report with its table, and the figures that `draw_table_figures` made of it, replaced.
-
-    Raises a one-line ValueError if the file is not a report of this version.
-    """
-    parts = _render_table_parts(table, drawn)
-    try:
-        return replace_parts(report.read_text(encoding="utf-8"), parts)
-    except ValueError:
-        raise ValueError(
-            f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one"
-        ) from None
+def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
+    """The report of a table without its runs. drawn: `draw_table_figures` of it."""
+    return _render_page(table, drawn, {}, [])
 
 
-def _render_table_parts(table: Table, drawn: Mapping[str, Figure]) -> dict[str, str]:
-    """The parts of a page that depend only on the table and its figures, by name."""
-    opening, numbers = render_html_parts(table)
-    at_looks = table.declaration is not None and bool(table.declaration.looks)
-    captions = {"verdict": "looks"} if at_looks else {}
-    finding = {captions.get(name, name): drawn[name] for name in FINDING if name in drawn}
-    title = "What the verdict rests on" if "verdict" in drawn else "What differs"
-    section = Section("finding", title, _render_grid(_render_figures(finding, ALL)))
-    return {
-        "opening": opening,
-        "finding-link": f"{section.link}\n" if finding else "",
-        "finding": section.html if finding else "",
-        "table": numbers,
-        "figures": _render_figures({name: figure for name, figure in drawn.items() if name not in FINDING}, ALL),
-    }
-
-
-def _render_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
-    parts = {name: mark_part(name, html) for name, html in _render_table_parts(data.table, of_table).items()}
-    overall = parts["figures"] + _render_figures(of_trainings, ALL)
-    sections = [
-        Section("table", f"Results: {data.table.ablation}", parts["table"], heading=False),
-        *([Section("figures", "Figures over all variants", _render_grid(overall))] if "<figure" in overall else []),
+def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
+    of_runs = [
         Section("variants", "Figures of each variant", _render_variant_figures(data)),
         Section("run", "What was run", _render_run_facts(data)),
-        Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
         Section("runs", "Runs", f"<details><summary>All {len(data.runs)}</summary>{_render_runs(data)}</details>"),
+    ]
+    return _render_page(data.table, of_table, of_trainings, of_runs)
+
+
+def _render_page(
+    table: Table, of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure], of_runs: Sequence[Section]
+) -> str:
+    opening, numbers = render_html_parts(table)
+    finding = {name: of_table[name] for name in FINDING if name in of_table}
+    others = {name: figure for name, figure in of_table.items() if name not in FINDING}
+    overall = _render_figures(others | dict(of_trainings), ALL)
+    title = "What the verdict rests on" if "verdict" in of_table else "What differs"
+    sections = [
+        *([Section("finding", title, _render_grid(_render_figures(finding, ALL)))] if finding else []),
+        Section("table", f"Results: {table.ablation}", numbers, heading=False),
+        *([Section("figures", "Figures over all variants", _render_grid(overall))] if overall else []),
+        Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
+        *of_runs,
     ]
     page = PAGE.format(
         style=STYLE,
-        title=escape_html(f"{data.plan.ablation} on {data.plan.base}"),
-        summary=f"{len(data.table.rows)} variants, {_format_completeness(data.table)}",
-        opening=parts["opening"],
-        outline=parts["finding-link"] + "".join(section.link for section in sections),
-        sections=parts["finding"] + "".join(section.html for section in sections),
+        title=escape_html(f"{table.ablation} on {table.base}"),
+        summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
+        opening=opening,
+        outline="".join(section.link for section in sections),
+        sections="".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
 

@@ -1,6 +1,5 @@
 """Publish the table and report of an ablation in its folder and on its parent run."""
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,9 +9,8 @@ from lit_lazy import figures
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.plan import build_table_from_mlflow, read_plan, save_views
 from lit_lazy.grid.question import Question
-from lit_lazy.report.page import REPORT, draw_table_figures, replace_table, write_report
+from lit_lazy.report.page import REPORT, draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
@@ -20,6 +18,7 @@ from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
+from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.tracking.views import run_link
@@ -83,31 +82,38 @@ def save_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, d
 
 
 def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:
-    """Recompute the statistics of a table.json and rewrite it, its other formats and its figures in place.
+    """Recompute the statistics of a table.json by what an ablation declares; rewrite it, and the table.md beside it.
 
-    In a report in the same folder, the table and its figures are replaced; figures of runs stay. Raises a one-line
-    ValueError if the file is not a table of this ablation, or if its declaration differs from the question's.
+    Raises a one-line ValueError if the file is not a table of this ablation, or if its declaration differs from the
+    question's.
     """
     if path.is_dir():
-        raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
+        raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / TABLE}")
     try:
-        former = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
-        table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
-        table = add_verdict(table, former.declaration)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--from {str(path)!r}: is no table.json ({describe_exception(error)})") from None
+        former = read_table(path)
+    except ValueError as error:
+        raise ValueError(f"--from {error}") from None
     if former.ablation != ablation.name:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)
-    report = path.with_name(REPORT)
-    drawn = draw_table_figures(table)
-    page = replace_table(report, table, drawn) if report.exists() else None
-    save(table, path.with_suffix(""))
-    if page is not None:
-        write_text(report, page)
-    for name, figure in drawn.items():
-        figures.save_figure(figure, path.parent / name)
+    table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
+    table = add_verdict(table, former.declaration)
+    save(table, path.with_suffix(""), ("md", "json"))
     return table
+
+
+def write_table_report(source: Path, file: Path) -> None:
+    """Write the report of a table.json to a file, and the table's other formats and its figures beside it.
+
+    Raises a one-line ValueError if the source is no table.json.
+    """
+    table = read_table(source)
+    drawn = draw_table_figures(table)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, render_table_report(table, drawn))
+    save(table, file.parent / "table")
+    for name, figure in drawn.items():
+        figures.save_figure(figure, file.parent / name)
 
 
 def _check_declaration(path: Path, declared: Declaration | None, question: Question | None) -> None:

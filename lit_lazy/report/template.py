@@ -1,6 +1,5 @@
 """The template of a report's page: its style, its frame, and parts that can be replaced. No scripts, no network."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lit_lazy.table.document import escape_html
@@ -96,27 +95,3 @@ class Section:
     def html(self) -> str:
         heading = f"<h2>{escape_html(self.title)}</h2>\n" if self.heading else ""
         return f'<section id="{self.id}">\n{heading}{self.body}\n</section>\n'
-
-
-BEGIN, END = "<!-- part {} -->\n", "<!-- end {} -->\n"
-"""Markers around a replaceable part. The rest of a page cannot contain them: all text in it is escaped."""
-
-
-def mark_part(name: str, html: str) -> str:
-    """The HTML between the markers of a part."""
-    return BEGIN.format(name) + html + END.format(name)
-
-
-def replace_parts(page: str, parts: Mapping[str, str]) -> str:
-    """The page with new HTML between the markers of each part.
-
-    Raises ValueError if a part is not in the page, unless its new HTML is empty.
-    """
-    for name, html in parts.items():
-        before, begin, rest = page.partition(BEGIN.format(name))
-        _, end, after = rest.partition(END.format(name))
-        if end:
-            page = before + begin + html + end + after
-        elif html:
-            raise ValueError(f"part {name!r}: is not in the page")
-    return page

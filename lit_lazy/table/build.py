@@ -1,13 +1,12 @@
 """Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.fixed_rules import compute_welch_contrast, has_fixed_rules
 from lit_lazy.table.records import (
     STATUS_ORDER,
     Column,
@@ -110,7 +109,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         yardstick=spec.yardstick,
         files=dict(spec.files),
     )
-    return _add_statistics(table, values, spec.contrasts, spec.primary)
+    return add_statistics(table, values, spec.contrasts, spec.primary)
 
 
 def recompute_statistics(
@@ -129,7 +128,7 @@ def recompute_statistics(
         }
         for key in table.columns_by_key
     }
-    return _add_statistics(
+    return add_statistics(
         replace(table, columns=tuple(_declare_again(declared.get(column.key), column) for column in table.columns)),
         values,
         [contrast for contrast in contrasts if set(contrast.weights) <= names],
@@ -142,12 +141,11 @@ def _declare_again(declared: Column | None, column: Column) -> Column:
     return column if declared is None else replace(declared, by_construction=column.by_construction)
 
 
-def _add_statistics(
+def add_statistics(
     table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
     """The table with the statistics of `values`, by key of its columns."""
-    contrast = compute_welch_contrast if has_fixed_rules(table.declaration) else compute_contrast
-    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline, contrast) for c in table.columns}
+    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline) for c in table.columns}
     return replace(
         table,
         rows=tuple(
@@ -171,15 +169,9 @@ class _ColumnResults(NamedTuple):
     summary: Summary
 
 
-def _compute_results(
-    column: Column,
-    values: Values,
-    contrasts: Sequence[Contrast],
-    baseline: str,
-    contrast: Callable[[Values, Mapping[str, float], Collection[float]], Effect],
-) -> _ColumnResults:
+def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
     def compute_effect(weights: Mapping[str, float]) -> Effect:
-        effect = contrast(values, weights, column.bounds)
+        effect = compute_contrast(values, weights, column.bounds)
         if column.by_construction and effect.p is not None:
             return replace(effect, test="construction", p=None)
         return effect
@@ -260,8 +252,6 @@ def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str
         variant=info.variant,
         base=info.base,
         source=info.source,
-        n=len(complete),
-        status=next((s for s in STATUS_ORDER if s in status.values()), "missing"),
         cells={s: sorted(seed for seed in status if status[seed] == s) for s in STATUS_ORDER if s in status.values()},
         reasons={str(o.seed): o.reason for o in cells if o.reason},
         git_shas=tuple(sorted({o.git_sha for o in complete if o.git_sha})),

@@ -8,10 +8,9 @@ from typing import Any
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned
-from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import ContrastMeasure, Table, TableRow
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
-from lit_lazy.table.statistics import Effect, compute_contrast
+from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
 Settings = Mapping[str, Mapping[str, str]]
 """The settings of rows: values as text, by row and dotted path."""
@@ -110,9 +109,7 @@ def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, T
     if paired:
         effect = compute_contrast({"first": values[0], "second": values[1]}, weights, bounds)
     else:
-        # The rows must share no seed: values of equal seeds would be taken for pairs.
-        apart = {-1 - seed: value for seed, value in values[1].items()}
-        effect = compute_welch_contrast({"first": values[0], "second": apart}, weights, bounds, correlation=0.0)
+        effect = compute_unpaired_difference(values[1], values[0], bounds)
     return RowComparison(
         rows[0].variant, (measures[0].mean, measures[1].mean), (len(values[0]), len(values[1])), paired, effect
     )

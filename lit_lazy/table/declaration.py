@@ -13,24 +13,22 @@ Rule = Literal["lower", "higher", "same", "no_worse", "mostly", "removed", "alon
 """The claim about every contrast.
 
 lower, higher: the weighted sum is below or above 0. Refuted if it is not so by the margin.
-same: the weighted sum is equivalent to 0 within the margin. Refuted if it is off by more than half of the margin; under
-the rules of fixed seeds, of the margin.
+same: the weighted sum is equivalent to 0 within the margin. Refuted if it is off by more than half of the margin.
 no_worse: the weighted sum is below the margin. Refuted if it is above 0.
 mostly: a statement holds in more than half of all trainings. Refuted if it holds in fewer than three quarters.
 removed: rows with positive weight lie below `Declaration.removed` while rows with negative weight lie above
 `Declaration.kept`. Refuted if both lie above `kept`.
-alone: `mostly`, and of no rival; under the rules of fixed seeds, `removed`, and of no row with negative weight.
+alone: `mostly`, and of no rival.
 """
 Status = Literal["supported", "refuted", "undecided"]
-MOST_CONTRASTS, FEWEST_SEEDS, MOST_SEEDS = 5, 5, 1000
-"""Limits of a question; MOST_SEEDS is the largest number of seeds reported as deciding."""
-FIXED, SEQUENTIAL = 1, 2
-"""Versions of the rules: all seeds at once (`fixed_rules`), and looks in sequence (`looks`)."""
+MOST_CONTRASTS = 5
+RULES = 2
+"""Version of the rules, which a digest is also of. Those of version 1 judged the first round (docs/results)."""
 SAFE_FIRST_LOOK = 10
 """Seeds below which a first look errs too often if outcomes are skewed (docs/results/looks.md)."""
 UNCOMMITTED = "its declaration, its experiment or a file that they import was not committed before its run"
 BY_STATEMENT = ("mostly", "alone")
-"""Rules of looks that count the seeds in which a statement holds."""
+"""Rules that count the seeds in which a statement holds."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,12 @@ class Declaration:
     kept: float = 0.3
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before the declaration."""
-    rules: int = FIXED
+    rules: int = RULES
     """Version of the rules."""
     looks: tuple[int, ...] = ()
-    """Numbers of seeds, the first so many of `seeds`, at which the question may be decided; empty for fixed seeds."""
+    """Numbers of seeds, the first so many of `seeds`, at which the question may be decided."""
     statements: tuple[Statement, ...] = ()
-    """For the rules `mostly` and `alone` at looks: one per contrast."""
+    """For the rules `mostly` and `alone`: one per contrast."""
     few_seeds_because: str = ""
     """Why the first look has fewer than ten seeds."""
     after: str = ""
@@ -144,20 +142,16 @@ class Declaration:
     """Seeds of the earlier question."""
 
     def __post_init__(self) -> None:
+        fix = f"must be version {RULES}; docs/results/first-round.md has the questions of the first"
+        require(self.rules == RULES, "rules", self.rules, fix)
         require(self.rule in get_args(Rule), "rule", self.rule, f"must be one of {', '.join(get_args(Rule))}")
-        margin = self.margin > 0 or (bool(self.looks) and self.rule in ("removed", *BY_STATEMENT))
+        margin = self.margin > 0 or self.rule in ("removed", *BY_STATEMENT)
         require(margin, "margin", self.margin, "must be above 0: the largest difference that counts as none")
         require(self.removed < self.kept, "removed", self.removed, f"must be below kept={self.kept}")
         count = len(self.contrasts)
         require(0 < count <= MOST_CONTRASTS, "contrasts", count, f"must be 1 to {MOST_CONTRASTS}")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each must occur once")
-        if self.looks:
-            self._check_looks()
-        else:
-            require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, f"needs at least {FEWEST_SEEDS}")
-            require(self.rule not in ("no_worse", "mostly"), "rule", self.rule, "needs looks, such as (10, 20, 40, 80)")
-
-    def _check_looks(self) -> None:
+        require(bool(self.looks), "looks", self.looks, "must be numbers of seeds, such as (10, 20, 40, 80)")
         grow = self.looks[0] >= 2 and all(a < b for a, b in pairwise(self.looks))
         require(grow, "looks", self.looks, "must grow from one to the next, and start at 2 seeds or more")
         safe = self.looks[0] >= SAFE_FIRST_LOOK or bool(self.few_seeds_because)
@@ -166,9 +160,7 @@ class Declaration:
         fix = f"must have one seed per training of the last look, {self.looks[-1]}"
         require(len(self.seeds) == self.looks[-1], "seeds", f"{len(self.seeds)} seeds", fix)
         stated = (self.rule in BY_STATEMENT) == bool(self.statements)
-        fix = (
-            f"must be Statement(...) for the rules {' and '.join(BY_STATEMENT)} at looks, Contrast(...) for all others"
-        )
+        fix = f"must be Statement(...) for the rules {' and '.join(BY_STATEMENT)}, Contrast(...) for all others"
         require(stated, "contrasts", list(self.contrasts), fix)
         for statement in self.statements:
             alone = (self.rule == "alone") == bool(statement.rivals)
@@ -198,24 +190,15 @@ class Declaration:
         return [name for name in {**ours, **theirs} if name not in provenance and ours.get(name) != theirs.get(name)]
 
     def to_json(self) -> dict[str, Any]:
-        """Without the fields of later versions that are at their default: an old declaration keeps its digest."""
-        later = (
-            "rules",
-            "looks",
-            "statements",
-            "few_seeds_because",
-            "after",
-            "begun",
-            "seen",
-            "earlier",
-            "earlier_seeds",
+        """Without what is at its default and not always there, so that a further field changes no digest."""
+        return _omit_defaults(
+            self, ("statements", "few_seeds_because", "after", "begun", "seen", "earlier", "earlier_seeds")
         )
-        return _omit_defaults(self, later)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
         listed = ("seeds", "pilot_seeds", "looks", "begun", "earlier_seeds")
-        known: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in listed if name in data}
+        known: dict[str, Any] = {"rules": 1} | dict(data) | {name: tuple(data[name]) for name in listed if name in data}
         known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
         return cls(**known)
 
@@ -233,7 +216,7 @@ def _omit_defaults(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
 class Finding:
     """The result of one contrast. `low` and `high` bound the simultaneous interval.
 
-    Under `mostly` and `alone` at looks, mean and interval are of the share of seeds in which the statement holds.
+    Under `mostly` and `alone`, mean and interval are of the share of seeds in which the statement holds.
     """
 
     name: str
@@ -242,13 +225,8 @@ class Finding:
     mean: float
     low: float
     high: float
-    needed: int | None = None
-    """Number of seeds that would decide it at unchanged means and spreads; None if decided, or if no number would.
-    Under the rules of fixed seeds only."""
-    would: Status | None = None
-    """The status at `needed` seeds."""
-    n: int | None = None
-    """Seeds at the look that decided it, or at the last one; None under the rules of fixed seeds."""
+    n: int
+    """Seeds at the look that decided it, or at the last one."""
 
 
 @dataclass(frozen=True)
@@ -277,43 +255,22 @@ class Verdict:
     n: int
     parts: tuple[Finding, ...]
     exploratory: tuple[str, ...]
-    looks: tuple[Look, ...] = ()
-    """The looks that were made; empty under the rules of fixed seeds."""
+    looks: tuple[Look, ...]
+    """The looks that were made."""
     futile: bool = False
     """Whether no look that is left would decide, if means and spreads stay."""
     chances: tuple[Chance, ...] = ()
     """Of the looks that are left, if it is undecided."""
 
-    @property
-    def outlook(self) -> tuple[int, Status] | None:
-        """The number of seeds that would decide the claim, and the verdict; None if decided, or if no number would.
-
-        One refuted contrast is enough, so it is the smallest number that refutes one, otherwise the largest number that
-        a contrast needs to be supported. Under the rules of fixed seeds only.
-        """
-        undecided = [part for part in self.parts if part.status == "undecided"]
-        if self.status != "undecided":
-            return None
-        if refuting := [part.needed for part in undecided if part.needed and part.would == "refuted"]:
-            return min(refuting), "refuted"
-        supporting = [part.needed for part in undecided if part.needed]
-        return (max(supporting), "supported") if len(supporting) == len(undecided) else None
-
     def to_json(self) -> dict[str, Any]:
-        """Without the fields of looks under the rules of fixed seeds."""
-        kept = _omit_defaults(self, ("looks", "futile", "chances"))
-        for part in (*kept["parts"], *(part for look in kept.get("looks", ()) for part in look["parts"])):
-            unused = ("n",) if part["n"] is None else ("needed", "would")
-            for name in unused:
-                del part[name]
-        return kept
+        return _omit_defaults(self, ("futile", "chances"))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
         def read_parts(parts: list[Mapping[str, Any]]) -> tuple[Finding, ...]:
             return tuple(Finding(**part) for part in parts)
 
-        looks = tuple(Look(look["n"], read_parts(look["parts"])) for look in data.get("looks", ()))
+        looks = tuple(Look(look["n"], read_parts(look["parts"])) for look in data["looks"])
         chances = tuple(Chance(**chance) for chance in data.get("chances", ()))
         futile = data.get("futile", False)
         parts, exploratory = read_parts(data["parts"]), tuple(data["exploratory"])

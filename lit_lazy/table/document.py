@@ -126,7 +126,7 @@ def _squeeze(text: str) -> str:
     return escape_controls(re.sub(r"\s+", " ", text))
 
 
-def _escape_markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape only what would open markup, so that `p<0.001` and snake_case stay readable in the source."""
     text = re.sub(r"&(?=#?\w+;)", "&amp;", _squeeze(text))
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
@@ -138,11 +138,11 @@ def _escape_markdown(text: str) -> str:
 def _format_markdown(block: Block, width: int) -> str:
     match block:
         case Heading(text, level):
-            return "#" * level + " " + _escape_markdown(text)
+            return "#" * level + " " + escape_markdown(text)
         case Paragraph(text, warning):
-            return f"> **Warning:** {_escape_markdown(text)}" if warning else _escape_markdown(text)
+            return f"> **Warning:** {escape_markdown(text)}" if warning else escape_markdown(text)
         case BulletList(items):
-            return "\n".join(f"- {_escape_markdown(item)}" for item in items)
+            return "\n".join(f"- {escape_markdown(item)}" for item in items)
         case Tabular():
             return "\n\n".join(_format_markdown_table(part) for part in block.split(width))
         case Collapsible(title, blocks):
@@ -150,7 +150,7 @@ def _format_markdown(block: Block, width: int) -> str:
 
 
 def _format_markdown_table(grid: Tabular) -> str:
-    escaped = [[_escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
+    escaped = [[escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
     header, *rows = _align(escaped, grid.words)
     rule = ["-" * len(cell) if i < grid.words else "-" * (len(cell) - 1) + ":" for i, cell in enumerate(header)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))

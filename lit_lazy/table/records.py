@@ -4,13 +4,11 @@ import csv
 import io
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import describe_exception, escape_controls, short_repr
-from lit_lazy.support.formats import parse_json
+from lit_lazy.support.errors import escape_controls, short_repr
 from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
@@ -21,6 +19,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 LONGEST_TEXT = 250
 """Maximum length of a key, title or name; MLflow's limit for the name of a metric."""
 MOST_DIGITS = 20
+FORMAT = 2
+"""Format of table.json; raised when a field is added, removed or changes its meaning. 1 had the statistics too."""
 
 Status = Literal["complete", "failed", "missing", "waiting", "running"]
 
@@ -204,10 +204,6 @@ class ContrastMeasure:
     def to_json(self) -> dict[str, Any]:
         return vars(self.effect) | {"p_adj": self.p_adj, "mde": self.mde}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "ContrastMeasure":
-        return cls(_pick_fields(Effect, data), data.get("p_adj"), data.get("mde"))
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -246,25 +242,18 @@ class Measure:
         mean = {name: value for name, value in vars(self).items() if name not in ("difference", "p_same")}
         return {**mean, **difference, "p_same": self.p_same}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Measure":
-        difference = {name: data.get(key) for name, key in _DIFFERENCE_KEYS.items()}
-        return _pick_fields(cls, data, difference=ContrastMeasure.from_json({**data, **difference}))
-
 
 _DIFFERENCE_KEYS = {"mean": "diff", **{name: f"diff_{name}" for name in ("ci95", "n", "se", "df", "low", "high")}}
-"""Keys of a difference in table.json, next to the row's own mean, ci95 and n."""
+"""Keys of a difference in table.csv, next to the row's own mean, ci95 and n."""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """The results of a variant. `n` counts complete cells; `cells` lists the expected seeds by status."""
+    """The results of a variant; `cells` lists the expected seeds by status."""
 
     variant: str
     base: str
     source: str
-    n: int
-    status: Status
     cells: dict[str, list[int]]
     reasons: dict[str, str]
     git_shas: tuple[str, ...]
@@ -280,8 +269,22 @@ class TableRow:
         check_row_name(self.variant)
 
     @property
+    def n(self) -> int:
+        """Number of complete cells."""
+        return len(self.cells.get("complete", ()))
+
+    @property
+    def status(self) -> Status:
+        return next((status for status in STATUS_ORDER if self.cells.get(status)), "missing")
+
+    @property
     def seeds(self) -> list[int]:
         return sorted(seed for seeds in self.cells.values() for seed in seeds)
+
+    @property
+    def values(self) -> dict[str, dict[str, float]]:
+        """The defined values of each metric by seed."""
+        return {key: measure.values for key, measure in self.metrics.items() if measure.values}
 
 
 @dataclass(frozen=True)
@@ -342,7 +345,7 @@ def _are_twins(a: TableRow, b: TableRow, keys: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """The table of a finished or unfinished ablation, from `build_table` or `from_json`.
+    """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
 
     `primary` is the key of the primary outcome's column, None if there is no primary outcome; all other columns are
     exploratory.
@@ -438,12 +441,14 @@ class Table:
         return {row.variant: row.metrics[key] for row in self.rows}
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON (no NaN, no infinity); undefined half-widths, p values and MDEs are null."""
-        to_dict = partial(asdict, dict_factory=_tuples_to_lists)
+        """Strict JSON (no NaN, no infinity) of the values and of all else that cannot be computed from them.
+
+        `lit_lazy.table.stored` reads it and computes the rest.
+        """
         return {
+            "format": FORMAT,
             "ablation": self.ablation,
             "base": self.base,
-            "git_sha": self.git_sha,
             "command": self.command,
             "environment": self.environment,
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
@@ -452,66 +457,13 @@ class Table:
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
-            **({} if self.verdict is None else {"verdict": self.verdict.to_json()}),
             **({} if self.yardstick is None else {"yardstick": asdict(self.yardstick)}),
-            "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
-            "columns": [to_dict(column) | to_dict(self.summaries[column.key]) for column in self.columns],
-            "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
+            "columns": [_drop_defaults(column) for column in self.columns],
+            "contrasts": [{"name": row.name, "weights": row.weights} for row in self.contrasts],
+            "rows": [_drop_defaults(row, metrics=row.values) for row in self.rows],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Table":
-        """The table of a `to_json`. Values missing in older files are None or empty; `recompute_statistics` fills them.
-
-        Raises ValueError if two rows have the same variant.
-        """
-
-        def read_metrics(kind: type[Measure | ContrastMeasure], row: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: kind.from_json(measure) for key, measure in row["metrics"].items()}
-
-        rows = tuple(
-            _pick_fields(
-                TableRow,
-                {"normaliser": "", "position": ""} | row,
-                git_shas=tuple(row["git_shas"]),
-                metrics=read_metrics(Measure, row),
-            )
-            for row in data["rows"]
-        )
-        variants = [row.variant for row in rows]
-        twice = sorted({variant for variant in variants if variants.count(variant) > 1})
-        require(not twice, "rows", twice, "there twice")
-        absent = [
-            key for row in rows for key in (column["key"] for column in data["columns"]) if key not in row.metrics
-        ]
-        require(not absent, "columns", absent[:1], "must be in every row")
-        summaries = {
-            column["key"]: _pick_fields(
-                Summary,
-                column,
-                detectable=tuple(_pick_fields(Detectable, mde) for mde in column.get("detectable", ())),
-                **{name: tuple(column.get(name, ())) for name in ("separates", "same", "seeds")},
-            )
-            for column in data["columns"]
-        }
-        return _pick_fields(
-            cls,
-            dict(data) | {"summaries": summaries},
-            rows=rows,
-            columns=tuple(map(Column.from_json, data["columns"])),
-            contrasts=tuple(
-                _pick_fields(ContrastRow, row, metrics=read_metrics(ContrastMeasure, row)) for row in data["contrasts"]
-            ),
-            warnings=tuple(data["warnings"]),
-            notes=tuple(data["notes"]),
-            declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
-            verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
-            seconds_elsewhere=data.get("seconds_elsewhere", 0.0),
-            files=data.get("files", {}),
-            yardstick=Yardstick(**data["yardstick"]) if data.get("yardstick") else None,
-        )
 
     def to_csv(self) -> str:
         """Tidy CSV: one line per variant and metric, with raw values; undefined values are empty.
@@ -540,33 +492,16 @@ class Table:
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
 
 
-def parse_table(text: str | bytes, named: str) -> Table:
-    """The table of a table.json. Raises a one-line ValueError that starts with `named` if the text is none."""
-    try:
-        return Table.from_json(parse_json(text))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{named}: is no table.json ({describe_exception(error)})") from None
-
-
 def format_state(unlearned: str | None) -> str:
     """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
     return f"did not learn ({unlearned})" if unlearned else ""
 
 
-def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
-    """A dataclass from those of the values that are its fields; missing ones are None. Raises ValueError."""
-    made = kind(**({name: values.get(name) for name in kind.__dataclass_fields__} | changes))
-    check_kinds(kind.__name__, made)
-    return made
-
-
-def _tuples_to_lists(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A `dict_factory` of `asdict` with lists for tuples, as JSON returns them."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
-
-
-def _metrics_to_json(row: TableRow | ContrastRow) -> dict[str, Any]:
-    return {"metrics": {key: measure.to_json() for key, measure in row.metrics.items()}}
+def _drop_defaults(record: "Column | TableRow", **changes: Any) -> dict[str, Any]:
+    """The fields that are not at their default, with lists for tuples, as JSON returns them."""
+    known = vars(record) | changes
+    kept = {part.name: known[part.name] for part in fields(record) if known[part.name] != part.default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:

@@ -28,7 +28,6 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.fixed_rules import has_fixed_rules
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Measure, Table, TableRow, format_state
 from lit_lazy.table.statistics import ALPHA, POWER, drop_rounding
 from lit_lazy.table.verdicts import (
@@ -122,8 +121,7 @@ def _build_tests_section(table: Table) -> list[Block]:
     tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
     if primary:
         tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
-    about = _WELCH_LEGEND if has_fixed_rules(table.declaration) else _DIFFERENCE_LEGEND
-    blocks += [*tests, Paragraph(about), Paragraph(_MDE_LEGEND)]
+    blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
     for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", list(table.notes))):
         if items:
             blocks += [Heading(title, 3), BulletList(tuple(items))]
@@ -196,11 +194,6 @@ _SYMBOLS = (
 _DIFFERENCE_LEGEND = (
     "Differences: row minus baseline, seed by seed; mean over the seeds of both, ± half-width of the unadjusted 95 % "
     f"interval; paired t test; {_SYMBOLS} no seed with both values."
-)
-_WELCH_LEGEND = (
-    "Differences: row minus baseline, each the mean of its own seeds, ± half-width of the unadjusted 95 % interval; "
-    "Welch and Satterthwaite's t test, which takes from the variance what the rows of a seed have in common; "
-    f"{_SYMBOLS} a row without a value."
 )
 _MDE_LEGEND = (
     f"Detectable: the true difference that this test at level {ALPHA} finds with power {POWER}, given the spread seen "
@@ -437,9 +430,9 @@ def _list_commits(table: Table) -> list[str]:
     return items
 
 
-def save(table: Table, stem: Path) -> list[Path]:
-    """Write STEM.md, .csv, .tex, .json and .html; returns the paths."""
-    return write_texts(stem, _render_files(table))
+def save(table: Table, stem: Path, endings: Sequence[str] = ("md", "csv", "tex", "json", "html")) -> list[Path]:
+    """Write STEM.md, .csv, .tex, .json and .html, or only some of these; returns the paths."""
+    return write_texts(stem, {ending: text for ending, text in _render_files(table).items() if ending in endings})
 
 
 def is_saved(table: Table, stem: Path) -> bool:

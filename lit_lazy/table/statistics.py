@@ -7,7 +7,7 @@ cells finish. Formulas: docs/method.md, section 10; why this test: docs/results/
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -129,11 +129,32 @@ def compute_contrast(
         return Effect(mean, None, n, test="saturated", **ends)
     if n < 2:
         return Effect(mean, None, n, **ends)
-    se, df = math.sqrt(compute_variance(sums) / n), n - 1
+    return replace(_test(mean, n, math.sqrt(compute_variance(sums) / n), n - 1), **ends)
+
+
+def compute_unpaired_difference(first: SeedValues, second: SeedValues, bounds: Collection[float] = ()) -> Effect:
+    """The mean of `first` minus that of `second`, each over its own seeds, and Welch's t test; `n` is the smaller."""
+    kept = [list(drop_undefined(values).values()) for values in (first, second)]
+    n = min(map(len, kept))
+    if n == 0:
+        return Effect(None, None, 0)
+    mean = fmean(kept[0]) - fmean(kept[1])
+    if any(is_saturated(values, bounds) for values in kept):
+        return Effect(mean, None, n, test="saturated")
+    if n < 2:
+        return Effect(mean, None, n)
+    parts = [compute_variance(values) / len(values) for values in kept]
+    total = math.fsum(parts)
+    df = total**2 / math.fsum(part**2 / (len(values) - 1) for part, values in zip(parts, kept, strict=True))
+    return _test(mean, n, math.sqrt(total), df)
+
+
+def _test(mean: float, n: int, se: float, df: float) -> Effect:
+    """The interval of a mean, and with enough seeds its t test against zero."""
     half_width = t_quantile(ALPHA / 2, df) * se
     if n < FEWEST_SEEDS:
-        return Effect(mean, half_width, n, se, df, **ends)
-    return Effect(mean, half_width, n, se, df, test="t", p=2 * t_tail(abs(mean) / se, df), **ends)
+        return Effect(mean, half_width, n, se, df)
+    return Effect(mean, half_width, n, se, df, test="t", p=2 * t_tail(abs(mean) / se, df))
 
 
 def tost(effect: Effect, margin: float) -> float | None:

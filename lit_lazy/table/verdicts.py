@@ -3,29 +3,16 @@
 All functions are pure in the declaration and the values of a table, so table.json is enough to recompute a verdict.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lit_lazy.table import fixed_rules
-from lit_lazy.table.declaration import (
-    BY_STATEMENT,
-    FIXED,
-    MOST_SEEDS,
-    Declaration,
-    Finding,
-    Look,
-    Status,
-    Verdict,
-)
-from lit_lazy.table.fixed_rules import Level
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Look, Verdict
 from lit_lazy.table.looks import (
     ALPHA,
-    UNLEARNED,
     combine_statuses,
     compute_chances,
     compute_support_interval,
-    describe_dead,
     find_open_rows,
     is_futile,
     judge_looks,
@@ -45,12 +32,6 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table, ()):
         return None
     column, values = _select_outcome(declaration, table)
-    if declaration.rules == FIXED:
-        found = fixed_rules.judge_contrasts(declaration, values, column.bounds)
-        parts = tuple(_leave_open_if_dead(declaration, part, table.unlearned) for part in found)
-        parts = _fill_thresholds(parts, declaration, column)
-        verdict = Verdict(combine_statuses(parts), "", len(declaration.seeds), parts, declaration.exploratory)
-        return replace(verdict, sentence=_format_sentence(declaration, verdict))
     failures = table.find_failures()
     looks = judge_looks(declaration, values, failures)
     looks = tuple(replace(look, parts=_fill_thresholds(look.parts, declaration, column)) for look in looks)
@@ -59,13 +40,7 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
         futile = is_futile(declaration, looks, values, failures)
         verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
-    return replace(verdict, sentence=_format_sentence_of_looks(declaration, verdict))
-
-
-def _leave_open_if_dead(declaration: Declaration, part: Finding, unlearned: Collection[str]) -> Finding:
-    """The finding of a contrast, undecided if a row of it did not learn the task."""
-    why = describe_dead(declaration, part.name, unlearned)
-    return replace(part, status="undecided", why=why, needed=None, would=None) if why else part
+    return replace(verdict, sentence=_format_sentence(declaration, verdict))
 
 
 def _fill_thresholds(parts: tuple[Finding, ...], declaration: Declaration, column: Column) -> tuple[Finding, ...]:
@@ -80,28 +55,19 @@ def describe_missing(declaration: Declaration, table: Table) -> str:
     missing = find_missing_seeds(declaration, table, ())
     row, seeds = next(iter(missing.items()))
     others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
-    needed = declaration.looks[0] if declaration.looks else len(declaration.seeds)
-    what = "Its first look" if declaration.looks else "Its verdict"
-    return f"{what} needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
+    needed = declaration.looks[0]
+    return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
 
 
 def find_missing_seeds(declaration: Declaration, table: Table, looks: tuple[Look, ...]) -> dict[str, list[int]]:
-    """Seeds without a primary outcome, by row, that the look after `looks` needs, or fixed seeds need at once."""
+    """Seeds without a primary outcome, by row, that the look after `looks` needs."""
     known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
-    seeds = declaration.seeds[: declaration.looks[len(looks)]] if declaration.looks else declaration.seeds
+    seeds = declaration.seeds[: declaration.looks[len(looks)]]
     lacking = {
         row: [seed for seed in seeds if str(seed) not in known.get(row, {})]
         for row in find_open_rows(declaration, looks)
     }
     return {row: seeds for row, seeds in lacking.items() if seeds}
-
-
-def compute_levels(declaration: Declaration, table: Table) -> dict[str, list[Level]]:
-    """`fixed_rules.compute_levels` of a table; empty for a question with looks."""
-    if declaration.rules != FIXED:
-        return {}
-    column, values = _select_outcome(declaration, table)
-    return fixed_rules.compute_levels(declaration, values, column.bounds)
 
 
 def _select_outcome(declaration: Declaration, table: Table) -> tuple[Column, dict[str, dict[int, float]]]:
@@ -113,23 +79,6 @@ def _select_outcome(declaration: Declaration, table: Table) -> tuple[Column, dic
 
 
 def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, then the seeds that would decide it, if seeds would."""
-    agreeing = sum(part.status == verdict.status for part in verdict.parts)
-    count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
-    text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
-    if verdict.status == "undecided" and not any(part.why.endswith(UNLEARNED) for part in verdict.parts):
-        seeds, how = verdict.outlook or ("No number of", None)
-        reach = "" if how else f" up to {MOST_SEEDS}"
-        text += f" {seeds} seeds{reach} would {_WOULD[how]} it, if means and spreads stay."
-    if verdict.exploratory:
-        text += f" Exploratory: {'; '.join(verdict.exploratory)}."
-    return text
-
-
-_WOULD: Mapping[Status | None, str] = {"supported": "support", "refuted": "refute", None: "decide"}
-
-
-def _format_sentence_of_looks(declaration: Declaration, verdict: Verdict) -> str:
     """`Supported at look 2 of 4 (n = 20): claim`, then the chances of the looks that are left."""
     made, planned = len(verdict.looks), len(declaration.looks)
     at = f" at look {made} of {planned}" if planned > 1 else ""
@@ -161,42 +110,51 @@ def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]
     """Describe the thresholds of the declaration's rule; () if its statements have them."""
     if declaration.statements:
         return ()
-    levels = declaration.rule in ("removed", "alone")
+    levels = declaration.rule == "removed"
     texts = ("removed below {removed}", "there above {kept}") if levels else ("margin {margin}",)
     return tuple(text.format(**_format_thresholds(declaration, column)) for text in texts)
 
 
 def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Column) -> list[str]:
     """Describe the finding of each contrast."""
-    share = declaration.rule in BY_STATEMENT and declaration.rules != FIXED
-    number = "{:.2f}".format if share else partial(column.format, sign="+")
-    unit = f" {column.difference_unit}" if column.unit and not share else ""
     stated = {statement.name: f" ({statement})" for statement in declaration.statements}
     return [
         f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
-        f"{_format_interval(part, number)}"
-        f"{_format_support_interval(declaration, part, number)}{unit}"
-        + ("" if part.n in (None, verdict.n) else f" (n = {part.n})")
-        + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
+        f"{_format_intervals(declaration, part, column)}" + ("" if part.n == verdict.n else f" (n = {part.n})")
         for part in verdict.parts
     ]
 
 
-def _format_interval(part: Finding, number: Callable[[float], str]) -> str:
-    """The mean and interval of a contrast; the interval's half-width if it vanishes in the column's digits."""
-    half_width = (part.high - part.low) / 2
-    mean, low, high = map(number, (drop_rounding(part.mean, half_width), part.low, part.high))
-    if low == high and half_width:
-        return f"{mean} ± {half_width:.1g}"
-    return f"{mean} [{low}, {high}]"
+def _format_intervals(declaration: Declaration, part: Finding, column: Column) -> str:
+    """The mean of a contrast with its simultaneous interval, and with the shorter one for support if that differs."""
+    number, unit = _choose_format(declaration, column)
+    text = format_interval(part.mean, part.low, part.high, number)
+    if len(declaration.contrasts) > 1 and part.status != "refuted":
+        low, high = compute_support_interval(declaration, part)
+        text += f", for support [{number(low)}, {number(high)}]"
+    return text + unit
 
 
-def _format_support_interval(declaration: Declaration, part: Finding, number: Callable[[float], str]) -> str:
-    """The interval that support takes, if it is not the printed one, which is that of refutation."""
-    if declaration.rules == FIXED or len(declaration.contrasts) == 1 or part.status == "refuted":
-        return ""
-    low, high = compute_support_interval(declaration, part)
-    return f", for support [{number(low)}, {number(high)}]"
+def format_finding(declaration: Declaration, part: Finding, column: Column) -> str:
+    """The mean of a contrast with the interval that decided it: that for support, or the simultaneous one."""
+    number, unit = _choose_format(declaration, column)
+    supported = part.status == "supported"
+    ends = compute_support_interval(declaration, part) if supported else (part.low, part.high)
+    return format_interval(part.mean, *ends, number) + unit
+
+
+def _choose_format(declaration: Declaration, column: Column) -> tuple[Callable[[float], str], str]:
+    """How a contrast's numbers are written, and their unit with a leading space."""
+    if declaration.rule in BY_STATEMENT:
+        return "{:.2f}".format, ""
+    return partial(column.format, sign="+"), f" {column.difference_unit}" if column.unit else ""
+
+
+def format_interval(mean: float, low: float, high: float, number: Callable[[float], str]) -> str:
+    """A mean and its interval; the interval's half-width if it vanishes in the digits of `number`."""
+    half_width = (high - low) / 2
+    shown, least, most = map(number, (drop_rounding(mean, half_width), low, high))
+    return f"{shown} ± {half_width:.1g}" if least == most and half_width else f"{shown} [{least}, {most}]"
 
 
 def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:
@@ -213,7 +171,7 @@ def describe_looks(declaration: Declaration, verdict: Verdict) -> list[str]:
 def describe_earlier(declaration: Declaration) -> str:
     """Describe the earlier question on the same claim."""
     if not declaration.earlier:
-        return f"Asked after {declaration.after}, whose table is not in docs/results."
+        return f"Asked after {declaration.after}, whose verdict is not known here."
     if declaration.claim in declaration.earlier:
         return f"Second attempt, with other seeds. The first, {declaration.after}: {declaration.earlier}"
     return f"Asked with other seeds after {declaration.after}, whose claim reads otherwise: {declaration.earlier}"

@@ -182,10 +182,13 @@ COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], []),
     *(["generate"], ["export"], ["import"]),
     *(["lm-eval"], ["tokenise"]),
-    *(["ablate", name] for name in ("run", "search", "status", "table", "list", "verdicts", "questions", "rum")),
+    *(
+        ["ablate", name]
+        for name in ("run", "search", "status", "table", "list", "rates", "verdicts", "questions", "rum")
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-ANSWERED = "q_null-recall"
+ANSWERED = "q_window_2-stdlib_small"
 """A question of docs/results."""
 GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]
 DRAWS = ["--tokens", "--temperature", "--top-p", "--seed", "--first", "--window", "--threads"]

@@ -1,6 +1,5 @@
 """Figures of every ablation, from random numbers: they are legible and use consistent colours."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from inspect import isfunction
@@ -33,6 +32,7 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.search_points import Point
+from lit_lazy.table.stored import read_table
 from lit_lazy.table.verdicts import add_verdict
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -116,7 +116,7 @@ def test_every_figure_of_any_number_of_rows_is_legible(count: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
 def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
-    table = Table.from_json(json.loads(path.read_text()))
+    table = read_table(path)
     for figure in draw_table_figures(table).values():
         assert_legible(figure)
 
@@ -186,7 +186,7 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
-    ablation, question = load_ablation_or_question(find("ablations", "q_mask"))
+    ablation, question = load_ablation_or_question(find("ablations", "q_mask_2"))
     table, trained = made_up(ablation, question), histories(ablation)
     assert {row.normaliser for row in table.rows} == {"Softmax", "Elastic"}
     expected = {row.variant: NORMALISERS[row.normaliser] for row in table.rows}

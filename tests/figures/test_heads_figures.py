@@ -1,6 +1,5 @@
 """Figures of diagnostics and trainings show their input numbers in one style, with all text inside the canvas."""
 
-import json
 import subprocess
 import sys
 import warnings
@@ -31,6 +30,7 @@ from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.stored import read_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -470,7 +470,7 @@ def test_no_label_covers_another_a_marker_or_leaves_the_panel(n_seeds):
 
 def test_of_many_variants_only_some_are_named_and_those_far_above_are_counted():
     """Labels of all points beyond the edge would overlap each other and the labels below."""
-    table = Table.from_json(json.loads((RESULTS / "q_sink-backcopy" / "table.json").read_text()))
+    table = read_table(RESULTS / "rivals_rates-backcopy" / "table.json")
     figure = drawn(loss_against_sparsity(table))
     axes = figure.axes[0]
     far = [line for line in axes.lines if line.get_marker() == "^" and line.get_markersize() == 7]

@@ -12,8 +12,9 @@ from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Yardstick
 from lit_lazy.table.render import render_markdown
+from lit_lazy.table.stored import parse_table
 
 PLAN = Plan(
     ablation="pair",
@@ -33,8 +34,9 @@ PLAN = Plan(
 
 def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
     declared = Declaration(
-        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a"
-    )
+        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a",
+        looks=(5,), few_seeds_because="a test",
+    )  # fmt: skip
     begun = replace(PLAN, declaration=declared)
     now = replace(PLAN, declaration=replace(declared, digest="b", commit="abc"))
     merged = now.merge(begun, ["softmax", "lazy"], str).declaration
@@ -50,8 +52,9 @@ def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
 
 def test_a_change_of_the_declaration_that_was_undone_counts_no_more() -> None:
     declared = Declaration(
-        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a"
-    )
+        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a",
+        looks=(5,), few_seeds_because="a test",
+    )  # fmt: skip
     first = replace(PLAN, declaration=replace(declared, commit="old", seen=True))
     second, third = (replace(PLAN, declaration=replace(declared, digest=digest)) for digest in ("b", "c"))
     edited = second.merge(first, ["softmax", "lazy"], str)
@@ -143,7 +146,7 @@ def test_the_marks_of_the_data_become_the_yardstick() -> None:
     assert text == Yardstick("loss/bits_per_byte", pytest.approx(3.5), {"trigram": 2.5, "unigram": 4.5})
     table = build_table(replace(PLAN, facts=facts).make_table_spec((), ()), [])
     assert table.yardstick == text
-    assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert parse_table(json.dumps(table.to_json()), "it") == table
 
 
 @pytest.mark.parametrize("facts", [{}, {"optimum_nats": 1.0}, {"bytes_per_token": 3.0, "trigram_bits_per_byte": 2.5}])

@@ -1,6 +1,5 @@
 """A question with looks, run by the command: which rows go on, where it stops, and that it resumes."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from lit_lazy.command.main import main
 from lit_lazy.report import publish
 from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Table
+from lit_lazy.table.stored import read_table
 
 LOOKS = (
     SOURCE.replace("import Elastic, Softmax", "import Elastic, Softmax, SSMax")
@@ -52,8 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
         assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
-        table = json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text())
-        return Table.from_json(table), capsys.readouterr().out
+        return read_table(runs / "q_mine-backcopy_tiny" / "table.json"), capsys.readouterr().out
 
     return run
 
@@ -109,7 +108,7 @@ def test_a_resumed_question_equals_an_undisturbed_one(
     other, printed = run(question, moved, "--results", str(packed), "--looks", "3")
     assert "12 of 12 cells are taken from cells.jsonl.xz of q_mine-backcopy_tiny" in printed
     for name in ("verdict", "rows", "declaration"):
-        assert part.to_json()[name] == other.to_json()[name] == whole.to_json()[name]
+        assert getattr(part, name) == getattr(other, name) == getattr(whole, name)
     again, printed = run(question, runs / "parts")
     assert again.verdict == whole.verdict
     assert "nothing to do" in printed
@@ -148,7 +147,7 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
     question.write_text(question.read_text().replace("looks=(3, 4, 6)", "looks=(3, 5, 6)"))
     git(question.parent, "commit", "-am", "Look elsewhere")
     assert forked.run(command).returncode == 0
-    table = Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text()))
+    table = read_table(runs / "q_mine-backcopy_tiny" / "table.json")
     assert table.verdict is not None
     assert table.verdict.exploratory == ("its declaration changed after its run began",)
 
@@ -156,7 +155,6 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("q_mask", "--looks", "1"), "--looks 1: it has none; leave --looks out"),
         (("q_mask_2", "--looks", "1", "--seeds", "7"), "with --rows or --seeds all cells are trained at once"),
         (("q_mask_2", "--looks", "0"), "--looks: '0'"),
         (("q_mask_2", "--looks", "5"), "--looks 5: q_mask_2 has 4; ask for at most those"),

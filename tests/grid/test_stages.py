@@ -1,84 +1,118 @@
-"""A second stage takes learning rates from the committed table of the first, or reports that it is missing."""
+"""A second stage takes the best learning rates of the first from ablations/rates.json, or says that it lacks them."""
 
+import json
+import lzma
 from pathlib import Path
 
 import first_stage
 import pytest
+from first_stage import use_stand_in
 
 from lit_lazy.command.main import main
 from lit_lazy.config import RunConfig
 from lit_lazy.config.user_files import experiment, load_attribute
-from lit_lazy.grid import stages
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
-from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, find_best_rates
+from lit_lazy.grid.stages import (
+    FirstStageMissing,
+    at_best_rate,
+    at_rate,
+    choose_best_rates,
+    find_best_rates,
+)
 from lit_lazy.support.named_files import find, list_available
+from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.stored import read_table
 
+ROOT = Path(__file__).parents[2]
 SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
+LOSS = Column("loss", "loss")
+RATES = (0.002, 0.005, 0.01)
 
 
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(stages, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
+def make_table(failed: str = "", seed: int = 10) -> Table:
+    """A search in which each row is best at `first_stage.BEST`. failed: a row with a failed seed."""
+    rows = {at_rate(name, rate): abs(rate - best) for name, best in first_stage.BEST.items() for rate in RATES}
+    cells = [
+        Observation(row, at, "failed" if (row, at) == (failed, seed) else "complete", {"loss": 2.0 + loss + 0.01 * at})
+        for row, loss in rows.items()
+        for at in (10, 11)
+    ]
+    infos = [RowInfo(row, "ours", (10, 11), "b") for row in rows]
+    return build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make", primary=["loss"]), cells)
 
 
-def test_each_row_gets_the_rate_of_its_lowest_mean_loss(results: Path) -> None:
-    first_stage.write_table(results)
-    assert find_best_rates(first_stage.NAME) == first_stage.BEST
+def test_each_row_gets_the_rate_of_its_lowest_mean_loss() -> None:
+    assert choose_best_rates(make_table()) == first_stage.BEST
+    assert choose_best_rates(make_table(at_rate("elastic", 0.01)))["elastic"] == 0.005, "a seed of its best failed"
 
 
-def test_a_rate_at_which_a_seed_failed_is_not_chosen(results: Path) -> None:
-    first_stage.write_table(results, failed={at_rate("elastic", 0.01): 11})
-    assert find_best_rates(first_stage.NAME) == first_stage.BEST | {"elastic": 0.005}
+@pytest.mark.parametrize(
+    "folder", ["rivals_rates-backcopy", "rivals_rates-stdlib_small", "frontier_rates-frontier_100k"]
+)
+def test_the_committed_rates_are_the_best_of_the_committed_table(folder: str) -> None:
+    table = read_table(ROOT / "docs" / "results" / folder / "table.json")
+    assert find_best_rates(folder) == choose_best_rates(table)
 
 
-def test_a_row_that_failed_at_every_rate_is_named(results: Path) -> None:
-    first_stage.write_table(results, failed={at_rate("lazy", rate): 10 for rate in first_stage.RATES})
-    with pytest.raises(ValueError, match=r"q_text_rates-stdlib_small/table\.json: 'lazy' is finished at no rate"):
-        find_best_rates(first_stage.NAME)
+def test_the_rates_of_the_first_round_are_the_best_of_its_record() -> None:
+    record = json.loads(lzma.decompress((ROOT / "docs" / "results" / "first-round.json.xz").read_bytes()))
+    found: dict[str, dict[float, float]] = {}
+    for row in record["questions"]["q_text_rates"]["rows"]:
+        name, _, rate = row["variant"].rpartition(" at ")
+        found.setdefault(name, {})[float(rate)] = sum(row["values"]["loss/bits_per_byte"].values())
+    assert find_best_rates(first_stage.NAME) == {name: min(sums, key=sums.__getitem__) for name, sums in found.items()}
 
 
-def test_a_row_that_the_first_stage_has_not_is_named(results: Path) -> None:
-    first_stage.write_table(results)
-    with pytest.raises(ValueError, match="has no 'sigmoid'; it has softmax, softmax"):
-        at_best_rate(Row("a", {}, "ours"), "sigmoid", first_stage.NAME)
+def test_a_search_is_written_where_second_stages_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("search-b", "search-c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "table.json").write_text(json.dumps(make_table().to_json()))
+    for name in ("search-b", "search-c"):
+        assert main(["ablate", "rates", name]) == 0
+        assert f"rates.json: {name}: softmax 0.005" in capsys.readouterr().out
+    row = at_best_rate(Row("mine", {"train.steps": 3}, "ours", note="a note"), "elastic", "search-b")
+    assert row.changes == {"train.steps": 3, "train.lr": 0.01}
+    assert row.note == "a note; learning rate 0.01, the best of elastic in search-b"
+    assert find_best_rates("search-c") == first_stage.BEST
+    assert find_best_rates("rivals_rates-backcopy"), "the project's are known, too"
+    with pytest.raises(ValueError, match=r"search-b has no 'sigmoid'; it has elastic, lazy, softmax"):
+        at_best_rate(row, "sigmoid", "search-b")
+    (tmp_path / "ablations" / "rates.json").write_text("[")
+    with pytest.raises(ValueError, match=r"rates\.json: is no table of rates \(JSONDecodeError"):
+        find_best_rates("search-b")
 
 
-def test_what_is_no_table_is_named(results: Path) -> None:
-    first_stage.write_table(results).write_text("[]")
-    with pytest.raises(ValueError, match=r"docs/results/q_text_rates-stdlib_small/table\.json: is no table\.json"):
-        find_best_rates(first_stage.NAME)
-
-
-def test_the_first_stage_has_the_rows_that_second_stages_ask_for(results: Path) -> None:
-    ablation, _ = load_ablation_or_question(find("ablations", "q_text_rates"))
-    first_stage.write_table(results)
-    names = {at_rate(name, rate) for name in find_best_rates(first_stage.NAME) for rate in first_stage.RATES}
-    assert {row.name for row in ablation.all_rows} == names
-    assert f"{ablation.name}-{ablation.base}" == first_stage.NAME
-    for row in ablation.all_rows:
-        assert row.name == at_rate(row.name.rpartition(" at ")[0], row.changes["train.lr"])
+def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "rates", str(tmp_path)]) == 2
+    assert "table.json': is no table.json (FileNotFoundError" in capsys.readouterr().err
+    assert main(["ablate", "rates", str(ROOT / "docs" / "results" / "q_text_2-stdlib_small")]) == 2
+    assert "q_text_2: row 'softmax' names no rate, such as softmax at 0.01" in capsys.readouterr().err
+    infos = [RowInfo(at_rate("lazy", 0.1), "ours", (1,), "b")]
+    unfinished = build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make it"), [])
+    with pytest.raises(ValueError, match="search: 'lazy' is finished at no rate; finish `make it`"):
+        choose_best_rates(unfinished)
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_stage_takes_the_rates_over_and_says_so(
-    name: str, results: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_stage.write_all(results)
+    use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
-    for stage in first_stage.STAGES:
-        first, _ = load_ablation_or_question(find("ablations", stage.partition("-")[0]))
-        assert not {*ablation.seeds} & {*first.seeds}, "the rates were chosen by these seeds"
     before = {row.name: rate_of(row) for row in ablation.all_rows}
     for row in ablation.all_rows:
-        assert before[row.name] in {rate for _, best in first_stage.STAGES.values() for rate in best.values()}
+        assert before[row.name] in {rate for best in first_stage.STAGES.values() for rate in best.values()}
         assert f"learning rate {before[row.name]:g}" in row.note
-    first_stage.write_all(results / "other", fail_best=True)
-    monkeypatch.setattr(stages, "RESULTS", results / "other")
+    doubled = {name: {row: 2 * rate for row, rate in best.items()} for name, best in first_stage.STAGES.items()}
+    use_stand_in(monkeypatch, tmp_path, doubled)
     again, _ = load_ablation_or_question(find("ablations", name))
-    assert all(rate_of(row) != before[row.name] for row in again.all_rows)
+    assert all(rate_of(row) == 2 * before[row.name] for row in again.all_rows)
 
 
 def rate_of(row: Row) -> float:
@@ -87,26 +121,24 @@ def rate_of(row: Row) -> float:
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_without_the_table_it_waits_in_one_line(name: str, results: Path) -> None:
+def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_in(monkeypatch, tmp_path, {})
     stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
     first, _, base = stage.partition("-")
     with pytest.raises(FirstStageMissing) as error:
         load_ablation_or_question(find("ablations", name))
     assert str(error.value) == (
-        f"{name}: needs docs/results/{stage}/table.json; run `lit-lazy ablate run {first} --base {base}` and "
-        "commit its table there"
+        f"{name}: needs the rates of {stage}; `lit-lazy ablate run {first} --base {base}`, then `lit-lazy ablate rates "
+        f"runs/{stage}`"
     )
-    assert not results.exists()
 
 
 def test_commands_go_on_without_what_waits(
-    results: Path,  # noqa: ARG001
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lit_lazy.command import ablate_questions
 
+    use_stand_in(monkeypatch, tmp_path, {})
     assert main(["ablate", "list"]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in SECOND)
@@ -118,36 +150,31 @@ def test_commands_go_on_without_what_waits(
     named = [line.split()[2].rstrip(":") for line in waiting]  # also those whose model this clone lacks
     assert [name for name in named if not name.startswith("q_adapt")] == SECOND
     priced = [line.split()[0] for line in printed if " about " in line]
-    assert "q_text_rates" in priced
+    assert "q_mask_2" in priced
     assert not {*priced} & {*SECOND}
     assert main(["ablate", "run", SECOND[0], "--runs", str(tmp_path / "runs")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"lit-lazy: {SECOND[0]}: needs docs/results/")
+    assert message.startswith(f"lit-lazy: {SECOND[0]}: needs the rates of ")
     assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("name", "base"), [("rivals_backcopy", "backcopy"), ("rivals_text", "stdlib_small")])
-def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(name: str, base: str, results: Path) -> None:
-    path, first = find("ablations", name), f"rivals_rates-{base}"
-    with pytest.raises(FirstStageMissing) as error:
-        load_ablation_or_question(path)
-    assert str(error.value) == (
-        f"{name}: needs docs/results/{first}/table.json; run `lit-lazy ablate run rivals_rates --base {base}` and "
-        "commit its table there"
-    )
+def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(
+    name: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates, _ = load_ablation_or_question(find("ablations", "rivals_rates"))
     rivals, _ = load_ablation_or_question(find("ablations", "rivals"))
     tried = sorted({row.changes["train.lr"] for row in rates.rows})
+    assert {row.name for row in rates.rows} == {at_rate(row.name, rate) for row in rivals.rows for rate in tried}
     best = {row.name: tried[i % len(tried)] for i, row in enumerate(rivals.rows)}
-    first_stage.write_table(results, name=first, best=best, rates=tried)
-    tuned, asked = load_ablation_or_question(path)
+    use_stand_in(monkeypatch, tmp_path, {f"rivals_rates-{base}": best})
+    tuned, asked = load_ablation_or_question(find("ablations", name))
     assert asked is None
     assert (tuned.name, tuned.base, tuned.baseline) == (name, base, "softmax")
     assert not {*tuned.seeds} & {*rates.seeds}
     for row, plain in zip(tuned.rows, rivals.rows, strict=True):
         assert row.name == plain.name
         assert row.changes == {**plain.changes, "train.lr": best[row.name]}
-        assert row.note.endswith(f"learning rate {best[row.name]:g}, the best of {row.name} in {first}")
 
 
 def test_an_ablation_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -164,13 +191,12 @@ def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         load_ablation_or_question(path)
 
 
-def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(results: Path) -> None:
-    path = find("ablations", "frontier")
-    with pytest.raises(FirstStageMissing, match="frontier_rates --base frontier_100k"):
-        load_ablation_or_question(path)
-    sizes = []
-    for name in first_stage.FRONTIER:
-        first_stage.write_table(results, name=name, best=first_stage.FRONTIER_BEST, rates=first_stage.FRONTIER_RATES)
+def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sizes = find("ablations", "frontier"), []
+    for count in (1, 2):
+        use_stand_in(monkeypatch, tmp_path, dict.fromkeys(first_stage.FRONTIER[:count], first_stage.FRONTIER_BEST))
         ladder, _ = load_ablation_or_question(path)
         sizes.append(sorted({row.name.removesuffix(" x5").removesuffix(" x80").split()[-1] for row in ladder.rows}))
     assert sizes == [["100k"], ["100k", "300k"]]

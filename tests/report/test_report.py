@@ -522,7 +522,7 @@ def archive(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not os.geteuid() and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("root may write anywhere, and this machine permits no mounts")
     folder = shutil.copytree(store, tmp_path_factory.mktemp("cd") / "runs")
-    shutil.copytree(RESULTS / "q_null-recall", folder / "q_null-recall")
+    shutil.copytree(RESULTS / "q_window_2-stdlib_small", folder / "q_window_2-stdlib_small")
     lock = folder / "worker.lock"
     lock.touch()
     worker = json.dumps({"pid": "1", "host": socket.gethostname(), "lock": str(lock)})
@@ -570,7 +570,7 @@ def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path,
     assert (tmp_path / "table" / "effects.png").stat().st_size
     assert re.search(rf"{ID}: 3/4 cells complete\n +1 running", found[2][1])
     assert "(dead)" not in found[2][1]
-    assert "q_null" in (tmp_path / "verdicts.md").read_text()
+    assert "q_window_2" in (tmp_path / "verdicts.md").read_text()
 
 
 def test_a_read_only_archive_needs_a_place_for_what_is_written(archive: Path) -> None:

@@ -1,90 +1,165 @@
-"""docs/questions.md matches the committed tables, whose verdicts follow from the values in table.json."""
+"""The pages of verdicts match the committed tables, and every number on them follows from the values there."""
 
-import itertools
 import json
 import math
 import re
+import runpy
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.verdicts import SUBJECTS, format_page, read_questions, replace_findings
+from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_tables, read_words
+from lit_lazy.report.verdicts import format_page, read_questions
+from lit_lazy.support.named_files import list_available
+from lit_lazy.table.stored import read_table
 
 ROOT = Path(__file__).parents[2]
-TABLES = [
-    path for path in sorted(ROOT.glob("docs/results/*/table.json")) if json.loads(path.read_text()).get("declaration")
-]
+RESULTS = ROOT / "docs" / "results"
+first_round = SimpleNamespace(**runpy.run_path(str(RESULTS / "first_round.py")))
+TABLES = [path for path in sorted(RESULTS.glob("*/table.json")) if json.loads(path.read_text()).get("declaration")]
+QUESTIONS = [name for name in list_available("ablations") if name.startswith("q_")]
+MARKED = "<!-- findings -->\n<!-- end -->\n\n<!-- verdicts -->\n| old |\n<!-- end -->\n"
 
 
-def test_the_page_and_the_readme_are_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --readme README.md`."""
+def test_the_pages_are_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --insert README.md --insert
+    docs/results/README.md`."""
     monkeypatch.chdir(ROOT)
-    found = read_questions(Path("docs/results"))
-    assert (ROOT / "docs" / "questions.md").read_text() == format_page(found, Path("docs"))
-    readme = (ROOT / "README.md").read_text()
-    assert replace_findings(readme, found) == readme
+    found, results = read_questions(Path("docs/results")), Path("docs/results")
+    assert (ROOT / "docs" / "questions.md").read_text() == format_page(found, results, Path("docs"))
+    answers = collect_answers(found, results)
+    for page, folder in ((ROOT / "README.md", "docs/results"), (RESULTS / "README.md", ".")):
+        assert fill_tables(page.read_text(), answers, folder) == page.read_text()
+    assert [answer.words.finding for answer in answers if answer.words.finding] == [
+        answer.words.finding for answer in answers if answer.words.finding in THEMES
+    ]
+    assert {answer.words.finding for answer in answers} == {"", *THEMES}
 
 
-def test_each_question_has_one_line_and_a_repeated_one_its_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    found = read_questions(Path("docs/results"))
-    answers, _, details = (ROOT / "docs" / "questions.md").read_text().partition("## Questions of the reviewers")
-    first = {line.split("|")[1].strip(): line for line in answers.splitlines() if line.startswith("| q_")}
-    names = {result.table.ablation for result in found}
-    repeated = {name for name in names if f"{name}_2" in names and name != "q_sink"}
-    assert {*first} == names - repeated
-    for name in repeated:
-        (earlier,) = (result.table for result in found if result.table.ablation == name)
-        assert earlier.verdict is not None
-        assert f" {name}: {earlier.verdict.status} " in first[f"{name}_2"]
-    assert all(f"## {name} on " in details for name in names)
-    assert "### Other" not in answers
+def test_a_changed_value_changes_every_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, metric = "q_text_2-stdlib_small", "loss/bits_per_byte"
+    shutil.copytree(RESULTS / name, tmp_path / "results" / name)
+    file, page = tmp_path / "results" / name / "table.json", tmp_path / "page.md"
+    table = json.loads(file.read_text())
+    command = ["ablate", "verdicts", "results", "--out", "questions.md", "--insert", "page.md"]
+    rows = {row["variant"]: row["metrics"][metric] for row in table["rows"]}
+    for added, status in ((0.0, "supported"), (0.25, "refuted")):
+        rows["elastic"] |= {seed: value + added for seed, value in rows["elastic"].items()}
+        file.write_text(json.dumps(table))
+        page.write_text(MARKED)
+        assert main(command) == 0
+        mean = fmean(rows["elastic"][seed] - rows["softmax"][seed] for seed in rows["elastic"])
+        for text in (page.read_text(), (tmp_path / "questions.md").read_text(), capsys.readouterr().out):
+            assert f"{mean:+.4f} " in text
+        findings, verdicts = page.read_text().split("<!-- verdicts -->")
+        for text in (findings, verdicts):
+            assert f"[{status}](results/{name}/table.md)" in text
+            assert f"Elastic-Softmax - softmax: {mean:+.4f} " in text
+        assert "| old |" not in verdicts
 
 
-def test_every_shipped_question_has_a_subject() -> None:
-    names = {re.sub(r"_\d+$", "", path.stem) for path in (ROOT / "ablations").glob("q_*.py")}
-    assert names <= {name for phrases in SUBJECTS.values() for name in phrases}
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_words_hold_no_result(name: str) -> None:
+    """A number stands in the declaration, or is filled in from the table."""
+    words = read_words(name)
+    assert words.subject != "Other"
+    assert words.claim
+    declared = (ROOT / "ablations" / f"{name}.py").read_text() + "SmolLM2-135M"
+    typed = re.sub(r"\{[^{}]*\}", "", f"{words.claim} {words.effect} {words.scope}")
+    for number in re.findall(r"\d[\d,.]*", typed):
+        assert number.rstrip(",.") in declared, number
 
 
-def test_a_readme_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = tmp_path / "README.md"
-    command = ["ablate", "verdicts", str(ROOT / "docs" / "results"), "--readme", str(readme)]
+def test_mistakes_in_words_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ablations").mkdir()
+    path, found = tmp_path / "ablations" / "q_text_2.toml", read_questions(RESULTS)
+    for text, said in (
+        (
+            'subject = "The sinc"',
+            "q_text_2.toml: has no words of a question .*subject='The sinc': must be one of The sink",
+        ),
+        ("topic = 1", "q_text_2.toml: has no words of a question .*topic"),
+        ("subject =", "q_text_2.toml: has no words of a question"),
+        ('effect = "{row: lasy}"', "q_text_2.toml: effect: the table has no 'row: lasy'; it has row: softmax"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            collect_answers(found, RESULTS)
+    assert read_words("q_of_mine") == Words()
+
+
+def test_a_question_without_words_is_listed_by_its_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_lazy.report.findings.find_words", lambda _: None)
+    (result,) = (result for result in read_questions(RESULTS) if result.table.ablation == "q_scale")
+    (answer,) = collect_answers([result], tmp_path)
+    assert answer.claim == result.declared.claim
+    assert answer.effect.startswith("slope of elastic - softmax: -0.0708 [")
+    assert answer.scope == "stdlib_small, 10 seeds"
+
+
+def test_the_first_round_s_page_is_made_of_its_values() -> None:
+    assert (RESULTS / "first-round.md").read_text() == first_round.format_page()
+    question = first_round.read_questions()["q_null"]
+    question["rows"][1]["values"][question["primary"]]["10"] += 1.0
+    with pytest.raises(ValueError, match="the values have the mean"):
+        [first_round.compute_mean(question, contrast) for contrast in question["contrasts"]]
+
+
+def test_a_first_attempt_is_listed_until_it_is_repeated() -> None:
+    found = read_questions(RESULTS)
+    listed = {answer.question for answer in collect_answers(found, RESULTS)}
+    assert listed == {result.table.ablation for result in found} | {"q_null", "q_length"}
+    again = [
+        result._replace(table=replace(result.table, declaration=replace(result.declared, after="q_null")))
+        for result in found[:1]
+    ]
+    assert "q_null" not in {answer.question for answer in collect_answers(again, RESULTS)}
+
+
+def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "README.md"
+    command = ["ablate", "verdicts", str(RESULTS), "--insert", str(page)]
     assert main(command) == 2
-    assert "README.md': cannot be read (No such file or directory); name a file with both" in capsys.readouterr().err
-    readme.write_text("<!-- verdicts -->\n")
+    assert "README.md': cannot be read (No such file or directory); name a file with a pair" in capsys.readouterr().err
+    page.write_text("<!-- verdicts -->\n")
     assert main(command) == 2
     assert (
-        "--readme: the file lacks the lines <!-- verdicts --> and <!-- end of verdicts -->" in capsys.readouterr().err
+        "--insert: the file lacks <!-- findings --> or <!-- verdicts -->, and <!-- end -->" in capsys.readouterr().err
     )
-    assert readme.read_text() == "<!-- verdicts -->\n"
+    assert page.read_text() == "<!-- verdicts -->\n"
 
 
-FIXED = [path for path in TABLES if "looks" not in json.loads(path.read_text())["declaration"]]
-LOOKS = [path for path in TABLES if path not in FIXED]
-
-
-@pytest.mark.parametrize("path", LOOKS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)
 def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> None:
     """An independent implementation of docs/method.md, section 10, seed by seed."""
     table = json.loads(path.read_text())
-    declared, verdict = table["declaration"], table["verdict"]
+    declared, verdict = table["declaration"], read_table(path).verdict
+    assert verdict is not None
     rows = {row["variant"]: row["metrics"] for row in table["rows"]}
     primary, rule, m, k = declared["primary"], declared["rule"], declared["margin"], len(declared["contrasts"])
     statements = {statement["name"]: statement for statement in declared.get("statements", [])}
     yardstick = table.get("yardstick")
 
     def has_not_learned(row: str, seeds: list[int]) -> bool:
-        losses = rows[row].get(yardstick["metric"], {}).get("values", {}) if yardstick else {}
+        losses = rows[row].get(yardstick["metric"], {}) if yardstick else {}
         return (
             bool(losses)
             and sum(losses.get(str(seed), -math.inf) >= yardstick["learned"] for seed in seeds) > len(seeds) / 2
         )
 
     def outcome(row: str, seed: int) -> float:
-        return rows[row][primary]["values"][str(seed)]
+        return rows[row][primary][str(seed)]
 
     def compare(part: dict, seed: int, row: str) -> bool:
         bound = part["value"] * (1 if part["of"] is None else outcome(part["of"], seed))
@@ -123,90 +198,11 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
         return "refuted" if refuted else "supported" if supported else "undecided"
 
     decided: dict[str, str] = {}
-    for look, former, n in zip(verdict["looks"], [0, *declared["looks"]], declared["looks"], strict=False):
-        assert look["n"] == n
+    for look, former, n in zip(verdict.looks, [0, *declared["looks"]], declared["looks"], strict=False):
+        assert look.n == n
         rate = 0.025 * (n - former) / declared["looks"][-1]
         found = {name: decided.get(name) or judge(name, n, rate) for name in declared["contrasts"]}
-        assert {part["name"]: part["status"] for part in look["parts"]} == found
+        assert {part.name: part.status for part in look.parts} == found
         decided = {name: status for name, status in found.items() if status != "undecided"}
     worst = "refuted" if "refuted" in found.values() else "undecided" if len(decided) < k else "supported"
-    assert verdict["status"] == worst
-
-
-@pytest.mark.parametrize("path", FIXED, ids=lambda path: path.parent.name)
-def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
-    """An independent implementation of docs/method.md, section 10, in numpy."""
-    table = json.loads(path.read_text())
-    declared, verdict = table["declaration"], table["verdict"]
-    seeds = [str(seed) for seed in declared["seeds"]]
-    rows = {
-        row["variant"]: np.array([row["metrics"][declared["primary"]]["values"][seed] for seed in seeds])
-        for row in table["rows"]
-    }
-    spread = {name: x for name, x in rows.items() if np.ptp(x) > 1e-6 * np.abs(x).max() and np.ptp(x) > 1e-12}
-    pairs = [np.corrcoef(a, b)[0, 1] for a, b in itertools.combinations(spread.values(), 2)]
-    together = max(0.0, 1 - (1 - np.mean(pairs)) * len(spread) / (len(spread) - 1)) if pairs else 0.0
-    count, n, found = len(declared["contrasts"]), len(seeds), []
-
-    def interval(weights: dict[str, float], level: float, m: int = n) -> tuple[float, float]:
-        ends = [(weight * rows[name].min(), weight * rows[name].max()) for name, weight in weights.items()]
-        still = [sorted(pair) for pair, name in zip(ends, weights, strict=True) if name not in spread]
-        lowest, highest = sum(low for low, _ in still), sum(high for _, high in still)
-        weights = {name: weight for name, weight in weights.items() if name in spread}
-        if not weights:
-            return lowest, highest
-        v = {name: rows[name].var(ddof=1) for name in weights}
-        own = {name: weights[name] ** 2 * v[name] / n for name in weights}
-        shared = sum(
-            weights[a] * weights[b] * together * min(v[a], v[b]) / n for a, b in itertools.permutations(weights, 2)
-        )
-        df = sum(own.values()) ** 2 / sum(x**2 / (m - 1) for x in own.values())
-        half = t.isf(level / 2, df) * math.sqrt((sum(own.values()) + shared) * n / m)
-        mean = sum(weight * rows[name].mean() for name, weight in weights.items())
-        return lowest + mean - half, highest + mean + half
-
-    def status(weights: dict[str, float], m: int) -> str:
-        """The status at m seeds with today's means and spreads."""
-        (low, high), inner = interval(weights, 0.05 / count, m), interval(weights, 0.1 / count, m)
-        small = max(map(abs, inner)) < declared["margin"]
-        if declared["rule"] in ("removed", "alone"):
-            plus = [interval({name: 1.0}, 0.05 / count, m) for name, weight in weights.items() if weight > 0]
-            rivals = [name for name, weight in weights.items() if weight < 0]
-            minus = [interval({name: 1.0}, 0.05 / count, m) for name in rivals]
-            each = [interval({name: 1.0}, 0.05 / count / len(rivals), m) for name in rivals]
-            if declared["rule"] == "alone" and len(rivals) > 1 and any(x[1] < declared["removed"] for x in each):
-                return "refuted"
-            if any(x[1] < declared["kept"] for x in minus) or not all(x[0] > declared["kept"] for x in minus):
-                return "undecided"
-            if all(x[1] < declared["removed"] for x in plus):
-                return "supported"
-            return "refuted" if all(x[0] > declared["kept"] for x in plus) else "undecided"
-        if declared["rule"] == "same":
-            outside = low > declared["margin"] or high < -declared["margin"]
-            return "supported" if small else "refuted" if outside else "undecided"
-        sign = 1 if declared["rule"] == "higher" else -1
-        as_claimed, against = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
-        return "refuted" if small or against else "supported" if as_claimed else "undecided"
-
-    seeds_that_would: dict[str, list[int]] = {"supported": [], "refuted": []}
-    for part, weights in zip(verdict["parts"], declared["contrasts"].values(), strict=True):
-        low, high = interval(weights, 0.05 / count)
-        assert (part["low"], part["high"]) == pytest.approx((low, high), rel=1e-6, abs=1e-9)
-        found.append(status(weights, n))
-        assert part["status"] == found[-1]
-        if part["status"] == "undecided":
-            decided = (m for m in range(n + 1, 1001) if status(weights, m) != "undecided")
-            assert part["needed"] == next(decided, None)
-            if part["needed"]:
-                assert part["would"] == status(weights, part["needed"])
-                seeds_that_would[part["would"]].append(part["needed"])
-    worst = "refuted" if "refuted" in found else "undecided" if "undecided" in found else "supported"
-    assert verdict["status"] == worst
-    if worst == "undecided":
-        refute, support = seeds_that_would["refuted"], seeds_that_would["supported"]
-        if refute:
-            assert f" {min(refute)} seeds would refute it" in verdict["sentence"]
-        elif len(support) == found.count("undecided"):
-            assert f" {max(support)} seeds would support it" in verdict["sentence"]
-        else:
-            assert "No number of seeds up to 1000 would decide it" in verdict["sentence"]
+    assert verdict.status == worst

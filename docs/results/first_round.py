@@ -1,0 +1,80 @@
+"""Writes first-round.md from first-round.json.xz, the values of every seed: `python docs/results/first_round.py`.
+
+Means are recomputed from the values and must be the recorded ones. Intervals are recorded: the rules that gave them are
+in the code of the commit that the page names.
+"""
+
+import json
+import lzma
+from math import fsum, isclose
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+HERE = Path(__file__).parent
+OPENING = """\
+# The first round
+
+Fifteen questions were asked with five seeds each and judged by fixed rules: Welch's intervals, with one correlation
+over seeds for all rows of a table. Four claims were refuted, eleven stayed undecided. Thirteen were asked again at
+looks, with new seeds ([verdicts](README.md)); q_length and q_null, which are refuted, were not.
+
+Commit 03268cd2 is the last with the rules, questions, tables, figures and reports of this round: `git show
+03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings were
+not kept, so their figures cannot be drawn again. [first-round.json.xz](first-round.json.xz) has every metric of every
+row and seed; [first_round.py](first_round.py) makes this page from it: means are recomputed, intervals, which are
+simultaneous, are as published.
+"""
+
+
+def read_questions() -> dict[str, dict[str, Any]]:
+    """The questions by name."""
+    return json.loads(lzma.decompress((HERE / "first-round.json.xz").read_bytes()))["questions"]
+
+
+def compute_mean(question: dict[str, Any], contrast: dict[str, Any]) -> float:
+    """The weighted sum of row means. Raises ValueError if it is not the recorded one."""
+    values = {row["variant"]: row["values"][question["primary"]] for row in question["rows"]}
+    mean = fsum(weight * fmean(values[row].values()) for row, weight in contrast["weights"].items())
+    if not isclose(mean, contrast["mean"], rel_tol=1e-9, abs_tol=1e-12):
+        raise ValueError(f"{contrast['name']}: the values have the mean {mean}, recorded is {contrast['mean']}")
+    return mean
+
+
+def format_page() -> str:
+    return OPENING + "".join(map(_format_question, read_questions().items()))
+
+
+def _format_question(named: tuple[str, dict[str, Any]]) -> str:
+    name, question = named
+    run, minutes = question["run"], round(question["run"]["seconds"] / 60)
+    (column,) = (column for column in question["columns"] if column["key"] == question["primary"])
+    seeds = ", ".join(map(str, question["seeds"]))
+    lines = [
+        f"\n## {name}\n",
+        f"{question['claim']}\n",
+        f"**{question['status'].capitalize()}**, n = {question['n']} on {question['base']}, "
+        f"{len(question['rows'])} rows. Primary outcome: {column['title']}; rule: {question['rule']}, margin "
+        f"{question['margin']:g}. Seeds {seeds}. "
+        f"Source: {question['source']}. Declared in {question['commit']} (digest {question['digest']}), run at "
+        f"{run['git_sha']} in {minutes} minutes by `{run['command']}`.\n",
+        "| Contrast | Mean [interval] | Verdict |",
+        "| --- | ---: | --- |",
+        *(_format_contrast(question, contrast, column) for contrast in question["contrasts"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_contrast(question: dict[str, Any], contrast: dict[str, Any], column: dict[str, Any]) -> str:
+    unit = "points" if column["unit"] == "%" else column["unit"]
+    spec = f"+.{column['digits']}f" if isinstance(column["digits"], int) else "+" + column["digits"]
+    mean, low, high = (
+        format(number * column["scale"], spec)
+        for number in (compute_mean(question, contrast), contrast["low"], contrast["high"])
+    )
+    would = f"; {contrast['needed']} seeds would be enough" if contrast["needed"] else ""
+    return f"| {contrast['name']} | {mean} [{low}, {high}] {unit} | {contrast['status']}: {contrast['why']}{would} |"
+
+
+if __name__ == "__main__":
+    (HERE / "first-round.md").write_text(format_page(), encoding="utf-8")

@@ -1,0 +1,227 @@
+"""What was found, a line for each question: claim, verdict, effect with interval, scope, and a link to its table.
+
+A question's words stand in `NAME.toml` beside its file in `ablations/`, which must not change after the declaration.
+They hold no result: numbers are filled in from the table.
+"""
+
+import json
+import lzma
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.named_files import PROJECT
+from lit_lazy.table.declaration import Declaration, Finding, Verdict
+from lit_lazy.table.document import escape_markdown
+from lit_lazy.table.records import Column, Table
+from lit_lazy.table.render import format_estimate
+from lit_lazy.table.statistics import LEAST
+from lit_lazy.table.verdicts import format_finding, format_interval
+
+SUBJECTS = (
+    "The sink",
+    "Sparsity",
+    "Loss on text",
+    "Bias and positions",
+    "Length and streaming",
+    "The threshold",
+    "A trained model",
+    "Compute-optimal models",
+    "Cost",
+    "Other",
+)
+"""The order of the table of all verdicts."""
+THEMES = ("Sink", "Loss", "Sparsity", "Extrapolation", "Adaptation", "Cost")
+"""The order of the table of findings."""
+UNDECIDED_YET = "not decided yet"
+FIRST_ROUND = "first-round.json.xz"
+
+
+class QuestionResult(NamedTuple):
+    """The table of a question and its folder."""
+
+    folder: Path
+    table: Table
+
+    @property
+    def declared(self) -> Declaration:
+        assert self.table.declaration is not None
+        return self.table.declaration
+
+    @property
+    def status(self) -> str:
+        return UNDECIDED_YET if self.table.verdict is None else self.table.verdict.status
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a question is listed; by default by its declaration alone.
+
+    `effect` may name rows and contrasts, `{row: softmax}` and `{contrast: elastic - softmax}`, whose mean and interval
+    are filled in; without it the contrast on which the verdict turns is shown.
+    """
+
+    subject: str = "Other"
+    claim: str = ""
+    effect: str = ""
+    scope: str = ""
+    finding: str = ""
+    """The theme under which it is one of the README's findings."""
+    about: str = ""
+    """Reviewers' questions that the declaration did not name."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("subject", self.subject, SUBJECTS), ("finding", self.finding, ("", *THEMES))):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(filter(None, known))}")
+
+
+class Answer(NamedTuple):
+    """A line of a table of verdicts."""
+
+    question: str
+    words: Words
+    claim: str
+    status: str
+    effect: str
+    scope: str
+    source: str
+    """The reviewers' questions that it bears on."""
+    page: str
+    """Its page, in the folder of all results."""
+
+
+def read_words(question: str) -> Words:
+    """The words of a question, of the working directory's `ablations/` or the project's.
+
+    Raises a one-line ValueError if the file is damaged.
+    """
+    path = find_words(question)
+    if path is None:
+        return Words()
+    try:
+        return Words(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: has no words of a question ({describe_exception(error)})") from None
+
+
+def find_words(name: str) -> Path | None:
+    paths = (root / "ablations" / f"{name}.toml" for root in (Path.cwd(), PROJECT))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def collect_answers(found: Sequence[QuestionResult], folder: Path) -> list[Answer]:
+    """The answers of all questions below a folder that no later one repeats, by subject.
+
+    Raises a one-line ValueError if words name a row or contrast that the table lacks.
+    """
+    repeated = {result.declared.after for result in found}
+    answers = [_answer(result, folder) for result in found] + _read_first_round(folder)
+    kept = [answer for answer in answers if answer.question not in repeated]
+    return sorted(kept, key=lambda answer: SUBJECTS.index(answer.words.subject))
+
+
+def _answer(result: QuestionResult, folder: Path) -> Answer:
+    table, declared, verdict = result.table, result.declared, result.table.verdict
+    words = read_words(table.ablation)
+    status = result.status + (" (exploratory)" if declared.exploratory else "")
+    return Answer(
+        table.ablation,
+        words,
+        words.claim or declared.claim,
+        status,
+        "" if verdict is None else _format_effect(words, table, declared, verdict),
+        (words.scope or table.base) + ("" if verdict is None else f", {verdict.n} seeds"),
+        ", ".join(filter(None, (declared.source, words.about))),
+        os.path.relpath(result.folder / "table.md", folder),
+    )
+
+
+def _format_effect(words: Words, table: Table, declared: Declaration, verdict: Verdict) -> str:
+    column = table.columns_by_key[declared.primary]
+    part = find_decisive(verdict)
+    effect = words.effect or f"{part.name}: {{contrast: {part.name}}}"
+    rows = {
+        f"row: {name}": f"{format_estimate(measure, column)} {column.unit}".rstrip()
+        for name, measure in table.collect_measures(declared.primary).items()
+    }
+    contrasts = {f"contrast: {part.name}": format_finding(declared, part, column) for part in verdict.parts}
+    return _fill(effect, rows | contrasts, table.ablation)
+
+
+def _fill(effect: str, known: Mapping[str, str], question: str) -> str:
+    def look_up(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            raise ValueError(f"{question}.toml: effect: the table has no {match[1]!r}; it has {', '.join(known)}")
+        return known[match[1]]
+
+    return re.sub(r"\{((?:row|contrast): [^{}]+)\}", look_up, effect)
+
+
+def find_decisive(verdict: Verdict) -> Finding:
+    """The contrast that a verdict turns on: of its status, the one that is farthest from it if the claim is refuted.
+
+    Otherwise the least certain: its mean is the fewest widths of its interval from 0.
+    """
+    sign = -1 if verdict.status == "refuted" else 1
+    agreeing = [part for part in verdict.parts if part.status == verdict.status]
+    return min(agreeing, key=lambda part: sign * abs(part.mean) / max(part.high - part.low, LEAST))
+
+
+def _read_first_round(folder: Path) -> list[Answer]:
+    """The questions of the first round that were not asked again, from its record."""
+    path = folder / FIRST_ROUND
+    if not path.exists():
+        return []
+    recorded = json.loads(lzma.decompress(path.read_bytes()))["questions"]
+    return [_recall(name, record) for name, record in recorded.items() if "listed" in record]
+
+
+def _recall(name: str, record: Mapping[str, Any]) -> Answer:
+    words = Words(**record["listed"])
+    (column,) = (Column.from_json(one) for one in record["columns"] if one["key"] == record["primary"])
+    number, unit = partial(column.format, sign="+"), column.difference_unit
+    contrasts = {
+        f"contrast: {part['name']}": f"{format_interval(part['mean'], part['low'], part['high'], number)} {unit}"
+        for part in record["contrasts"]
+    }
+    effect, scope = _fill(words.effect, contrasts, name).rstrip(), f"{words.scope}, {record['n']} seeds"
+    return Answer(name, words, words.claim, record["status"], effect, scope, record["source"], f"first-round.md#{name}")
+
+
+def fill_tables(text: str, answers: Sequence[Answer], results: str) -> str:
+    """The text of a page with its generated tables made anew: those of all verdicts, and of the README's findings.
+
+    results: the folder of all results, relative to the page. Raises a one-line ValueError if it has no marker.
+    """
+    lines = {
+        "verdicts": [(answer.words.subject, answer) for answer in answers],
+        "findings": [(theme, answer) for theme in THEMES for answer in answers if answer.words.finding == theme],
+    }
+
+    def make_table(match: re.Match[str]) -> str:
+        return f"{match[1]}{_format_table(lines[match[2]], results)}{match[3]}"
+
+    filled, count = _MARKED.subn(make_table, text)
+    if not count:
+        raise ValueError("--insert: the file lacks <!-- findings --> or <!-- verdicts -->, and <!-- end --> after it")
+    return filled
+
+
+_MARKED = re.compile(r"(<!-- (findings|verdicts) -->\n)(?:.*\n)*?(<!-- end -->)")
+
+
+def _format_table(lines: Sequence[tuple[str, Answer]], results: str) -> str:
+    rows = [("", "Claim", "Verdict", "Effect [interval]", "Scope"), ("---",) * 5]
+    for title, answer in lines:
+        link = quote(os.path.normpath(os.path.join(results, answer.page)), safe="/#")
+        claim, effect, scope = map(escape_markdown, (answer.claim, answer.effect, answer.scope))
+        rows.append((title, claim, f"[{answer.status}]({link})", effect, scope))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -171,7 +171,6 @@ def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     table = read_table(tmp_path / "runs" / "both-backcopy_tiny" / "table.json")
     sparsity = {name: measure.mean for name, measure in table.collect_measures("sparsity/zero").items()}
-    assert sparsity["mine"] is not None
     assert 0.1 < sparsity["mine"] < 0.9
     assert sparsity["softmax"] is None
     forked.run_in_fork(lambda: check_the_example_of_a_normaliser(tmp_path / "my_softpick.py"))

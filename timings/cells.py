@@ -354,14 +354,13 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
         "Whole cells on one thread: median [quartiles] of pairs that take turns; cells per core-hour of CPU time, and "
         f"their ratio to commit {against}. A step: forward, backward, optimiser.",
         "",
-        *_format_header(["cell", "commit", "backend", *PHASES[:4], "forward + backward", *PHASES[4:]], 3),
+        *_format_header(["cell", *PHASES[:4], "forward + backward", *PHASES[4:]], 1),
     ]
     for name, cell in cells.items():
-        for commit, label in (("new", "this"), ("old", against)):
-            shares = cell["phases"][commit]
-            both = shares["forward"] + shares["backward"]
-            values = [*(shares[x] for x in PHASES[:4]), both, *(shares[x] for x in PHASES[4:])]
-            lines.append(format_row([name, label, cell["backend"][commit], *(f"{value:.1%}" for value in values)]))
+        shares = cell["phases"]["new"]
+        both = shares["forward"] + shares["backward"]
+        values = [*(shares[x] for x in PHASES[:4]), both, *(shares[x] for x in PHASES[4:])]
+        lines.append(format_row([name, *(f"{value:.1%}" for value in values)]))
     return [
         *lines,
         "",
@@ -404,14 +403,13 @@ def _format_attention(shapes: Mapping[str, Mapping[str, Any]], identity: Mapping
         ["heads x dimension", "backend", "SDPA (ms)", *(f"{state} / SDPA" for state in STATES), "empty tiles, local"], 2
     )
     for name, shape in shapes.items():
-        empty = f"{shape['empty_tiles']['local']:.1%}"
-        lines += [format_row([*row, empty]) for row in _format_ratios(name, shape, 1000)]
+        lines.append(format_row([*_format_ratios(name, shape, 1000), f"{shape['empty_tiles']['local']:.1%}"]))
     return [
         *lines,
         "",
         f"Forward and backward of {identity['tokens']} tokens in float32 on one thread: CPU time, median "
         "[quartiles] of paired rounds. softmax: tau 0, no bias; untrained: tau 1, bias 0; local: tau 1, bias "
-        f"-distance / 8. Tiles of {TILE_ROWS} x {TILE_COLUMNS}.",
+        f"-distance / 8. Tiles of {TILE_ROWS} x {TILE_COLUMNS}. The JSON file beside this page has all backends.",
         "",
     ]
 
@@ -428,7 +426,7 @@ def _format_threads(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = _format_header(["cache", "backend", "SDPA (us)", *(f"{state} / SDPA" for state in STATES)], 2)
     for name, cache in caches.items():
-        lines += [format_row(row) for row in _format_ratios(name, cache, 1e6)]
+        lines.append(format_row(_format_ratios(name, cache, 1e6)))
     return [
         *lines,
         "",
@@ -438,11 +436,9 @@ def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _format_ratios(name: str, measured: Mapping[str, Any], factor: float) -> list[list[str]]:
-    """A row per backend: name, backend, SDPA's time and the ratio of each state."""
+def _format_ratios(name: str, measured: Mapping[str, Any], factor: float) -> list[str]:
+    """Name, the backend that `auto` takes, SDPA's time and the ratio of each state."""
     ratio = measured["ratio"]
-    backends = dict.fromkeys(path.split()[0] for path in ratio)
+    backend = next(iter(ratio)).split()[0]
     sdpa = f"{factor * statistics.median(measured['seconds'][SDPA]):.2f}"
-    return [
-        [name, backend, sdpa, *(format_spread(ratio[f"{backend} {state}"]) for state in STATES)] for backend in backends
-    ]
+    return [name, backend, sdpa, *(format_spread(ratio[f"{backend} {state}"]) for state in STATES)]

@@ -6,6 +6,7 @@ above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all
 them neither is wrong.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,26 +159,21 @@ def find_errors(rows: Sequence[Mapping[str, Any]], skewness: float) -> float:
 def format_markdown(result: Mapping[str, Any]) -> str:
     """The tables of a simulation, as a page."""
     rows = result["scenarios"]
-    header = ["rule", "true contrasts", "sd", "skewness", "spreads", "supported", "refuted", "seeds", "error"]
-    lines = [
-        [
-            row["rule"],
-            ", ".join(f"{x:g}" for x in row["truths"]),
-            f"{row['sd']:g}" if row["sd"] else "–",
-            f"{row['skewness']:g}",
-            "0.7 to 2" if row["spreads"] else "equal",
-            f"{row['supported']:.3f}",
-            f"{row['refuted']:.3f}",
-            f"{row['seeds']:.0f}",
-            f"{row[row['wrong']]:.3f}" if row["wrong"] else "",
-        ]
+    forms = {"0": (0, False), "0, spreads 0.7 to 2": (0, True), "1": (1, False), "-1": (-1, False),
+             "-1.75": (-1.75, False)}  # fmt: skip
+    errors_by_form = defaultdict[tuple[str, ...], dict[tuple[float, bool], str]](dict)
+    for row in rows:
+        if row["wrong"]:
+            errors_by_form[_describe(row)][row["skewness"], row["spreads"]] = f"{row[row['wrong']]:.3f}"
+    edges = [[*name, *(found.get(form, "–") for form in forms.values())] for name, found in errors_by_form.items()]
+    power = [
+        [*_describe(row), f"{row['supported']:.3f}", f"{row['refuted']:.3f}", f"{row['seeds']:.0f}"]
         for row in rows
+        if not row["wrong"]
     ]
-    observed = [
-        [row["question"], row["rule"], f"{row['edge']:g}", f"{row['supported']:.3f}", f"{row['refuted']:.3f}",
-         f"{row[row['wrong']]:.3f}"]
-        for row in result["observed"]
-    ]  # fmt: skip
+    observed = defaultdict[tuple[str, str], list[str]](list)
+    for row in result["observed"]:
+        observed[row["question"], row["rule"]].append(f"{row[row['wrong']]:.3f}")
     errors = "; ".join(
         f"{find_errors(rows, skewness):.3f} up to skewness {skewness:g} (limit {limit:g})"
         for skewness, limit in LIMITS.items()
@@ -188,17 +184,34 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         "# Errors and power of verdicts at looks",
         f"Claims of four contrasts with correlation {CORRELATION:g} over seeds, looks at n = "
         f"{', '.join(map(str, LOOKS))}; {result['draws']:,} draws per scenario. True contrasts and standard deviations "
-        "are in margins; of statements, the shares of trainings in which they hold. An error is a supported claim of "
+        "are in margins, one number for four equal contrasts; of statements, the shares of trainings in which they "
+        "hold. An error is a supported claim of "
         "which a contrast is at 0 (same, no_worse: at the margin), or a refuted one of which all hold by the margin "
-        f"(same: by half of it). Largest error: {errors}.",
-        "\n".join(_format_table(header, lines)),
-        "## Outcomes as observed",
-        "Whole seeds of committed questions, drawn with replacement around the true values at which an error is "
-        "likeliest.",
-        "\n".join(_format_table(["question", "rule", "true value", "supported", "refuted", "error"], observed)),
+        f"(same: by half of it). Largest error: {errors}. The JSON file beside this page has each scenario.",
+        "## Errors, by skewness of the contrasts",
+        "\n".join(_format_table([*_SCENARIO, *forms], edges)),
+        "## Power, of normal contrasts",
+        "\n".join(_format_table([*_SCENARIO, "supported", "refuted", "seeds"], power)),
+        "## Errors, of outcomes as observed",
+        "Whole seeds of committed questions, drawn with replacement around the true values at which wrong support and "
+        "wrong refutation are likeliest.",
+        "\n".join(
+            _format_table(
+                ["question", "rule", "supported", "refuted"], [[*name, *found] for name, found in observed.items()]
+            )
+        ),
         format_provenance(result),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+_SCENARIO = ["rule", "true contrasts", "sd"]
+
+
+def _describe(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Rule, true contrasts, a repeated one once, and standard deviation of a scenario."""
+    truths = row["truths"] if len({*row["truths"]}) > 1 else row["truths"][:1]
+    return row["rule"], ", ".join(f"{x:g}" for x in truths), f"{row['sd']:g}" if row["sd"] else "–"
 
 
 def _format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

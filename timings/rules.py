@@ -32,7 +32,7 @@ from lit_lazy.attention import (
     TopK,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
-from timings.results import format_mebibytes, format_row, format_spread
+from timings.results import format_row, format_spread
 
 HEADS, HEAD_DIM, SEED = 4, 64, 0
 BASELINE = "Elastic"
@@ -71,24 +71,19 @@ def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str]
 
 def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown."""
-    head = ["L", "normaliser", "rule / lazy", "fused / lazy", "peak rule (MiB)", "peak fused (MiB)"]
+    head = ["L", "normaliser", "rule / lazy", "fused / lazy"]
     lines = [format_row(head), "|---:|:---|" + "---:|" * (len(head) - 2)]
     for row in rows:
-        paths = [row["rule"], row["fused"]]
-        ratios = [_format_cell(path, "ratio", format_spread) for path in paths]
-        peaks = [_format_cell(path, "peak_bytes", format_mebibytes) for path in paths]
-        lines.append(format_row([str(row["length"]), row["normaliser"], *ratios, *peaks]))
+        ratios = [format_spread(path["ratio"]) if path else "–" for path in (row["rule"], row["fused"])]
+        lines.append(format_row([str(row["length"]), row["normaliser"], *ratios]))
     slow = statistics.median(row["rule"]["ratio"]["median"] for row in rows)
     return [
         *lines,
         "",
         f"Attention only, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path "
-        f"of {BASELINE}; the median rule takes {slow:.2f} times as long.",
+        f"of {BASELINE}; the median rule takes {slow:.2f} times as long. The JSON file beside "
+        "this page has their peak memory.",
     ]
-
-
-def _format_cell(path: Mapping[str, Any] | None, name: str, write: Callable[[Any], str]) -> str:
-    return "–" if path is None or path[name] is None else write(path[name])
 
 
 def _make_step(name: str, path: str, length: int, tokens: int) -> Callable[[], None] | None:

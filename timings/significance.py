@@ -345,13 +345,6 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         ]
         for name in CANDIDATES
     ]
-    groups = list(dict.fromkeys((row["spread"], row["rows"], row["n"]) for row in rows))
-    by_group = [
-        [spread, str(size), str(n)]
-        + [f"{format_errors(some, name)}, {mean_power(some, name):.2f}" for name in CANDIDATES]
-        for spread, size, n in groups
-        for some in [[r for r in rows if (r["spread"], r["rows"], r["n"]) == (spread, size, n)]]
-    ]
     environment, packages = result["environment"], result["packages"]
     return "\n".join(
         [
@@ -387,12 +380,7 @@ def format_markdown(result: Mapping[str, Any]) -> str:
             "",
             *_format_table(header_by_rule, lines_by_rule),
             "",
-            "## By spread, rows and seeds",
-            "",
-            "False findings, worst over the kinds of seed effect / of a single contrast, and mean power.",
-            "",
-            *_format_table(["spread", "rows", "n", *CANDIDATES], by_group),
-            "",
+            f"The JSON file beside this page has each of the {len(rows)} settings. "
             f"`{result['command']}`, {result['date']}, commit {environment['git_sha']}, numpy {packages['numpy']}, "
             f"scipy {packages['scipy']}, Python {environment['python']}, {environment['machine']}, "
             f"{environment['cpu']}.",

@@ -23,7 +23,7 @@ Commit 03268cd2 is the last with the rules, questions, tables, figures and repor
 03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings were
 not kept, so their figures cannot be drawn again. [first-round.json.xz](first-round.json.xz) has every metric of every
 row and seed; [first_round.py](first_round.py) makes this page from it: means are recomputed, intervals, which are
-simultaneous, are as published.
+simultaneous, are as published. `undecided: 11 seeds` means that 11 would have been enough, if means and spreads stayed.
 """
 
 
@@ -47,33 +47,31 @@ def format_page() -> str:
 
 def _format_question(named: tuple[str, dict[str, Any]]) -> str:
     name, question = named
-    run, minutes = question["run"], round(question["run"]["seconds"] / 60)
+    run, seeds = question["run"], question["seeds"]
     (column,) = (column for column in question["columns"] if column["key"] == question["primary"])
-    seeds = ", ".join(map(str, question["seeds"]))
     lines = [
         f"\n## {name}\n",
         f"{question['claim']}\n",
         f"**{question['status'].capitalize()}**, n = {question['n']} on {question['base']}, "
-        f"{len(question['rows'])} rows. Primary outcome: {column['title']}; rule: {question['rule']}, margin "
-        f"{question['margin']:g}. Seeds {seeds}. "
-        f"Source: {question['source']}. Declared in {question['commit']} (digest {question['digest']}), run at "
-        f"{run['git_sha']} in {minutes} minutes by `{run['command']}`.\n",
-        "| Contrast | Mean [interval] | Verdict |",
-        "| --- | ---: | --- |",
+        f"seeds {seeds[0]} to {seeds[-1]}. Primary outcome: {column['title']}; rule: {question['rule']}, margin "
+        f"{question['margin']:g}. Source: {question['source']}. Declared in {question['commit']}, "
+        f"run at {run['git_sha']}.\n",
         *(_format_contrast(question, contrast, column) for contrast in question["contrasts"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _format_contrast(question: dict[str, Any], contrast: dict[str, Any], column: dict[str, Any]) -> str:
-    unit = "points" if column["unit"] == "%" else column["unit"]
+    unit = " points" if column["unit"] == "%" else f" {column['unit']}".rstrip()
     spec = f"+.{column['digits']}f" if isinstance(column["digits"], int) else "+" + column["digits"]
     mean, low, high = (
         format(number * column["scale"], spec)
         for number in (compute_mean(question, contrast), contrast["low"], contrast["high"])
     )
-    would = f"; {contrast['needed']} seeds would be enough" if contrast["needed"] else ""
-    return f"| {contrast['name']} | {mean} [{low}, {high}] {unit} | {contrast['status']}: {contrast['why']}{would} |"
+    status, why = contrast["status"], contrast["why"]
+    if status == "undecided":
+        why = f"{contrast['needed']} seeds" if contrast["needed"] else ""
+    return f"- {contrast['name']}: {mean} [{low}, {high}]{unit}, {': '.join(filter(None, (status, why)))}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`lit-lazy ablate verdicts`"""
 
 import argparse
-import os
 from pathlib import Path
 
 from lit_lazy.command.options import Commands, add_command, folder, path
@@ -17,25 +16,24 @@ def add_to(commands: Commands) -> None:
         default=Path("runs"),
         help="folder that holds the questions' result folders, each with a table.json (default: runs)",
     )
-    parser.add_argument("--out", metavar="PAGE.md", type=path, help="also write them to a Markdown page")
     parser.add_argument(
         "--insert",
         metavar="README.md",
         type=path,
         action="append",
         default=[],
-        help="also fill in the tables of this file, between <!-- findings --> or <!-- verdicts --> and <!-- end -->; "
-        "repeatable",
+        help="also fill in this page: its tables, between <!-- findings -->, <!-- verdicts --> or <!-- reviewers --> "
+        "and <!-- end -->, and its numbers, as in [0.1](FOLDER/table.md 'row: column'); repeatable",
     )
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.findings import collect_answers, fill_tables
-    from lit_lazy.report.verdicts import format_page, format_summary, read_questions
+    from lit_lazy.report.findings import collect_answers, fill_page
+    from lit_lazy.report.verdicts import format_summary, read_questions
     from lit_lazy.support.disk import check_writable_file, write_text
 
-    if options.out is not None:
-        check_writable_file("--out", options.out)
+    for file in options.insert:
+        check_writable_file("--insert", file)
     if (options.folder / "table.json").exists():
         raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give its parent folder")
     found = read_questions(options.folder)
@@ -44,13 +42,8 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_text_2` makes one"
         )
     answers = collect_answers(found, options.folder)
-    pages = {
-        file: fill_tables(_read(file), answers, os.path.relpath(options.folder, file.parent)) for file in options.insert
-    }
-    if options.out is not None:
-        pages[options.out] = format_page(found, options.folder, options.out.parent)
+    pages = {file: fill_page(_read(file), answers, options.folder, file.parent) for file in options.insert}
     for file, text in pages.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     print(format_summary(found))
     return 0

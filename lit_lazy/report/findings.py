@@ -11,20 +11,22 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import escape_markdown
-from lit_lazy.table.records import Column, Table
-from lit_lazy.table.render import format_estimate
+from lit_lazy.table.records import Column, Measure, Table
+from lit_lazy.table.render import format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
+from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import format_finding, format_interval
 
+T = TypeVar("T")
 SUBJECTS = (
     "The sink",
     "Sparsity",
@@ -148,21 +150,25 @@ def _format_effect(words: Words, table: Table, declared: Declaration, verdict: V
     column = table.columns_by_key[declared.primary]
     part = find_decisive(verdict)
     effect = words.effect or f"{part.name}: {{contrast: {part.name}}}"
-    rows = {
-        f"row: {name}": f"{format_estimate(measure, column)} {column.unit}".rstrip()
-        for name, measure in table.collect_measures(declared.primary).items()
-    }
+    measures = table.collect_measures(declared.primary)
+    rows = {f"row: {name}": _format_value(measure, column) for name, measure in measures.items()}
     contrasts = {f"contrast: {part.name}": format_finding(declared, part, column) for part in verdict.parts}
     return _fill(effect, rows | contrasts, table.ablation)
 
 
-def _fill(effect: str, known: Mapping[str, str], question: str) -> str:
-    def look_up(match: re.Match[str]) -> str:
-        if match[1] not in known:
-            raise ValueError(f"{question}.toml: effect: the table has no {match[1]!r}; it has {', '.join(known)}")
-        return known[match[1]]
+def _format_value(measure: Measure, column: Column) -> str:
+    return f"{format_estimate(measure, column)} {column.unit}".rstrip()
 
-    return re.sub(r"\{((?:row|contrast): [^{}]+)\}", look_up, effect)
+
+def _fill(effect: str, known: Mapping[str, str], question: str) -> str:
+    where = f"{question}.toml: effect"
+    return re.sub(r"\{((?:row|contrast): [^{}]+)\}", lambda match: _look_up(known, match[1], where), effect)
+
+
+def _look_up(known: Mapping[str, T], name: str, where: str) -> T:
+    if name not in known:
+        raise ValueError(f"{where}: the table has no {name!r}; it has {', '.join(known)}")
+    return known[name]
 
 
 def find_decisive(verdict: Verdict) -> Finding:
@@ -196,32 +202,77 @@ def _recall(name: str, record: Mapping[str, Any]) -> Answer:
     return Answer(name, words, words.claim, record["status"], effect, scope, record["source"], f"first-round.md#{name}")
 
 
-def fill_tables(text: str, answers: Sequence[Answer], results: str) -> str:
-    """The text of a page with its generated tables made anew: those of all verdicts, and of the README's findings.
+def fill_page(text: str, answers: Sequence[Answer], folder: Path, place: Path) -> str:
+    """The text of a page with all that is generated in it made anew.
 
-    results: the folder of all results, relative to the page. Raises a one-line ValueError if it has no marker.
+    That is the tables between markers, of all verdicts, of the README's findings and of the reviewers' questions, and
+    every number whose link names its row and column: `[0.1](FOLDER/table.md "softmax: first-key weight")`; `Δ ` before
+    the column is the difference to the baseline. folder: that of all results. place: that of the page. Raises a
+    one-line ValueError if there is nothing to fill, or a link names what its table lacks.
     """
-    lines = {
-        "verdicts": [(answer.words.subject, answer) for answer in answers],
-        "findings": [(theme, answer) for theme in THEMES for answer in answers if answer.words.finding == theme],
+    results = os.path.relpath(folder, place)
+    make_table = {
+        "verdicts": partial(_format_answers, [(answer.words.subject, answer) for answer in answers], results),
+        "findings": partial(
+            _format_answers,
+            [(theme, answer) for theme in THEMES for answer in answers if answer.words.finding == theme],
+            results,
+        ),
+        "reviewers": partial(_format_reviewers, answers, results),
     }
-
-    def make_table(match: re.Match[str]) -> str:
-        return f"{match[1]}{_format_table(lines[match[2]], results)}{match[3]}"
-
-    filled, count = _MARKED.subn(make_table, text)
-    if not count:
-        raise ValueError("--insert: the file lacks <!-- findings --> or <!-- verdicts -->, and <!-- end --> after it")
+    filled, tables = _MARKED.subn(lambda match: f"{match[1]}{make_table[match[2]]()}{match[3]}", text)
+    read = cache(read_table)
+    filled, quotes = _QUOTED.subn(
+        lambda match: f"[{_quote_cell(read(place / match[2] / TABLE), match[3])}]{match[1]}", filled
+    )
+    if not tables + quotes:
+        raise ValueError(
+            f"--insert: the file lacks <!-- {' -->, <!-- '.join(make_table)} -->, and <!-- end --> after it"
+        )
     return filled
 
 
-_MARKED = re.compile(r"(<!-- (findings|verdicts) -->\n)(?:.*\n)*?(<!-- end -->)")
+_MARKED = re.compile(r"(<!-- (findings|verdicts|reviewers) -->\n)(?:.*\n)*?(<!-- end -->)")
+_QUOTED = re.compile(r'\[(?:\\.|[^]\\])*\](\((\S+)/table\.md "([^"]+)"\))')
 
 
-def _format_table(lines: Sequence[tuple[str, Answer]], results: str) -> str:
-    rows = [("", "Claim", "Verdict", "Effect [interval]", "Scope"), ("---",) * 5]
+def _quote_cell(table: Table, place: str) -> str:
+    """A row's value in a column, `softmax: loss`, or its difference to the baseline, `lazy: Δ loss`."""
+    variant, _, title = place.rpartition(": ")
+    row = _look_up({row.variant: row for row in table.rows}, variant, table.ablation)
+    column = _look_up({column.title: column for column in table.columns}, title.removeprefix("Δ "), table.ablation)
+    measure = row.metrics[column.key]
+    if title.startswith("Δ "):
+        return escape_markdown(format_effect(measure.difference, column, table.is_void(variant, column.key)))
+    return escape_markdown(_format_value(measure, column))
+
+
+def _format_answers(lines: Sequence[tuple[str, Answer]], results: str) -> str:
+    rows = []
     for title, answer in lines:
-        link = quote(os.path.normpath(os.path.join(results, answer.page)), safe="/#")
         claim, effect, scope = map(escape_markdown, (answer.claim, answer.effect, answer.scope))
-        rows.append((title, claim, f"[{answer.status}]({link})", effect, scope))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows.append((title, claim, _link(answer.status, answer, results), effect, scope))
+    return _format_table(("", "Claim", "Verdict", "Effect [interval]", "Scope"), rows)
+
+
+def _format_reviewers(answers: Sequence[Answer], results: str) -> str:
+    """The reviewers' questions with the verdicts on a part of each; ablations/reviewers.toml has the questions."""
+    path = find_words("reviewers")
+    asked = {} if path is None else tomllib.loads(path.read_text(encoding="utf-8"))
+    verdicts: dict[str, list[str]] = {number: [] for number in asked}
+    for answer in answers:
+        for number in re.findall(r"\bR\d+\b", answer.source):
+            verdicts.setdefault(number, []).append(f"{_link(answer.question, answer, results)}: {answer.status}")
+    rows = [
+        (n, escape_markdown(one["asked"]), "; ".join(verdicts[n]) or "–", escape_markdown(one["open"]))
+        for n, one in asked.items()
+    ]
+    return _format_table(("", "Question", "Verdicts on a part of it", "Still open"), rows)
+
+
+def _link(text: str, answer: Answer, results: str) -> str:
+    return f"[{text}]({quote(os.path.normpath(os.path.join(results, answer.page)), safe='/#')})"
+
+
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ("---",) * len(header), *rows))

@@ -199,7 +199,7 @@ GOOD = [
     (["ablate", "run", "a.py", "--dry-run"], [*GRID, *EXECUTION, "--rows", "--seeds", ""]),
     (["ablate", "search", "s.py"], [*GRID, "--trials", ""]),
     (["ablate", "status", "a.py"], ["--runs", "--base", "--storage"]),
-    (["ablate", "verdicts", "answers"], ["--out"]),
+    (["ablate", "verdicts", "answers"], ["--insert"]),
     (["ablate", "table", "a.py"], ["--from", "--base", "--runs"]),
     (["ablate", "table", "a.py", "--from", f"answers/{ANSWERED}/table.json"], ["--from", "--base"]),
     (["report", "a.py"], ["--runs", "--base", "--out", "--ui-url"]),
@@ -310,7 +310,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for where in (
         *("tracking.tracked_run.Tracker", "grid.jobs.launch.run_grid", "grid.search.run.run_search"),
         *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
-        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_page"),
+        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_summary"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 2**28)

@@ -15,8 +15,8 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_tables, read_words
-from lit_lazy.report.verdicts import format_page, read_questions
+from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_page, read_words
+from lit_lazy.report.verdicts import read_questions
 from lit_lazy.support.named_files import list_available
 from lit_lazy.table.stored import read_table
 
@@ -25,22 +25,33 @@ RESULTS = ROOT / "docs" / "results"
 first_round = SimpleNamespace(**runpy.run_path(str(RESULTS / "first_round.py")))
 TABLES = [path for path in sorted(RESULTS.glob("*/table.json")) if json.loads(path.read_text()).get("declaration")]
 QUESTIONS = [name for name in list_available("ablations") if name.startswith("q_")]
-MARKED = "<!-- findings -->\n<!-- end -->\n\n<!-- verdicts -->\n| old |\n<!-- end -->\n"
+MARKED = """
+<!-- findings -->
+<!-- end -->
+<!-- verdicts -->
+| old |
+<!-- end -->
+<!-- reviewers -->
+<!-- end -->
+"""
 
 
-def test_the_pages_are_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md --insert README.md --insert
-    docs/results/README.md`."""
-    monkeypatch.chdir(ROOT)
-    found, results = read_questions(Path("docs/results")), Path("docs/results")
-    assert (ROOT / "docs" / "questions.md").read_text() == format_page(found, results, Path("docs"))
-    answers = collect_answers(found, results)
-    for page, folder in ((ROOT / "README.md", "docs/results"), (RESULTS / "README.md", ".")):
-        assert fill_tables(page.read_text(), answers, folder) == page.read_text()
-    assert [answer.words.finding for answer in answers if answer.words.finding] == [
-        answer.words.finding for answer in answers if answer.words.finding in THEMES
-    ]
+def test_the_pages_are_made_of_the_committed_tables() -> None:
+    """Written by `lit-lazy ablate verdicts docs/results --insert README.md --insert docs/results/README.md`."""
+    answers = collect_answers(read_questions(RESULTS), RESULTS)
+    for page in (ROOT / "README.md", RESULTS / "README.md"):
+        assert fill_page(page.read_text(), answers, RESULTS, page.parent) == page.read_text()
     assert {answer.words.finding for answer in answers} == {"", *THEMES}
+
+
+def test_no_result_is_typed() -> None:
+    """Decimals and percentages of the findings come from tables, but for the intervals' level and a rule's name."""
+    readme = (ROOT / "README.md").read_text()
+    findings = readme[readme.index("## What it finds") : readme.index("## From Python")]
+    for text in (findings, (RESULTS / "README.md").read_text()):
+        prose = re.sub(r"<!-- \w+ -->\n(?:\|.*\n)+<!-- end -->", "", text)
+        typed = re.sub(r'\[(?:\\.|[^]\\])*\]\(\S+ "[^"]+"\)|95 %|1\.5-entmax', "", prose)
+        assert re.findall(r".*(?:\d\.\d|\d %).*", typed) == []
 
 
 def test_a_changed_value_changes_every_page(
@@ -51,21 +62,26 @@ def test_a_changed_value_changes_every_page(
     shutil.copytree(RESULTS / name, tmp_path / "results" / name)
     file, page = tmp_path / "results" / name / "table.json", tmp_path / "page.md"
     table = json.loads(file.read_text())
-    command = ["ablate", "verdicts", "results", "--out", "questions.md", "--insert", "page.md"]
+    links = [f'(results/{name}/table.md "elastic: {of}validation loss")' for of in ("", "Δ ")]
     rows = {row["variant"]: row["metrics"][metric] for row in table["rows"]}
     for added, status in ((0.0, "supported"), (0.25, "refuted")):
         rows["elastic"] |= {seed: value + added for seed, value in rows["elastic"].items()}
         file.write_text(json.dumps(table))
-        page.write_text(MARKED)
-        assert main(command) == 0
+        page.write_text(f"{MARKED}the loss []{links[0]}\nthe loss [a \\[b\\]]{links[1]}\n")
+        assert main(["ablate", "verdicts", "results", "--insert", "page.md"]) == 0
         mean = fmean(rows["elastic"][seed] - rows["softmax"][seed] for seed in rows["elastic"])
-        for text in (page.read_text(), (tmp_path / "questions.md").read_text(), capsys.readouterr().out):
-            assert f"{mean:+.4f} " in text
-        findings, verdicts = page.read_text().split("<!-- verdicts -->")
+        assert f"{mean:+.4f} " in capsys.readouterr().out
+        findings, verdicts, reviewers = re.split("<!-- verdicts -->|<!-- reviewers -->", page.read_text())
         for text in (findings, verdicts):
             assert f"[{status}](results/{name}/table.md)" in text
             assert f"Elastic-Softmax - softmax: {mean:+.4f} " in text
         assert "| old |" not in verdicts
+        assert f"| [q_text_2](results/{name}/table.md): {status} | " in reviewers
+        value, difference = reviewers.splitlines()[-2:]
+        assert re.fullmatch(
+            rf"the loss \[{fmean(rows['elastic'].values()):.4f} ±\S+ bits/byte\]{re.escape(links[0])}", value
+        )
+        assert re.fullmatch(rf"the loss \[{re.escape(f'{mean:+.4f}')} ±\S+, p\S+\]{re.escape(links[1])}", difference)
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -134,10 +150,18 @@ def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.
     assert "README.md': cannot be read (No such file or directory); name a file with a pair" in capsys.readouterr().err
     page.write_text("<!-- verdicts -->\n")
     assert main(command) == 2
-    assert (
-        "--insert: the file lacks <!-- findings --> or <!-- verdicts -->, and <!-- end -->" in capsys.readouterr().err
-    )
+    assert "--insert: the file lacks <!-- verdicts -->, <!-- findings -->" in capsys.readouterr().err
     assert page.read_text() == "<!-- verdicts -->\n"
+    folder = RESULTS / "q_text_2-stdlib_small"
+    for link, said in (
+        (f'{folder}/table.md "lasy: loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
+        (f'{folder}/table.md "lazy: Δ los"', "q_text_2: the table has no 'los'; it has validation loss, "),
+        (f'{tmp_path}/none/table.md "lazy: loss"', "none/table.json': is no table.json"),
+    ):
+        page.write_text(f"[0.1]({link})\n")
+        assert main(command) == 2
+        assert said in capsys.readouterr().err
+        assert page.read_text() == f"[0.1]({link})\n"
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

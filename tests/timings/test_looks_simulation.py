@@ -32,9 +32,15 @@ def test_errors_of_a_short_run_stay_within_the_limits() -> None:
     assert all(row["supported"] + row["refuted"] <= 1 and row["seeds"] >= LOOKS[0] for row in rows)
 
 
-def test_the_page_has_a_line_per_setting_and_committed_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_every_scenario_and_committed_question(capsys: pytest.CaptureFixture[str]) -> None:
     result = simulate(10, None)
     page = capsys.readouterr().out
-    lines = sum(line.startswith("| ") for line in page.splitlines())
-    assert lines == len(result["scenarios"]) + len(result["observed"]) + 4  # two headings, each with its rule
+    of_edges, of_power, of_questions = (
+        [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][2:]
+        for part in page.split("\n## ")[1:]
+    )
+    errors = [cell for line in of_edges for cell in line[3:] if cell != "–"]
+    assert sorted(errors) == sorted(f"{row[row['wrong']]:.3f}" for row in result["scenarios"] if row["wrong"])
+    assert len(of_power) == sum(not row["wrong"] for row in result["scenarios"])
+    assert 2 * len(of_questions) == len(result["observed"])
     assert "Largest error: " in page

@@ -1,10 +1,14 @@
 """`python3 -m timings` refuses bad options and unwritable files in one line, before anything is measured."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lit_lazy.command.main import main
+from lit_lazy.support.named_files import PROJECT
+from timings import cells, diagnostics, looks, significance, step
 from timings.__main__ import make_parser
 
 
@@ -31,3 +35,18 @@ def test_bad_input_is_refused(
         status = ended.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "format_page"),
+    [
+        ("bench-cells", cells.format_table),
+        ("bench-diagnostics", diagnostics.format_table),
+        ("bench-step", step.format_table),
+        ("default-test", significance.format_markdown),
+        ("looks", looks.format_markdown),
+    ],
+)
+def test_a_committed_page_is_made_of_the_file_beside_it(name: str, format_page: Callable[[dict], str]) -> None:
+    file = PROJECT / "docs" / "results" / f"{name}.json"
+    assert file.with_suffix(".md").read_text() == format_page(json.loads(file.read_text()))

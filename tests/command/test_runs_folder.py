@@ -140,6 +140,7 @@ ODD = "<b>&#x%'\" é"
 def fill(runs: Path) -> None:
     """Add a question's results, and folders of odd names without a table, with a damaged one and with a search's."""
     shutil.copytree(RESULTS / "q_window_2-stdlib_small", runs / "q_window_2-stdlib_small")
+    (runs / "q_window_2-stdlib_small" / "report.html").touch()
     (runs / ODD / "cells" / "a").mkdir(parents=True)
     (runs / ODD / "cells" / "a" / "result.json").touch()
     for name in (f"{ODD}-damaged", "search-odd"):
@@ -167,11 +168,11 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
     text = " ".join(page.text.split())
     assert f"{DUO} complete No row learned the task." in text
     assert (
-        "refuted Refuted at look 1 of 4 (n = 10, 1 of 2 contrasts refuted): Elastic-Softmax, which sees all keys"
+        "refuted Refuted at look 1 of 4 (n = 10, 2 of 2 contrasts refuted): Elastic-Softmax, which sees all keys"
         in text
     )
     assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
-    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text
+    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'columns')" in text
     assert "train-backcopy_tiny complete Validation loss" in text
     assert "search-odd Its points are in its table" in text
     assert text.index("q_window_2-stdlib_small") < text.index(f"{DUO} complete") < text.index("search-odd")

@@ -18,6 +18,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.support.named_files import find
+from lit_lazy.table.stored import read_table
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 
@@ -97,14 +98,13 @@ def test_table1_end_to_end(runs: Path) -> None:
     command = [str(Path(sys.executable).parent / "lit-lazy"), *RUN, "--seeds", "0", "--workers", "1"]
     done = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    table = json.loads((runs / "table1-backcopy_tiny" / "table.json").read_text())
-    rows = {row["variant"]: row["metrics"] for row in table["rows"]}
+    rows = {row.variant: row.metrics for row in read_table(runs / "table1-backcopy_tiny" / "table.json").rows}
     assert list(rows) == ["softmax", "lazy", "RetNet", "Mamba2", "Gated DeltaNet"]
-    defined = {name: {key for key, metric in row.items() if metric["n"]} for name, row in rows.items()}
+    defined = {name: {key for key, metric in row.items() if metric.n} for name, row in rows.items()}
     assert "mass/trigger" in defined["softmax"] & defined["lazy"]
     for name in ("RetNet", "Mamba2", "Gated DeltaNet"):
         assert {key.partition("/")[0] for key in defined[name]} == {"loss", "accuracy", "collapse", "model"}
-    sizes = [row["model/parameters"]["mean"] for row in rows.values()]
+    sizes = [row["model/parameters"].mean for row in rows.values()]
     assert max(sizes) <= 1.02 * min(sizes)
     again = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert "5 cells, all finished: nothing to do" in again.stdout

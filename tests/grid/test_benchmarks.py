@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.command.main import main
+from lit_lazy.table.stored import read_table
 
 SOURCE = """
 from lit_lazy.attention import Elastic, Softmax
@@ -38,8 +39,8 @@ def test_a_table_holds_what_lm_eval_says(
     options = ["--runs", str(runs), "--workers", "1", "--keep-checkpoint"]
     assert main(["ablate", "run", str(tmp_path / "judged.py"), "--verbose", *options]) == 0
     assert "Wiki ppl ↓" in capsys.readouterr().out
-    table = json.loads((runs / "judged-stdlib_tiny" / "table.json").read_text())
-    keys = [column["key"] for column in table["columns"] if column["key"].startswith("lm-eval/")]
+    table = read_table(runs / "judged-stdlib_tiny" / "table.json")
+    keys = [column.key for column in table.columns if column.key.startswith("lm-eval/")]
     assert keys == ["lm-eval/wikitext/word_perplexity", "lm-eval/boolq/acc"]
     for path in sorted((runs / "judged-stdlib_tiny" / "cells").glob("*/result.json")):
         out = tmp_path / "scores.json"
@@ -54,6 +55,6 @@ def test_a_table_holds_what_lm_eval_says(
         result = json.loads(path.read_text())
         assert {name: x for name, x in result["metrics"].items() if name.startswith("lm-eval/")} == known
         normaliser = result["config"]["model"]["attention"]["normaliser"]["class"].lower()
-        (row,) = (row for row in table["rows"] if row["variant"] == normaliser)
+        (row,) = (row for row in table.rows if row.variant == normaliser)
         for key in keys:
-            assert row["metrics"][key]["mean"] == known[key]
+            assert row.metrics[key].mean == known[key]

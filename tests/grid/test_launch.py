@@ -1,7 +1,6 @@
 """A grid from the command line to the table: real workers, real queue, real MLflow store."""
 
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support.named_files import PROJECT, find
+from lit_lazy.table.stored import read_table
 
 ID = "pair-backcopy_tiny"
 
@@ -43,10 +43,9 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     assert "5 cells, 0 already finished, 5 to train" in out
     assert "4/5 cells done, 0 running, 1 failed" in out
     assert "Also in the table" not in out
-    table = json.loads((runs / ID / "table.json").read_text())
-    rows = {row["variant"]: row for row in table["rows"]}
-    assert rows["softmax"]["n"] == rows["lazy"]["n"] == 2
-    assert (rows["wild"]["n"], rows["wild"]["status"]) == (0, "failed")
+    rows = {row.variant: row for row in read_table(runs / ID / "table.json").rows}
+    assert rows["softmax"].n == rows["lazy"].n == 2
+    assert (rows["wild"].n, rows["wild"].status) == (0, "failed")
     assert "DivergedError: training loss is" in (runs / ID / "table.md").read_text()
     done = {
         cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
@@ -235,18 +234,16 @@ def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
 def test_the_status_says_that_a_declaration_was_edited_since_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "q_window_2.py"
-    shutil.copy(find("ablations", "q_window_2"), path)
+    path = tmp_path / "q_mask_2.py"
+    shutil.copy(find("ablations", "q_mask_2"), path)
     enqueue(path, tmp_path)
-    (tmp_path / "q_window_2-stdlib_small").mkdir()
-    shutil.copy(
-        PROJECT / "docs" / "results" / "q_window_2-stdlib_small" / "table.json", tmp_path / "q_window_2-stdlib_small"
-    )
+    (tmp_path / "q_mask_2-backcopy").mkdir()
+    shutil.copy(PROJECT / "docs" / "results" / "q_mask_2-backcopy" / "table.json", tmp_path / "q_mask_2-backcopy")
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in capsys.readouterr().out
     forget(path)
-    path.write_text(path.read_text().replace("margin=0.02", "margin=0.01"))
+    path.write_text(path.read_text().replace("= 0.1, 0.25", "= 0.1, 0.2"))
     assert main(command) == 0
     assert f"{path} was edited: its claim or rules changed since its run" in capsys.readouterr().out
 

@@ -1,6 +1,5 @@
 """`--limit`: no cell starts after it, those that run are finished, and the same command resumes."""
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from lit_lazy.grid.jobs import job
 from lit_lazy.grid.jobs.worker import Worker
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report import publish
+from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import run
@@ -49,7 +49,7 @@ def test_a_grid_ends_between_cells_and_resumes(
     out = capsys.readouterr().out
     assert f"1 of 4 cells of {ID} are trained" in out
     assert out.splitlines()[-1] == "ended by --limit: 3 of 4 cells wait; the same command resumes"
-    assert [row["n"] for row in json.loads((runs / ID / "table.json").read_text())["rows"]] == [1, 0]
+    assert [row.n for row in read_table(runs / ID / "table.json").rows] == [1, 0]
     number = client.get_experiment_by_name(ID).experiment_id
     assert [run.info.status for run in client.search_runs([number], "tags.kind = 'ablation'")] == ["KILLED"]
     assert main(command) == 0

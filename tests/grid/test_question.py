@@ -17,6 +17,7 @@ from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command import templates
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
 from lit_lazy.grid.plan import find_parent, read_plan
@@ -258,6 +259,38 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     assert digest not in digests
 
 
+def test_a_published_declaration_keeps_its_commit_while_its_digest_is_the_same(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may change in other respects. What differs in the declaration was declared when the file was committed."""
+    published = tmp_path / "published" / "q-base"
+    published.mkdir(parents=True)
+    monkeypatch.setattr("lit_lazy.grid.question.RESULTS", published.parent)
+    asked = question(after="q_first")
+    first = replace(asked.declare("base", BASE, [mine]), earlier="Open.", earlier_seeds=(0, 1))
+    (published / "table.json").write_text(
+        json.dumps(replace(read_table(KEPT_TABLE), ablation="q", declaration=first).to_json())
+    )
+    mine.write_text(f"# another comment\n{mine.read_text()}")
+    assert asked.declare("base", BASE, [mine]) == replace(first, commit="")
+    git(mine.parent, "commit", "-am", "Comment")
+    assert find_last_commit(mine) != first.commit
+    assert asked.declare("base", BASE, [mine]) == first
+    again = replace(asked, margin=0.2).declare("base", BASE, [mine])
+    assert (again.commit, again.earlier) == (find_last_commit(mine), "")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("q_*/table.json")), ids=lambda path: path.parent.name)
+def test_published_questions_are_declared_today_as_they_were(path: Path) -> None:
+    table = read_table(path)
+    assert table.declaration is not None
+    files = [find("ablations", table.ablation), find("experiments", table.base)]
+    ablation, asked = load_ablation_or_question(files[0])
+    assert asked is not None
+    base = replace_at(load_experiment(files[1]), ablation.common)
+    assert asked.declare(table.base, base, files).digest == table.declaration.digest
+
+
 ABLATION = question().ablation
 
 
@@ -364,8 +397,6 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
     assert asked is not None
     assert ablation.name == name
     assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4, 7, 20} | {*asked.pilot_seeds})
-    from lit_lazy.config.serialisation import replace_at
-
     # The files that smollm2 needs are no part of a clone.
     name = "smollm2_tiny" if ablation.base == "smollm2" else ablation.base
     base = replace_at(experiment(name), ablation.common)

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import json
 import multiprocessing
 import os
 import shutil
@@ -30,6 +29,7 @@ from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report import publish
+from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracked_run import ActiveRun
@@ -88,8 +88,7 @@ class Made:
 
     def counts(self) -> dict[str, int]:
         """Number of cells of each row of the table."""
-        table = json.loads((self.runs / ID / "table.json").read_text())
-        return {row["variant"]: row["n"] for row in table["rows"]}
+        return {row.variant: row.n for row in read_table(self.runs / ID / "table.json").rows}
 
     def results(self) -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (self.runs / ID / "cells").glob("*/result.json")}

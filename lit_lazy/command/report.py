@@ -1,6 +1,7 @@
 """`lit-lazy report`"""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from lit_lazy.command.grid_helpers import choose_output, open_tracker
@@ -43,21 +44,26 @@ def add_to(commands: Commands) -> None:
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import open_page
-    from lit_lazy.support.disk import write_text
 
-    if options.sources:
-        return _report_tables(options)
-    file, page = _render_index(options) if options.ablation is None else _render_report(options)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, page)
-    print(f"report:     {file}", flush=True)
-    if options.open:
-        open_page(file.resolve().as_uri())
+    for file in _write_table_reports(options) if options.sources else _write_page(options):
+        print(f"report:     {file}", flush=True)
+        if options.open:
+            open_page(file.resolve().as_uri())
     return 0
 
 
-def _report_tables(options: argparse.Namespace) -> int:
-    """The reports of stored tables."""
+def _write_page(options: argparse.Namespace) -> Iterator[Path]:
+    """Write an ablation's report, or the page over all results."""
+    from lit_lazy.support.disk import write_text
+
+    file, page = _render_index(options) if options.ablation is None else _render_report(options)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, page)
+    yield file
+
+
+def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
+    """Write the reports of stored tables."""
     from lit_lazy.report.page import REPORT
     from lit_lazy.report.publish import write_table_report
     from lit_lazy.support.disk import check_writable_file
@@ -72,8 +78,7 @@ def _report_tables(options: argparse.Namespace) -> int:
         file = options.out or Path("dist") / source.resolve().name / REPORT
         check_writable_file("--out", file)
         write_table_report(source / TABLE, file)
-        print(f"report:     {file}", flush=True)
-    return 0
+        yield file
 
 
 def _render_report(options: argparse.Namespace) -> tuple[Path, str]:

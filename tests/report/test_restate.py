@@ -9,6 +9,7 @@ import pytest
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.question import load_ablation_or_question
+from lit_lazy.support import console
 from lit_lazy.support.named_files import find
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.render import render_markdown, render_text, save
@@ -45,8 +46,11 @@ def test_a_report_is_made_of_a_committed_table(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["report", "--from", str(folder)]) == 0
+    opened: list[str] = []
+    monkeypatch.setattr(console, "open_page", opened.append)
+    assert main(["report", "--from", str(folder), "--open"]) == 0
     made = tmp_path / "dist" / folder.name
+    assert opened == [(made / "report.html").as_uri()]
     assert capsys.readouterr().out == f"report:     dist/{folder.name}/report.html\n"
     table, page = read_table(folder / "table.json"), (made / "report.html").read_text("ascii")
     assert page.index("<h1>") < page.index('<section id="table">') < page.index('<section id="reading">')

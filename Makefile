@@ -102,7 +102,7 @@ crash-points: .venv/.complete-test
 
 # An hour of two cores, resumed by the same command.
 soak: .venv/.complete-test
-	PYTHONPATH=tests $(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
+	PYTHONPATH=tests:tests/grid OMP_NUM_THREADS=1 $(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements*.txt | paste -sd'|')

@@ -3,7 +3,6 @@
 Only `train` and `results` import MLflow, when they are called.
 """
 
-import ast
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -43,8 +42,8 @@ from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM
 
 if TYPE_CHECKING:
+    from lit_lazy.grid.plan import CellRecord
     from lit_lazy.tracking.tracked_run import FinishedTraining
-    from lit_lazy.tracking.tracker import TrackedRun
 
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
@@ -343,11 +342,10 @@ class Results:
 
 
 def results(name: str, runs: str | Path = "runs") -> Results:
-    """What MLflow holds of an ablation on an experiment, finished or not.
+    """What a runs folder holds of an ablation on an experiment, finished or not.
 
     name: as `table2-backcopy`; `table2` is enough if it is the only one on an experiment.
-    runs: the folder with its results, where no server is named by MLFLOW_TRACKING_URI. Raises ValueError, in one line,
-    where there is none of this name.
+    runs: the folder with its results. Raises ValueError, in one line, where there is none of this name.
 
     >>> from lit_lazy import results
     >>> found = results("table2-backcopy")
@@ -357,35 +355,19 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
-    from lit_lazy.grid.plan import build_table_from_mlflow, find_parent, select_one_per_cell
-    from lit_lazy.tracking.archive import open_readable
-    from lit_lazy.tracking.links import list_experiment_names
-    from lit_lazy.tracking.store import check_store, default_uri
-    from lit_lazy.tracking.tracker import Tracker
+    from lit_lazy.grid.plan import list_grids, read_grid
 
     folder = _require_path("runs", runs)
-    with open_readable(default_uri(folder)) as uri:
-        check_store(uri)
-        known = list_experiment_names(uri, kind="ablation")
-        near = did_you_mean(str(name), [*known, *(grid.partition("-")[0] for grid in known)])
-        same = find_grids(str(name), known)
-        has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-        require(bool(same), "results", name, f"{folder} holds no such ablation{near}; {has}")
-        require(len(same) == 1, "results", name, f"{folder} has several; give one of {', '.join(same)}")
-        tracker = Tracker(uri, folder, same[0])
-        parent = find_parent(tracker)
-        cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
-        return Results(build_table_from_mlflow(tracker, parent), cells)
+    known = list_grids(folder)
+    near = did_you_mean(str(name), [*known, *(grid.partition("-")[0] for grid in known)])
+    same = find_grids(str(name), known)
+    has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+    require(bool(same), "results", name, f"{folder} holds no such ablation{near}; {has}")
+    require(len(same) == 1, "results", name, f"{folder} has several; give one of {', '.join(same)}")
+    grid = read_grid(folder / same[0])
+    return Results(grid.build_table(), pd.DataFrame([_make_cell_record(cell) for cell in grid.cells]))
 
 
-def _make_cell_record(run: "TrackedRun") -> dict[str, Any]:
-    params = {name: _parse_value(text) for name, text in run.params.items()}
-    return {"variant": run.tags["variant"], "seed": int(run.tags["seed"]), "status": run.state, **params, **run.metrics}
-
-
-def _parse_value(text: str) -> Any:
-    """What MLflow's text of a param was: a number, True, None, a list, or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+def _make_cell_record(cell: "CellRecord") -> dict[str, Any]:
+    about = {"variant": cell.variant, "seed": cell.seed, "status": cell.status}
+    return {**about, **cell.settings, **cell.axes, **cell.metrics}

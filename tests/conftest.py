@@ -40,15 +40,16 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def _cheap_grids() -> Iterator[None]:
-    """Start workers as forks, poll them often, and draw no variant's figures in reports."""
+    """Start workers of all commands from one server of forks, poll them often, and draw no variant's figures."""
     import forked
 
-    from lit_lazy.grid.jobs import launch, pool
+    from lit_lazy.grid import run
     from lit_lazy.report import page
 
+    forked.start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "subprocess", forked)
-        patch.setattr(launch, "POLL_SECONDS", 0.2)
+        patch.setattr(run, "POLL_SECONDS", 0.1)
+        patch.setattr(run, "LOOK_SECONDS", 0.5)
         patch.setattr(page, "MOST_VARIANTS", 0)
         yield
 
@@ -56,11 +57,10 @@ def _cheap_grids() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
     """Publish tables without figures and empty reports: drawing takes longer than a tiny grid."""
-    from lit_lazy.report import publish
+    from lit_lazy.report import page, publish
 
-    def write_empty_report(_tracker: object, _parent: str, folder: Path, *_: object) -> list[Path]:
-        (folder / publish.REPORT).touch()
-        return [folder / publish.REPORT]
+    def write_empty_report(_grid: object, folder: Path, *_: object) -> None:
+        (folder / page.REPORT).touch()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publish, "draw_table_figures", lambda _table: {})

@@ -2,15 +2,14 @@
 
 Imports cost a new interpreter at least five seconds, and a fork nothing. Arguments, environment, session, signals and
 logs are those of a real process; `tests/crash` and `make test-all` show that real ones behave equally. With a GPU all
-are real, as CUDA does not survive a fork. The process name of a fork is the last part of its module's name, such as
-`worker`.
+are real, as CUDA does not survive a fork. The workers of all these commands come from one server of forks.
 """
 
-import ctypes
 import gc
 import inspect
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -26,10 +25,20 @@ import torch
 
 from lit_lazy.support.class_source import USER
 
-__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "make_cheap", "run", "run_in_fork"]
+__all__ = [
+    "DEVNULL",
+    "PIPE",
+    "STDOUT",
+    "Popen",
+    "Process",
+    "TimeoutExpired",
+    "make_cheap",
+    "run",
+    "run_in_fork",
+    "start_fork_server",
+]
 
 T = TypeVar("T")
-PR_SET_NAME = 15
 INHERITED: list[object] = []
 """The parent's connections, kept alive: closing one takes a lock that a thread of the parent may have held."""
 
@@ -59,12 +68,13 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def make_cheap() -> None:
-    """Start workers and ranks of this process and its forks as forks, poll them often, and draw no variant's figures.
+    """Start ranks of this process and its forks as forks, their workers from one server, and draw no variant's figures.
 
     For programs; tests use fixtures.
     """
-    from lit_lazy.grid.jobs import launch, pool
-    from lit_lazy.grid.search import run, worker  # noqa: F401  imported for the forks
+    from lit_lazy.grid import mirror  # noqa: F401  imported for the forks
+    from lit_lazy.grid import run as grid
+    from lit_lazy.grid.search import run as search  # noqa: F401
     from lit_lazy.report import page, publish  # noqa: F401
     from lit_lazy.training import run as training
     from lit_lazy.training.distributed import (
@@ -73,12 +83,21 @@ def make_cheap() -> None:
     )
 
     torch.set_num_threads(1)
-    pool.subprocess = process_group.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
+    start_fork_server()
+    process_group.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
     # A fork has the classes of users' files; importing them again would duplicate them.
     training.list_imported_files = list
-    launch.POLL_SECONDS = 0.1
-    launch.LOOK_SECONDS = 1.0
+    grid.POLL_SECONDS = 0.1
+    grid.LOOK_SECONDS = 1.0
     page.MOST_VARIANTS = 0
+
+
+def start_fork_server() -> int:
+    """Start the server from which the workers of this process and its forks come; returns its process id."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server.set_forkserver_preload(["lit_lazy.grid.worker"])
+    server.ensure_running()
+    return server._forkserver_pid
 
 
 def run_in_fork(work: Callable[[], T]) -> T:
@@ -143,7 +162,13 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
 
 
 def _forget() -> None:
-    """Drop what a new process would not inherit: signal handlers, log handlers, users' modules, connections."""
+    """Drop what a new process would not inherit: signal handlers, log handlers, users' modules, connections.
+
+    The server of workers stays.
+    """
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        server.ensure_running = lambda: None  # only its parent can ask whether it runs
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()
@@ -160,8 +185,6 @@ def _execute(command: list[str]) -> None:
     words = [word for word in command if word != "-P"]
     if words[1] == "-m":
         sys.argv = words[2:]
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_NAME, sys.argv[0].rpartition(".")[2].encode())
         if "-P" not in command:
             sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_grid import MadeGrid
 from mistakes import snapshot_tree
 from untrained import save
 
@@ -22,7 +23,6 @@ from lit_lazy.attention import Elastic, Eviction, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.tracking import links
 from lit_lazy.training.head_monitor import HeadMonitor
 
 IMPORT = """
@@ -275,12 +275,11 @@ def test_results_of_what_is_not_there(arguments: tuple[Any, ...], said: str) -> 
         results(*arguments)
 
 
-@pytest.mark.usefixtures("folder")
-def test_results_on_several_experiments_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = ["other-backcopy", "table2-backcopy", "table2-backcopy_tiny"]
-    monkeypatch.setattr(links, "list_experiment_names", lambda *_, **__: known)
-    with pytest.raises(ValueError, match=r"^results='table2': runs has several; give one of table2-.*, table2-\w+$"):
-        results("table2")
+def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
+    for name in ("other-backcopy", "table2-backcopy", "table2-backcopy_tiny"):
+        MadeGrid(tmp_path, name=name)
+    with pytest.raises(ValueError, match=r"^results='table2': .* has several; give one of table2-.*, table2-\w+$"):
+        results("table2", tmp_path)
 
 
 EDITED = """

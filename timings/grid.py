@@ -1,4 +1,4 @@
-"""Overhead of a grid over its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
+"""Overhead of a grid over its training: a cell against bare `Trainer.fit`, and costs per cell by grid size."""
 
 import shutil
 import statistics
@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, replace_at
+from lit_lazy.config.serialisation import from_dict, replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import (
     Ablation,
@@ -23,20 +23,22 @@ from lit_lazy.grid.ablation import (
     prepare_rows,
     select_rows,
 )
-from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import Worker, make_worker, prepare_process
-from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
-from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.job import Ending, Job, Work
+from lit_lazy.grid.mirror import GridMirror
+from lit_lazy.grid.plan import PLAN, Plan, group_keys, read_grid, read_grid_id
+from lit_lazy.grid.run import GridDriver
+from lit_lazy.grid.worker import execute, prepare_process
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
-from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.execution import ONE_DEVICE
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import STRONGEST, measure_model, run
+from lit_lazy.training.run_folder import locate_cell
 from lit_lazy.training.trainer import fit, make_trainer
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
@@ -90,10 +92,8 @@ def bench_grid(
 
 
 def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
-    """Cells with queue and tracking, in turns with bare trainings of the same config."""
+    """Cells of a grid, in turns with bare trainings of the same config."""
     runs = folder / "runs"
-    runs.mkdir()
-    worker = _make_bench_worker(runs)
     base, clock = _load_lazy_config("backcopy"), Clock()
     short = replace_at(base, {"train.steps": CALIBRATION_STEPS})
     train_bare(short, folder / "warm", Clock())
@@ -102,12 +102,13 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
     chosen = select_rows(_make_ablation(1, pairs), [], [])
     cells = expand(chosen, prepare_rows(chosen, base))
-    worker.queue.add_missing(cells)
+    driver, job = _make_driver(runs, cells, base)
+    prepare_process(job)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps per cell")
         legs = [
             lambda cell=cell, number=number: train_bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
-            lambda: _run_one_cell(worker, clock),
+            lambda: _run_one_cell(driver, job, clock),
         ]
         for leg in legs if number % 2 else reversed(legs):
             leg()
@@ -143,9 +144,11 @@ def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     clock.cpu["measure"][-1] += time.process_time() - cpu
 
 
-def _run_one_cell(worker: Worker, clock: Clock) -> None:
-    with clock.measure("cell"):
-        worker.work(most=1)
+def _run_one_cell(driver: GridDriver, job: Job, clock: Clock) -> None:
+    with clock.measure("cell"), Interrupts() as interrupts:
+        cell = driver.choose()
+        assert cell is not None
+        driver.record(execute(cell, job, interrupts, lambda *_: ""))
 
 
 def _read_result(runs: Path, cell: Cell) -> RunResult:
@@ -167,19 +170,15 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         yield
         times[name] = 1000 * (time.perf_counter() - started) / cells
 
-    console(f"{size} cells: expanding and enqueueing")
+    console(f"{size} cells: expanding")
     with measure_time("expand"):
         chosen = select_rows(ablation, [], [])
         prepared = prepare_rows(chosen, base)
         cells = expand(chosen, prepared)
         facts = hash_row_definitions(ablation, base, prepared)
-    runs.mkdir(parents=True)
-    worker = _make_bench_worker(runs)
-    queue, tracker, parent = worker.queue, worker.tracker, worker.parent_id
-    with measure_time("enqueue"):
-        queue.add_missing(cells)
+    driver, job = _make_driver(runs, cells, base)
     with measure_time("status"):
-        queue.states()
+        driver.states()
     plan = Plan(
         ablation="bench",
         base="backcopy_tiny",
@@ -191,55 +190,46 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         axes=tuple(cells[0].axes),
         definitions=facts,
         facts={},
+        keys=group_keys(cells),
     )
-    tracker.log_text(parent, plan.to_json(), PLAN)
+    write_text(job.folder / PLAN, plan.to_json())
     result = _run_tiny(base)
-    console(f"{size} cells: handing out, tracking and completing")
+    console(f"{size} cells: handing out and completing")
     record, claim = [], []
-    for cell in cells:
+    for number in range(size):
         started = time.perf_counter()
-        task = queue.claim({"host": "bench", "pid": "0", "lock": "none"})
-        if task is None:
-            raise RuntimeError("the queue is empty too early")
+        cell = driver.choose()
+        assert cell is not None
         between = time.perf_counter()
-        active = worker.make_run(task)
-        active.folder.mkdir(parents=True)
+        folder = locate_cell(job.folder, cell.key)
+        folder.mkdir(parents=True)
         # The loss differs from cell to cell, as in a real grid.
-        loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
-        active.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
+        loss = result.metrics["loss/val"] + cell.seed + number % 7
+        replace(result, key=cell.key, metrics=result.metrics | {"loss/val": loss}).write(folder)
         done = time.perf_counter()
-        queue.complete(task, loss)
+        driver.record(Ending(cell.key, "done"))
         claim.append(between - started + time.perf_counter() - done)
         record.append(done - between)
-    for name, seconds in (("hand out and complete", claim), ("track", record)):
+    for name, seconds in (("hand out and complete", claim), ("write the result", record)):
         first, last = (statistics.median(part) for part in (seconds[:ENDS], seconds[-ENDS:]))
         times[name] = 1000 * statistics.mean(seconds)
         times[f"{name}, first {ENDS}"], times[f"{name}, last {ENDS}"] = 1000 * first, 1000 * last
     with measure_time("status when done"):
-        queue.states()
+        driver.states()
     console(f"{size} cells: table")
     with measure_time("table"):
-        save(build_table_from_mlflow(tracker, parent), runs / "table")
+        save(read_grid(job.folder).build_table(), runs / "table")
+    with measure_time("mirror"):
+        GridMirror(job.folder).sync(final=True)
     shutil.rmtree(runs)
     return {"cells": size, "milliseconds": times}
 
 
-def _make_bench_worker(runs: Path) -> Worker:
-    """A worker of a new grid, in this process but set up like a worker process."""
-    job = Job(
-        storage=default_storage(runs),
-        study="bench",
-        runs=runs,
-        tracking_uri=default_uri(runs),
-        parent_id=Tracker(default_uri(runs), runs, "bench").start_run("bench", {"kind": "ablation"}, {}, {}),
-        command=None,
-        threads=1,
-        keep_checkpoints=False,
-        keys=None,
-        files=(),
-    )
-    prepare_process(job)
-    return make_worker(job)
+def _make_driver(runs: Path, cells: Sequence[Cell], base: RunConfig) -> tuple[GridDriver, Job]:
+    """A new grid, and what its workers get."""
+    work = Work("bench", cells, to_dict(base), runs, ())
+    work.folder.mkdir(parents=True)
+    return GridDriver(work, None), Job(work.folder, read_grid_id(work.folder), threads=1, files=())
 
 
 def _make_ablation(rows: int, seeds: int) -> Ablation:
@@ -285,7 +275,7 @@ def format_tables(result: dict[str, Any]) -> str:
             )
         ),
         "",
-        "Queue and tracking, as a share of bare `Trainer.fit` "
+        "A grid's cell, as a share of bare `Trainer.fit` "
         f"({over['steps']} steps; paired cells, one thread; [least, most]): "
         + ", ".join(
             f"{name} {100 * s['median']:.1f} % [{100 * s['least']:.1f}, {100 * s['most']:.1f}]"

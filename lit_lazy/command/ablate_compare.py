@@ -43,11 +43,11 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
-    from lit_lazy.grid.packed import read_settings
+    from lit_lazy.grid.packed import read_row_settings
     from lit_lazy.table.comparison import compare_tables, format_comparison
 
     first, second = (_read_table(place) for place in places)
-    settings = [None if isinstance(place, str) else read_settings(place.resolve().parent) for place in places]
+    settings = [None if isinstance(place, str) else read_row_settings(place.resolve().parent) for place in places]
     names = str(places[0]).removesuffix(f"/{TABLE}"), str(places[1]).removesuffix(f"/{TABLE}")
     found = compare_tables(names, (first, second), options.columns, (settings[0], settings[1]))
     print(format_comparison(found))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grid_helpers import choose_output, open_tracker
+from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
 
 
@@ -21,22 +21,14 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
-    with open_tracker(options) as tracker:
-        from lit_lazy.grid.packed import CELLS, pack_grid
-        from lit_lazy.support.console import format_count
-        from lit_lazy.support.disk import check_writable_file
+    grid = open_grid_folder(options)
+    from lit_lazy.grid.packed import CELLS, pack_grid
+    from lit_lazy.support.disk import check_writable_file
 
-        folder = tracker.folder
-        out = choose_output(options, folder / CELLS)
-        check_writable_file("--out", out)
-        packed, asked, lost = pack_grid(tracker, folder, out)
+    out = choose_output(options, grid.path / CELLS)
+    check_writable_file("--out", out)
+    packed, asked = pack_grid(grid, out)
     missing = asked - packed
     rest = f"; {missing} {'is' if missing == 1 else 'are'} missing" if missing else ""
-    print(f"{out}: {packed} of {asked} cells of {tracker.experiment}{rest}")
-    if lost:
-        print(
-            f"{format_count(len(lost), 'finished cell')} without a readable result.json: "
-            f"{', '.join(map(str, lost))}; if no other machine has it, `lit-lazy ablate run` with "
-            f"`--fresh --results {out}` trains again what is missing and takes the others"
-        )
+    print(f"{out}: {packed} of {asked} cells of {grid.path.name}{rest}")
     return 0

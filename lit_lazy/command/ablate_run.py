@@ -36,15 +36,12 @@ MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation, Row
-    from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.question import Question
+    from lit_lazy.grid.run import Grid
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
-    from lit_lazy.tracking.tracker import Tracker
 
 
 def add_to(commands: Commands) -> None:
@@ -129,13 +126,13 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"--results, --dry-run: {why}; leave one of the two out")
     import torch
 
-    from lit_lazy.grid.jobs.job import LaunchOptions
-    from lit_lazy.grid.packed import read_settings
+    from lit_lazy.grid.job import LaunchOptions
+    from lit_lazy.grid.packed import read_row_settings
 
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
     if options.dry_run:
         from lit_lazy.grid.ablation import apply_rows
-        from lit_lazy.grid.jobs.estimate import print_estimate
+        from lit_lazy.grid.estimate import print_estimate
 
         request = parse_request(options, overrides)
         table = None if options.fresh else _read_looks(request, options)
@@ -147,7 +144,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         configs = apply_rows(request.chosen, request.base, request.overridden)
         left = request.chosen
         if not options.fresh:
-            check_settings(request, read_settings(options.runs / request.grid) or {})
+            check_settings(request, read_row_settings(options.runs / request.grid) or {})
             verdict = None if table is None else table.verdict
             left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
         if not left:
@@ -163,66 +160,58 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
-    from lit_lazy.grid.jobs.launch import count_waiting, run_grid
-    from lit_lazy.grid.queue.queue import Queue
-    from lit_lazy.grid.queue.storage import default_storage
+    from lit_lazy.grid.mirror import GridMirror, follow
+    from lit_lazy.grid.run import count_waiting, run_grid
     from lit_lazy.table.render import render_summary, render_text
 
-    check_destinations(options, grid.id)
-    with allocate_workers(options) as (workers, gpus):
-        launch = LaunchOptions(
-            workers=workers,
-            threads=options.threads,
-            fresh=options.fresh,
-            keep_checkpoints=options.keep_checkpoint,
-            storage=options.storage,
-            only_these=bool(options.rows or options.seeds or (request.question and request.question.all_looks)),
-            retry_failed=options.retry_failed,
-            launcher=options.launcher,
-            gpus=gpus,
-            execution=execution,
-            loggers=tuple(options.loggers),
-            mixed=options.mixed,
-            until=until,
-        )
-        console = plain_console()
-        run = partial(run_grid, console=console, publish=partial(publish_changed, console=console))
-        table, finished, executed = run(grid, launch)
-        if has_looks(request.question, options):
+    check_destinations(options)
+    console = plain_console()
+    with follow(GridMirror(grid.folder), console):
+        with allocate_workers(options) as (workers, gpus):
+            launch = LaunchOptions(
+                workers=workers,
+                threads=options.threads,
+                fresh=options.fresh,
+                keep_checkpoints=options.keep_checkpoint,
+                storage=options.storage,
+                retry_failed=options.retry_failed,
+                launcher=options.launcher,
+                gpus=gpus,
+                execution=execution,
+                loggers=tuple(options.loggers),
+                mixed=options.mixed,
+                until=until,
+            )
+            table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
-            while finished and find_next_look(table, options.looks, made) is not None:
+            while has_looks(request.question, options) and finished and find_next_look(table, options.looks, made):
                 grid = make_grid(options, overrides, table.verdict)
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
-                table, finished, executed = run(grid, replace(launch, fresh=False))
+                table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
-    if options.brief:
-        verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
-        print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
-    else:
-        render = render_text if options.verbose else render_summary
-        print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
-    if not has_looks(request.question, options) and (others := list_others(table, grid)):
-        more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
-        print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
-    if not finished and until is not None:
-        queue = Queue(options.storage or default_storage(options.runs), grid.id)
-        if waiting := count_waiting(grid, queue):
+        if options.brief:
+            verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
+            print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
+        else:
+            render = render_text if options.verbose else render_summary
+            print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
+        if not has_looks(request.question, options) and (others := list_others(table, grid)):
+            more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
+            print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
+        if not finished and until is not None and (waiting := count_waiting(grid)):
             print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
+        print(f"report:     {draw_changed_report(grid.folder, table, made > 0)}", flush=True)
     return 0 if finished else 1
 
 
-def publish_changed(tracker: "Tracker", parent_id: str, folder: Path, is_new: bool, console: "Console") -> "Table":
-    """`publish`, unless no cell was executed and the folder has the same table and a report already."""
-    from lit_lazy.grid.plan import build_table_from_mlflow
-    from lit_lazy.table.render import is_saved
+def draw_changed_report(folder: Path, table: "Table", is_new: bool) -> Path:
+    """Draw the report of a grid, unless it shows the table already; returns its file. is_new: cells were executed."""
+    file, saved = folder / "report.html", folder / "table.json"
+    if is_new or not file.exists() or file.stat().st_mtime_ns < saved.stat().st_mtime_ns:
+        from lit_lazy.report.publish import draw_report
 
-    if not is_new and (folder / "report.html").exists():
-        table = build_table_from_mlflow(tracker, parent_id)
-        if is_saved(table, folder / "table"):
-            return table
-    from lit_lazy.report.publish import publish
-
-    return publish(tracker, parent_id, folder, is_new, console)
+        draw_report(folder, table)
+    return file
 
 
 def list_others(table: "Table", grid: "Grid") -> list[str]:
@@ -308,23 +297,19 @@ def _drop_finished(
     Raises ValueError, as the run itself does, if the code or the data of a row changed.
     """
     from lit_lazy.grid.ablation import has_built_data
-    from lit_lazy.grid.queue.queue import FINISHED, read_states
-    from lit_lazy.grid.queue.storage import default_storage
-    from lit_lazy.tracking.archive import open_readable
+    from lit_lazy.grid.plan import GridFolder
 
-    with open_readable(options.storage or default_storage(options.runs)) as storage:
-        known = read_states(storage).get(request.grid)
+    known = GridFolder.read(options.runs / request.grid)
     if known is None:
         return request.chosen
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.jobs.launch import check_unchanged
+    from lit_lazy.grid.run import check_unchanged
 
     grid = make()
     check_unchanged(grid)
-    ended = {cell.key for state, cell in known if state in FINISHED}
-    done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in ended}
+    done = {(cell.variant, cell.seed) for cell in known.cells if cell.status == "complete"}
     left = [(row, tuple(seed for seed in seeds if (row.name, seed) not in done)) for row, seeds in request.chosen]
     n = len(grid.cells)
     print(
@@ -401,6 +386,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
     verdict: of a question with looks, that of the looks made so far.
     """
+    from flash_lazy.cpu.library import find_obstacle
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
@@ -416,9 +402,9 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         from lit_lazy.measure.evaluation import require_measured
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
-    from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.packed import take_from_files
-    from lit_lazy.grid.plan import Plan
+    from lit_lazy.grid.plan import Plan, group_keys
+    from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
 
     # The table always has a row for the baseline, even if this command does not run it.
@@ -441,6 +427,10 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         declaration=request.declaration,
         primary=ablation.primary,
         files=hash_uncommitted(request.files),
+        keys=group_keys(cells),
+        axis_values={cell.variant: cell.axes for cell in cells},
+        config=to_dict(base),
+        compiled=find_obstacle() is None,
     )
     folder = None if options.fresh else options.runs / request.grid
     return Grid(
@@ -478,11 +468,9 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
-    from lit_lazy.grid.jobs.ray_pool import Share, join_cluster
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.grid.ray_pool import Share, join_cluster
 
     with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
-        cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))
         devices = options.devices or 1
         gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
         share = Share(options.threads * devices, gpus)

@@ -56,23 +56,23 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     check_workers(options)
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
-    from lit_lazy.grid.jobs.job import LaunchOptions
-    from lit_lazy.grid.search.run import print_search, run_search
+    from lit_lazy.grid.job import LaunchOptions
+    from lit_lazy.grid.search.run import SearchDriver, SearchMirror, print_search, run_search
 
     if options.dry_run:
         print_search(work, workers, options.threads, plain_console())
         return 0
-    from lit_lazy.report.search import publish_search
+    from lit_lazy.grid.mirror import follow
+    from lit_lazy.report.search import write_search_report
     from lit_lazy.table.document import to_text
 
-    check_destinations(options, work.id)
-    # The queue may hold further points, from an earlier command with more trials.
-    loggers = tuple(options.loggers)
-    launch = LaunchOptions(
-        workers, options.threads, options.fresh, storage=options.storage, only_these=True, loggers=loggers
-    )
-    report, finished = run_search(work, launch, plain_console(), publish_search)
-    print_results(to_text(report.to_blocks(), text_width()), work.folder, options.runs)
+    check_destinations(options)
+    launch = LaunchOptions(workers, options.threads, options.fresh, loggers=tuple(options.loggers))
+    driver, console = SearchDriver(work, options.storage), plain_console()
+    with follow(SearchMirror(driver), console):
+        finished = run_search(driver, launch, console)
+        report = write_search_report(driver)
+        print_results(to_text(report.to_blocks(), text_width()), work.folder, options.runs)
     return 0 if finished else 1
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grid_helpers import choose_output, open_tracker
+from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, folder, path
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "table", ablate_table, "rebuild an ablation's table from MLflow or from a table.json"
+        commands, "table", ablate_table, "rebuild an ablation's table from its cells or from a table.json"
     )
     add_grid(parser)
     add_runs(parser)
@@ -25,7 +25,7 @@ def add_to(commands: Commands) -> None:
         "--out",
         metavar="FOLDER",
         type=folder,
-        help="write the table and its figures only here, and not to MLflow (default: NAME-EXPERIMENT in --runs)",
+        help="write the table and its figures here (default: NAME-EXPERIMENT in --runs)",
     )
 
 
@@ -39,18 +39,15 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _rebuild_table(options: argparse.Namespace) -> "tuple[Table, Path]":
-    """The table of a grid's runs in MLflow, and its file; writes both."""
-    with open_tracker(options) as tracker:
-        from lit_lazy.grid.plan import find_parent
-        from lit_lazy.report.publish import save_table, write_table
-        from lit_lazy.support.disk import check_writable_folder
+    """The table of a grid, and its file; writes both."""
+    grid = open_grid_folder(options)
+    from lit_lazy.report.publish import save_table
+    from lit_lazy.support.disk import check_writable_folder
 
-        place = choose_output(options, tracker.folder)
-        check_writable_folder("--out" if options.out else "--runs", place)
-        place.mkdir(parents=True, exist_ok=True)
-        write = save_table if options.out else write_table
-        table, *_ = write(tracker, find_parent(tracker), place)
-    return table, place / "table.md"
+    place = choose_output(options, grid.path)
+    check_writable_folder("--out" if options.out else "--runs", place)
+    place.mkdir(parents=True, exist_ok=True)
+    return save_table(grid, place), place / "table.md"
 
 
 def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":

@@ -1,11 +1,10 @@
 """Shared by the commands on grids: find a grid, its experiment and tracker, check destinations, print results."""
 
 import argparse
-import os
 import shlex
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,8 @@ from lit_lazy.support.named_files import find_grids, list_available
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation
+    from lit_lazy.grid.plan import GridFolder
     from lit_lazy.grid.search.definition import Search
-    from lit_lazy.tracking.tracker import Tracker
 
 BYTES_PER_WORKER = 3 * 2**29
 """1.5 GiB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
@@ -46,15 +45,15 @@ def make_base(
     return path, path.stem + suffix, base, overridden
 
 
-def check_destinations(options: argparse.Namespace, grid: str) -> None:
-    """Raise a one-line ValueError if results, queue or tracking cannot be stored. Creates nothing."""
-    from lit_lazy.grid.queue.storage import check_storage, default_storage
+def check_destinations(options: argparse.Namespace) -> None:
+    """Raise a one-line ValueError if results, study or MLflow's runs cannot be stored. Creates nothing."""
+    from lit_lazy.grid.study import check_storage
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.store import check_store, default_uri
 
     check_writable_folder("--runs", options.runs, locks=True)
-    if options.storage or options.runs.is_dir():
-        check_storage(options.storage or default_storage(options.runs), grid)
+    if options.storage:
+        check_storage(options.storage)
     check_store(default_uri(options.runs))
 
 
@@ -137,22 +136,13 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
     return name
 
 
-@contextmanager
-def open_tracker(options: argparse.Namespace) -> "Iterator[Tracker]":
-    """The MLflow experiment of the grid that NAME and --base mean; a copy of the store if it is read-only."""
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        require_results(options.runs, options.ablation)
-    from lit_lazy.support.secrets import redact_url
-    from lit_lazy.tracking.archive import open_readable
-    from lit_lazy.tracking.links import list_experiment_names
-    from lit_lazy.tracking.store import check_store, default_uri
-    from lit_lazy.tracking.tracker import Tracker
+def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
+    """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
+    require_results(options.runs, options.ablation)
+    from lit_lazy.grid.plan import list_grids, read_grid
 
-    where = f"MLflow at {redact_url(default_uri(options.runs))}"
-    with open_readable(default_uri(options.runs)) as uri:
-        check_store(uri)
-        known = list_experiment_names(uri, kind="ablation")
-        yield Tracker(uri, options.runs, resolve_grid_name(options, known, where))
+    name = resolve_grid_name(options, list_grids(options.runs), str(options.runs))
+    return read_grid(options.runs / name)
 
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:
@@ -169,6 +159,4 @@ def print_results(text: str, where: Path, runs: Path) -> None:
     from lit_lazy.support.console import get_program_name
 
     print(f"\n{text}\nresults:    {where}/ (table.*, figures, cells/, workers' logs)")
-    if (report := where / "report.html").exists():
-        print(f"report:     {report}")
     print(f"dashboard:  {shlex.join([get_program_name(), 'dashboard', where.name, '--runs', str(runs)])}")

@@ -33,6 +33,7 @@ from lit_lazy.command import (
     generate,
     import_,
     lm_eval,
+    mirror,
     new,
     report,
     runs,
@@ -69,7 +70,7 @@ def make_parser() -> Parser:
         ablate_list,
     ):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, runs, doctor):
+    for part in (report, dashboard, mirror, runs, doctor):
         part.add_to(commands)
     completion.add_to(commands, parser)
     return parser

@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from lit_lazy.command.grid_helpers import choose_output, open_tracker
+from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_open, add_runs, name_list, path
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", report, "rebuild an ablation's report from MLflow, or a page with links to all reports"
+        commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
     )
     add_grid(parser, "; without it, the page over all results in --runs")
     parser.add_argument(
@@ -83,12 +83,11 @@ def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
 
 def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
     """An ablation's report, and the file to write it to."""
-    with open_tracker(options) as tracker:
-        from lit_lazy.grid.plan import find_parent
-        from lit_lazy.report.page import REPORT, render_report
+    grid = open_grid_folder(options)
+    from lit_lazy.report.page import REPORT, render_report
 
-        file = _choose_file(options, tracker.folder / REPORT)
-        return file, render_report(tracker, find_parent(tracker), options.ui_url, options.figures)
+    file = _choose_file(options, grid.path / REPORT)
+    return file, render_report(grid, options.ui_url, options.figures)
 
 
 def _render_index(options: argparse.Namespace) -> tuple[Path, str]:

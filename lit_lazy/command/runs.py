@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import require_results, require_runs
-from lit_lazy.command.options import Commands, add_command, add_runs, add_storage, keep_given_options, non_empty
+from lit_lazy.command.options import Commands, add_command, add_runs, keep_given_options, non_empty
 
 if TYPE_CHECKING:
     from lit_lazy.grid.runs_folder import RunsFolder
@@ -21,7 +21,6 @@ def add_to(commands: Commands) -> None:
         commands, "runs", list_runs, "list what a runs folder holds (without COMMAND), or remove results from it"
     )
     add_runs(parser)
-    add_storage(parser)
     below = parser.add_subparsers(title="commands", metavar="COMMAND")
     parts = [
         add_command(
@@ -43,7 +42,6 @@ def add_to(commands: Commands) -> None:
         part.add_argument("--yes", action="store_true", help="remove it (default: only print what would be removed)")
     for part in parts:
         add_runs(part)
-        add_storage(part)
         keep_given_options(part)
 
 
@@ -68,14 +66,12 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
 def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
-    if not (options.storage or os.environ.get("MLFLOW_TRACKING_URI")):
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
         require_results(options.runs, options.results, grids_only=False)
     with _open(options, writes=True) as found:
         entry = found.get(options.results)
         found.require_removable(entry)
         parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
-        if entry.cells is not None:
-            parts.append(f"its queue: {len(entry.cells)} cells")
         if entry.tracked:
             whose = "" if found.has_store else ", only the runs of this folder"
             parts.append(f"its MLflow experiment{whose}, which becomes a deleted one; `mlflow gc` erases it")
@@ -117,12 +113,11 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
 
 @contextmanager
 def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFolder]":
-    """The runs folder, its queue and its MLflow store; copies of its databases if it is read-only.
+    """The runs folder and its MLflow store; a copy of its database if it is read-only.
 
     Raises a one-line ValueError if one of them cannot be used.
     """
     require_runs(options.runs)
-    from lit_lazy.grid.queue.storage import default_storage
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.archive import open_readable
@@ -130,7 +125,6 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
 
     if writes:
         check_writable_folder("--runs", options.runs, locks=True)
-    given = options.storage or default_storage(options.runs)
-    with open_readable(given) as storage, open_readable(default_uri(options.runs)) as uri:
+    with open_readable(default_uri(options.runs)) as uri:
         check_store(uri)
-        yield RunsFolder(options.runs, storage, uri)
+        yield RunsFolder(options.runs, uri)

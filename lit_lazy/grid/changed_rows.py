@@ -22,13 +22,13 @@ class ChangedRowError(ValueError):
         )
 
 
-def describe_changes(former: Mapping[str, str], config: Mapping[str, Any]) -> str:
+def describe_changes(former: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Which settings of a row changed: `train.steps changed from 6 to 8`; '' if none did.
 
-    former: of an earlier cell, as text by dotted path. config: in canonical form. What only one of them has belongs to
+    former: of an earlier cell, by dotted path. config: in canonical form. What only one of them has belongs to
     a class that changed, or is a field of another version; another path of the same weights changes nothing.
     """
     now = {path: str(value) for path, value in flatten(config).items() if path not in ("seed", "init_from")}
-    changed = [path for path, value in now.items() if former.get(path, value) != value]
+    changed = [path for path, value in now.items() if str(former.get(path, value)) != value]
     more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
     return ", ".join(f"{path} changed from {former[path]} to {now[path]}" for path in changed[:MOST_CHANGES]) + more

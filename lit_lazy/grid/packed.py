@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.jobs.parent_run import ASIDE
-from lit_lazy.grid.plan import GRID_ID, find_parent, open_records, read_plan, select_one_per_cell
+from lit_lazy.grid.plan import ASIDE, GridFolder
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
@@ -28,7 +28,6 @@ from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.support.typecheck import fits
-from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell
@@ -48,31 +47,24 @@ LATEST = 1e11
 STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
 
 
-def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int, list[Path]]:
-    """Pack the finished cells of the newest grid of an experiment; returns how many, and how many its plan asks for.
+def pack_grid(grid: GridFolder, out: Path) -> tuple[int, int]:
+    """Pack the finished cells of a grid; returns how many, and how many its plan asks for.
 
-    Also returns the folders of cells that MLflow has as finished and that have no readable result here.
-
-    folder: the grid's. The file has a header and a line of JSON per cell, compressed by xz; equal cells give equal
-    bytes. Raises ValueError if no cell is finished here.
+    The file has a header and a line of JSON per cell, compressed by xz; equal cells give equal bytes. Raises ValueError
+    if no cell is finished.
     """
-    parent_id = find_parent(tracker)
-    runs = select_one_per_cell(tracker.find_children(parent_id))
-    key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
-    asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
-    found = {cell: RunResult.peek(locate_cell(folder, key_of[cell])) for cell in asked if cell in key_of}
     lines = [
-        asdict(result) | {"variant": variant, "seed": seed, "ended": int(read_end(locate_cell(folder, result.key)))}
-        for (variant, seed), result in found.items()
-        if result
+        asdict(cell.result) | {"variant": cell.variant, "seed": cell.seed, "ended": int(read_end(cell.folder))}
+        for cell in grid.cells
+        if cell.result
     ]
-    require(bool(lines), "ablation", tracker.experiment, f"has no finished cell in {str(folder)!r}; run it there first")
-    header = {"format": f"{KIND} {FORMAT}", "grid": tracker.experiment, "cells": len(lines)}
+    name = grid.path.name
+    require(bool(lines), "ablation", name, f"has no finished cell in {str(grid.path)!r}; run it there first")
+    header = {"format": f"{KIND} {FORMAT}", "grid": name, "cells": len(lines)}
     text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
-    lost = [locate_cell(folder, key_of[cell]) for cell, result in found.items() if not result]
-    return len(lines), len(asked), lost
+    return len(lines), sum(len(row.seeds) for row in grid.plan.rows)
 
 
 def read_end(folder: Path) -> float:
@@ -133,31 +125,22 @@ def _decompress(content: bytes) -> bytes:
     return found
 
 
-def read_settings(folder: Path) -> dict[str, dict[str, str]] | None:
+def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     """The settings of a grid's rows as text, by row and dotted path, without the seed; None if they are unknown.
 
-    They are read from MLflow if it has the grid of this folder, or else from the packed file there.
+    They are those of the grid of this folder, or else of the packed file there.
     """
-    found = _read_params(folder) if (folder / GRID_ID).exists() else {}
+    grid = GridFolder.read(folder)
+    found = {} if grid is None else {cell.variant: cell.settings for cell in grid.cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
         pack = Pack.read(file, "packed cells")
-        settings = ({path: str(value) for path, value in flatten(result.config).items()} for result in pack.results)
-        found = dict(zip(pack.rows, settings, strict=True))
-    if not found:
-        return None
-    # MLflow also has a grid's axes, by short names.
-    fields = RunConfig.__dataclass_fields__.keys() - {"seed"}
-    return {
-        row: {path: value for path, value in settings.items() if path.partition(".")[0] in fields}
-        for row, settings in found.items()
-    }
+        found = dict(zip(pack.rows, (flatten(result.config) for result in pack.results), strict=True))
+    return {row: describe_settings(settings) for row, settings in found.items()} or None
 
 
-def _read_params(folder: Path) -> dict[str, dict[str, str]]:
-    """The params in MLflow of a cell of each row; none if it lacks the grid. Creates nothing."""
-    with open_records(folder) as records:
-        runs = select_one_per_cell(records[0].find_children(records[1])) if records else ()
-        return {run.tags["variant"]: run.params for run in runs}
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by dotted path as text, without the seed."""
+    return {path: str(value) for path, value in settings.items() if path != "seed"}
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,35 @@
-"""The plan of an ablation, stored with its MLflow parent run, and the table built from MLflow."""
+"""A grid's folder is its record: the plan of an ablation, its cells, and the table of both."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
+from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.base import compute_learned_nats, list_doubts
+from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
+from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
 from lit_lazy.support.formats import parse_json, require_known_format
+from lit_lazy.support.ids import read_id
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
-from lit_lazy.tracking.archive import open_readable
-from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.store import check_store, default_uri
-from lit_lazy.tracking.tracker import TrackedRun, Tracker
-from lit_lazy.tracking.views import get_normaliser_name
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
 
 PLAN = "plan.json"
+"""File in a grid's folder."""
+ASIDE = ".until-"
+"""In the names of folders that `--fresh` has moved aside."""
 GRID_ID = "grid_id"
 """File in a grid's folder, with the tag `grid` of its parent run."""
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
@@ -34,10 +38,18 @@ ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
 THEN = ", then "
 """Between the commands of a plan."""
-FORMAT = 2
+FORMAT = 3
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
+
+
+class DamagedPlanError(ValueError):
+    """The file of a plan cannot be read."""
+
+    def __init__(self, file: Path, why: str) -> None:
+        super().__init__(f"{str(file)!r}: is damaged ({why}); run the grid's command again to rewrite it")
+        self.file = file
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,14 @@ class Plan:
     """As in `Ablation`; empty in older plans."""
     files: dict[str, str] = field(default_factory=dict)
     """Hashes of the user's files that are in no commit, by name; empty in plans of format 1."""
+    keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Keys of the cells requested so far, by row and seed; none in plans of formats 1 and 2."""
+    axis_values: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Values of the axes, by row; none in plans of formats 1 and 2."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The config of the experiment; none in plans of formats 1 and 2."""
+    compiled: bool = False
+    """Whether the grid began with the compiled backend of CPUs."""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -169,6 +189,9 @@ class Plan:
             rows=tuple(rows[name] for name in order if name in rows),
             axes=axes,
             declaration=self._merge_declaration(former.declaration),
+            keys={name: former.keys.get(name, {}) | self.keys.get(name, {}) for name in order if name in rows},
+            axis_values=former.axis_values | self.axis_values,
+            compiled=former.compiled,
         )
 
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
@@ -209,94 +232,154 @@ def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
 
 
-def find_parent(tracker: Tracker) -> str:
-    """Id of the parent run of the grid in the runs folder; without one, of the newest in the experiment.
+@dataclass(frozen=True)
+class CellRecord:
+    """What a grid's folder holds of one cell of its plan."""
 
-    Others may have run the same ablation with the same MLflow. Raises ValueError if there is no ablation.
-    """
-    parents = tracker.find({"kind": "ablation"})
-    if not parents:
-        raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
-    kept = tracker.folder / GRID_ID
-    grid_id = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
-    own = [run for run in parents if run.tags.get("grid") == grid_id]
-    return (own or parents)[-1].run_id
+    variant: str
+    seed: int
+    key: str
+    folder: Path
+    """The run folder."""
+    axes: Mapping[str, str]
+    """Values of the plan's axes by name."""
+
+    @cached_property
+    def result(self) -> RunResult | None:
+        """The result of a finished training."""
+        return RunResult.peek(self.folder)
+
+    @cached_property
+    def status(self) -> Literal["complete", "failed", "running", "waiting"]:
+        if self.result is not None:
+            return "complete"
+        if self.reason:
+            return "failed"
+        return "running" if is_locked(self.folder) else "waiting"
+
+    @cached_property
+    def reason(self) -> str:
+        """Why its last training failed; "" if it did not."""
+        return read_failure(self.folder)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The canonical config by dotted path; none before the training began."""
+        config = self.result.config if self.result is not None else read_settings(self.folder)
+        return flatten(config)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of a finished training, its timings as `time/NAME` included."""
+        result = self.result
+        return {} if result is None else {**result.metrics, **{f"time/{k}": v for k, v in result.timings.items()}}
+
+    @property
+    def normaliser(self) -> str:
+        """Class name of the normaliser, or of the mixer if that is not attention; "" before the training began."""
+        mixer = str(self.settings.get("model.mixer", "SelfAttention"))
+        return str(self.settings.get("model.attention.normaliser", "")) if mixer == "SelfAttention" else mixer
+
+    def observe(self) -> Observation:
+        """The cell as a table takes it."""
+        result = self.result
+        if result is None:
+            return Observation(self.variant, self.seed, self.status, reason=self.reason)
+        return Observation(
+            variant=self.variant,
+            seed=self.seed,
+            status=self.status,
+            metrics=self.metrics,
+            labels=result.labels,
+            normaliser=self.normaliser,
+            position=str(self.settings.get("model.position", "")),
+            git_sha=result.environment["git_sha"],
+            environment=result.made_in,
+            taken_from=result.taken_from,
+        )
 
 
-@contextmanager
-def open_records(folder: Path) -> Iterator[tuple[Tracker, str] | None]:
-    """MLflow, a copy if it is read-only, and the parent run in it of a grid's folder; None if it lacks the grid."""
-    with open_readable(default_uri(folder.parent)) as uri:
-        check_store(uri)
-        if folder.name in list_experiment_names(uri, kind="ablation"):
-            tracker = Tracker(uri, folder.parent, folder.name)
-            yield tracker, find_parent(tracker)
-        else:
-            yield None
+@dataclass(frozen=True)
+class GridFolder:
+    """A grid's folder, which is the record of the grid: its plan, and its cells by row and seed."""
+
+    path: Path
+    plan: Plan
+
+    @classmethod
+    def read(cls, path: Path) -> "GridFolder | None":
+        """The grid in a folder; None if it has no plan. Raises a one-line ValueError if the plan is damaged."""
+        file = path / PLAN
+        former = None if file.exists() else find_former_plan(file)
+        file = file if former is None else former.artifact
+        if not file.exists():
+            return None
+        try:
+            plan = Plan.from_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DamagedPlanError(file, one_line(error)) from None
+        if former is not None:
+            plan = replace(plan, keys=former.keys, axis_values=former.axis_values)
+        return cls(path, plan)
+
+    @cached_property
+    def cells(self) -> list[CellRecord]:
+        """The cells that the plan asks for and whose keys it has."""
+        plan = self.plan
+        return [
+            CellRecord(row.variant, seed, key, locate_cell(self.path, key), plan.axis_values.get(row.variant, {}))
+            for row in plan.rows
+            for seed in row.seeds
+            if (key := plan.keys.get(row.variant, {}).get(str(seed)))
+        ]
+
+    def build_table(self) -> Table:
+        """The table of the plan's cells."""
+        plan, observations = self.plan, [cell.observe() for cell in self.cells]
+        warnings = [*list_doubts(plan.facts), *_warn_undertrained(plan, self.cells)]
+        table = build_table(plan.make_table_spec(observations, warnings), observations)
+        taken = [cell for cell in self.cells if cell.result is not None and cell.result.taken_from]
+        table = replace(table, seconds=_sum_seconds(self.cells), seconds_elsewhere=_sum_seconds(taken) or 0.0)
+        return add_verdict(table, plan.declaration)
 
 
-def read_plan(tracker: Tracker, parent_id: str) -> Plan:
-    """The plan of a parent run. Raises a one-line ValueError if it is damaged."""
-    try:
-        return Plan.from_json(tracker.read_text(parent_id, PLAN))
-    except ValueError as error:
-        raise ValueError(
-            f"{PLAN}, stored with the MLflow run, is damaged ({one_line(error)}); run the grid's command again to "
-            "rewrite it"
-        ) from None
+def read_grid(folder: Path) -> GridFolder:
+    """The grid in a folder. Raises a one-line ValueError if it has none."""
+    grid = GridFolder.read(folder)
+    if grid is None:
+        raise ValueError(f"{str(folder)!r}: has no {PLAN}; `lit-lazy ablate run` makes it")
+    return grid
 
 
-def build_table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
-    """Build the table of a parent run from its plan and its child runs only."""
-    plan = read_plan(tracker, parent_id)
-    runs = select_one_per_cell(tracker.find_children(parent_id))
-    observations = [_make_observation(run) for run in runs]
-    table = build_table(plan.make_table_spec(observations, _make_warnings(plan, runs)), observations)
-    elsewhere = _sum_seconds([run for run in runs if run.tags.get("taken_from")]) or 0.0
-    return add_verdict(replace(table, seconds=_sum_seconds(runs), seconds_elsewhere=elsewhere), plan.declaration)
+def read_grid_id(folder: Path) -> str:
+    """The random id of a grid's folder."""
+    return read_id(folder / GRID_ID)
 
 
-def _sum_seconds(runs: Sequence[TrackedRun]) -> float | None:
-    spent = [value for run in runs if run.state == "complete" for name, value in run.metrics.items() if name in SPENT]
+def list_grids(runs: Path) -> list[str]:
+    """Names of the grids in a runs folder, without those that `--fresh` moved aside."""
+    folders = [folder for folder in runs.iterdir() if ASIDE not in folder.name] if runs.is_dir() else []
+    return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder / PLAN))
+
+
+def group_keys(cells: Iterable[Cell]) -> dict[str, dict[str, str]]:
+    """The keys of cells by row and seed."""
+    keys: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
+    return keys
+
+
+def _sum_seconds(cells: Sequence[CellRecord]) -> float | None:
+    spent = [cell.metrics[name] for cell in cells for name in SPENT if name in cell.metrics]
     return sum(spent) if spent else None
 
 
-def select_one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
-    """Choose one run per cell: the complete one, otherwise the newest."""
-    chosen: dict[str, TrackedRun] = {}
-    for run in runs:
-        known = chosen.get(run.tags["cell"])
-        if known is None or known.state != "complete":
-            chosen[run.tags["cell"]] = run
-    return list(chosen.values())
-
-
-def _make_observation(run: TrackedRun) -> Observation:
-    return Observation(
-        variant=run.tags["variant"],
-        seed=int(run.tags["seed"]),
-        status=run.state,
-        metrics=run.metrics,
-        labels={"backend": run.tags["backend"]} if "backend" in run.tags else {},
-        normaliser=get_normaliser_name(run.params),
-        position=run.params.get("model.position", ""),
-        git_sha=run.tags.get("git_sha", ""),
-        environment=run.tags.get("environment", ""),
-        reason=run.tags.get("reason", ""),
-        taken_from=run.tags.get("taken_from", ""),
-    )
-
-
-def _make_warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
-    """What makes a table's losses doubtful: its data, or too short a training."""
-    return [*list_doubts(plan.facts), *_warn_undertrained(plan, runs)]
-
-
-def _warn_undertrained(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
+def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
     """Warn if the best softmax row does not clearly beat the trigram baseline."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
-    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(runs)
+    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(cells)
     if not losses:
         return [f"no softmax row to hold against the byte-trigram baseline of {trigram:.3f} bits/byte"]
     reached, row = min((mean(values), row) for row, values in losses.items())
@@ -309,20 +392,11 @@ def _warn_undertrained(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
     ]
 
 
-def _collect_softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
-    """Bits per byte of the complete softmax runs, by row."""
+def _collect_softmax_losses(cells: Sequence[CellRecord]) -> dict[str, list[float]]:
+    """Bits per byte of the finished softmax cells, by row."""
     losses: dict[str, list[float]] = {}
-    for run in runs:
-        bits = run.metrics.get("loss/bits_per_byte")
-        if get_normaliser_name(run.params) == "Softmax" and run.state == "complete" and bits is not None:
-            losses.setdefault(run.tags["variant"], []).append(bits)
+    for cell in cells:
+        bits = cell.metrics.get("loss/bits_per_byte")
+        if bits is not None and cell.normaliser == "Softmax":
+            losses.setdefault(cell.variant, []).append(bits)
     return losses
-
-
-def save_views(tracker: Tracker, plan: Plan, columns: Sequence[Column], ended: bool) -> None:
-    """Save MLflow's views of an ablation; only plotted columns get charts, or all columns if none is plotted.
-
-    ended: whether all cells have ended, so that charts can leave out rows with an outlying loss.
-    """
-    plotted = [column.key for column in columns if column.plotted]
-    tracker.save_views(plan.axes, [column.key for column in columns], plotted or None, ended)

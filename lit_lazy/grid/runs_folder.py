@@ -1,30 +1,26 @@
-"""What a runs folder holds, what of it can go, and its removal from disk, queue and MLflow."""
+"""What a runs folder holds, what of it can go, and its removal from disk and MLflow."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from filelock import Timeout
 
-from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.jobs.parent_run import ASIDE
-from lit_lazy.grid.plan import GRID_ID
-from lit_lazy.grid.queue.liveness import find_living, is_dead, is_held
-from lit_lazy.grid.queue.queue import FINISHED, Queue, State, read_states
+from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, GridFolder
+from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.inside import delete, find_obstacle, is_entry_name, join_name, require_deletable
 from lit_lazy.support.named_files import find_grids
-from lit_lazy.tracking.artifacts import ARTIFACTS
-from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.databases import ARTIFACTS, sqlite_file
 from lit_lazy.tracking.links import list_experiment_names
 from lit_lazy.tracking.owner import is_own, read_owner
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, keep_quarantined, make_lock
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, is_locked, keep_quarantined, make_lock
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
@@ -36,21 +32,24 @@ LEFTOVER = "left by a write that was killed"
 
 @dataclass(frozen=True)
 class RunsEntry:
-    """An ablation, search or diagnosis, or trainings of an experiment, which a folder, the queue or MLflow knows."""
+    """An ablation, search or diagnosis, or trainings of an experiment, which a folder or MLflow knows."""
 
     name: str
     folder: Path
-    cells: Sequence[tuple[State, Cell]] | None
-    """State and cell of each entry of its queue; None if the queue does not know it."""
     tracked: bool
     """Whether MLflow has an experiment of its name."""
+
+    @cached_property
+    def grid(self) -> GridFolder | None:
+        """The ablation in its folder, if it is one."""
+        return GridFolder.read(self.folder)
 
     @property
     def kind(self) -> str:
         """ablation, search, training, diagnosis, or other for a folder that none of them made."""
-        if self.name.startswith(TRAINING) and self.cells is None:
+        if self.name.startswith(TRAINING):
             return "training"
-        known = self.cells is not None or self.tracked or (self.folder / CELLS).is_dir()
+        known = self.tracked or (self.folder / CELLS).is_dir() or (self.folder / PLAN).exists()
         if self.name == DIAGNOSES or (self.name.startswith(DIAGNOSIS) and not known):
             return "diagnosis"
         return ("search" if self.name.startswith(SEARCH) else "ablation") if known else "other"
@@ -64,8 +63,8 @@ class RunsEntry:
     @property
     def progress(self) -> tuple[int, int]:
         """The numbers of finished and of all cells."""
-        if self.cells is not None:
-            return sum(state in FINISHED for state, _ in self.cells), len(self.cells)
+        if self.grid is not None:
+            return sum(cell.status == "complete" for cell in self.grid.cells), len(self.grid.cells)
         folders = self.run_folders
         return sum((folder / RESULT).exists() for folder in folders), len(folders)
 
@@ -73,15 +72,13 @@ class RunsEntry:
     def state(self) -> str:
         """One or two words for a list."""
         done, total = self.progress
-        failed = sum(state == "failed" for state, _ in self.cells or ())
+        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
         if self.kind == "other":
             return "other files"
         if self.kind == "diagnosis":
             return "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
-        if not self.tracked and self.cells is None:
-            return "unknown to queue and MLflow"
         return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
 
     @cached_property
@@ -114,21 +111,19 @@ class Garbage:
 
 @dataclass(frozen=True)
 class RunsFolder:
-    """A runs folder with the queue and the MLflow store of its grids; `uri` and `storage` are their addresses."""
+    """A runs folder with the MLflow store of its grids, whose address is `uri`."""
 
     path: Path
-    storage: str
     uri: str
 
     @cached_property
     def entries(self) -> dict[str, RunsEntry]:
-        """Everything in the folder by name. A shared queue or MLflow may have more, of which it has no folder."""
+        """Everything in the folder by name. A shared MLflow may have more, of which it has no folder."""
         folders = {path.name for path in self.path.iterdir() if path.is_dir() and path.name != ARTIFACTS}
-        queues, tracked = read_states(self.storage), set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
-        names = folders | (queues.keys() if self._is_inside(self.storage) else set())
-        names |= tracked if self.has_store else set()
+        tracked = set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
+        names = folders | tracked if self.has_store else folders
         return {
-            name: RunsEntry(name, join_name(self.path, name), queues.get(name), name in tracked)
+            name: RunsEntry(name, join_name(self.path, name), name in tracked)
             for name in sorted(names)
             if self._can_hold(name)
         }
@@ -169,20 +164,11 @@ class RunsFolder:
             f"{name!r}: {str(self.path)!r} has no such results{did_you_mean(name, known)}; it has {listed}"
         )
 
-    def find_users(self, entry: RunsEntry, queue: Queue | None = None) -> list[str]:
-        """The living processes that use an entry, here or on other machines; `a training` without a known process.
-
-        queue: that of a grid, if it is open.
-        """
-        workers = entry.folder / "workers"
-        found = {f"process {member.pid}" for member in find_living(workers)}
-        if queue is None and any(state == "running" for state, _ in entry.cells or ()):
-            queue = Queue(self.storage, entry.name)
-        for held in queue.entries("running") if queue is not None else ():
-            if is_dead(held.worker, workers) is None:  # on another machine, where nobody here can tell
-                found.add(f"process {held.worker['pid']} on {held.worker['host']}")
-        locks = [run / "lock" for run in entry.run_folders] if entry.kind == "training" else []
-        return sorted(found) or ["a training"] * any(lock.exists() and is_held(lock) for lock in locks)
+    def find_users(self, entry: RunsEntry) -> list[str]:
+        """The processes that use an entry."""
+        if entry.kind == "training":
+            return ["a training"] * any(map(is_locked, entry.run_folders))
+        return find_users(entry.folder)
 
     def require_removable(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if an entry is in use, or something in the way of its removal."""
@@ -190,27 +176,22 @@ class RunsFolder:
         require_deletable(entry.folder, self.path)
         require_deletable(entry.artifacts, self.path)
 
-    def require_unused(self, entry: RunsEntry, queue: Queue | None = None) -> None:
+    def require_unused(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if a living process uses an entry."""
-        if users := self.find_users(entry, queue):
+        if users := self.find_users(entry):
             raise ValueError(f"{entry.name!r}: is in use ({', '.join(users)}); stop that first, or wait for its end")
 
     def remove(self, entry: RunsEntry) -> None:
-        """Remove an entry from the disk, the queue and MLflow, in this order: what a kill leaves is found again.
+        """Remove an entry from the disk and MLflow, in this order: what a kill leaves is found again.
 
         In an MLflow store that others may use, only the runs of this folder are deleted.
         """
         self.require_removable(entry)
-        queue = None if entry.cells is None else Queue(self.storage, entry.name)
-        known, file = queue.facts.get("grid") if queue is not None else None, entry.folder / GRID_ID
-        grid_id = known or (file.read_text(encoding="utf-8") if file.exists() else None)
-        with nullcontext() if queue is None else queue.lock():  # no worker claims a cell meanwhile
-            self.require_unused(entry, queue)
-            for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
-                Tracker(self.uri, self.path, DIAGNOSES).retire(run_id)
-            delete(entry.folder, self.path)
-            if queue is not None:
-                queue.delete()
+        file = entry.folder / GRID_ID
+        grid_id = file.read_text(encoding="utf-8") if file.exists() else None
+        for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
+            Tracker(self.uri, self.path, DIAGNOSES).retire(run_id)
+        delete(entry.folder, self.path)
         if entry.tracked and self.has_store:
             Tracker(self.uri, self.path, entry.name).remove_experiment()
             delete(entry.artifacts, self.path)
@@ -249,10 +230,10 @@ class RunsFolder:
 
     def _find_in_runs(self, models: bool) -> Iterator[Garbage]:
         """Checkpoints beside results, which a killed process left, and models."""
-        unfinished = [
-            cell for entry in self.entries.values() for state, cell in entry.cells or () if state not in FINISHED
-        ]
-        starts = {Path(str(cell.config.get("init_from"))).resolve() for cell in unfinished}
+        cells = [cell for entry in self.entries.values() if entry.grid is not None for cell in entry.grid.cells]
+        unfinished = [cell for cell in cells if cell.status != "complete"]
+        models = models and all(cell.settings for cell in unfinished)  # one that has not begun does not tell its start
+        starts = {Path(str(cell.settings.get("init_from"))).resolve() for cell in unfinished}
         for entry in self.entries.values():
             for run in entry.run_folders if entry.kind != "other" else ():
                 left, model = run / CHECKPOINTS, run / FINAL_CHECKPOINT
@@ -265,9 +246,9 @@ class RunsFolder:
 
     def _find_empty_shells(self) -> Iterator[Garbage]:
         for entry in self.entries.values():
-            unknown = entry.kind != "other" and entry.cells is None and not entry.tracked
+            unknown = entry.kind != "other" and entry.grid is None and not entry.tracked
             if unknown and not any(map(_is_worth_keeping, (entry.folder, *entry.folder.rglob("*")))):
-                yield Garbage(entry.folder, "no results, and unknown to queue and MLflow", measure_bytes(entry.folder))
+                yield Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder))
 
     def collect(self, one: Garbage) -> None:
         """Remove what `find_garbage` found. Raises a one-line ValueError if a process uses the run folder."""

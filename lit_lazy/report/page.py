@@ -1,4 +1,4 @@
-"""The report of an ablation: table, figures and provenance in one HTML file, built from MLflow only.
+"""The report of an ablation: table, figures and provenance in one HTML file, built from the grid's folder only.
 
 The file needs no network and no scripts. It must be readable in a browser and in MLflow's artifact frame, where links
 do not work.
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
+from lit_lazy.grid.plan import CellRecord, GridFolder
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.template import PAGE, STYLE, Section
@@ -27,9 +27,10 @@ from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
-from lit_lazy.tracking.tracker import TrackedRun, Tracker
+from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.run_address import read_run_address
 from lit_lazy.tracking.views import run_link
-from lit_lazy.training.result import DIAGNOSTICS
+from lit_lazy.training.result import DIAGNOSTICS, METRICS
 
 REPORT = "report.html"
 MOST_VARIANTS = 30
@@ -50,28 +51,26 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
 
 
-def write_report(
-    tracker: Tracker, parent_id: str, folder: Path, table: Table, of_table: Mapping[str, Figure]
-) -> list[Path]:
-    """Write the report of a parent run and its figures of trainings into a folder; returns the paths.
+def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping[str, Figure]) -> None:
+    """Write the report of a grid and its figures of trainings into a folder.
 
-    table, of_table: the run's, and `draw_table_figures` of it.
+    table, of_table: the grid's, and `draw_table_figures` of it.
     """
-    data = _load_data(tracker, parent_id, table)
-    path, of_trainings = folder / REPORT, _draw_training_figures(data)
-    write_text(path, _render_report_page(data, of_table, of_trainings))
-    saved = (figures.save_figure(figure, folder / name) for name, figure in of_trainings.items())
-    return [path, *(file for files in saved for file in files)]
+    data = _load_data(grid, table)
+    of_trainings = _draw_training_figures(data)
+    write_text(folder / REPORT, _render_report_page(data, of_table, of_trainings))
+    for name, figure in of_trainings.items():
+        figures.save_figure(figure, folder / name)
 
 
-def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
-    """The report of a parent run, from MLflow only: an ASCII page that is deterministic in the runs.
+def render_report(grid: GridFolder, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
+    """The report of a grid: an ASCII page that is deterministic in its cells.
 
-    ui_url: address of the MLflow UI, to which run ids then link. drawn: variants with figures; by default the first 30.
-    Raises ValueError if ui_url is not the address of a server, or if `drawn` names an unknown variant.
+    ui_url: address of the MLflow UI, to whose experiment the page then links. drawn: variants with figures; by default
+    the first 30. Raises ValueError if ui_url is not the address of a server, or if `drawn` names an unknown variant.
     """
     address = None if ui_url is None else _parse_ui_url(ui_url)
-    data = _load_data(tracker, parent_id, build_table_from_mlflow(tracker, parent_id), address, drawn)
+    data = _load_data(grid, grid.build_table(), address, drawn)
     return _render_report_page(data, draw_table_figures(data.table), _draw_training_figures(data))
 
 
@@ -96,7 +95,7 @@ def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_
     of_runs = [
         Section("variants", "Figures of each variant", _render_variant_figures(data)),
         Section("run", "What was run", _render_run_facts(data)),
-        Section("runs", "Runs", f"<details><summary>All {len(data.runs)}</summary>{_render_runs(data)}</details>"),
+        Section("cells", "Cells", _render_cells(data)),
     ]
     return _render_page(data.table, of_table, of_trainings, of_runs)
 
@@ -129,44 +128,33 @@ def _render_page(
 
 @dataclass(frozen=True)
 class _ReportData:
-    tracker: Tracker
-    plan: Plan
+    grid: GridFolder
     table: Table
-    parent_id: str
-    runs: Sequence[TrackedRun]
-    """All child runs, oldest first."""
     ui_url: str | None
     """Address of the MLflow UI; None for no links."""
     drawn: Sequence[str]
     """Variants with figures."""
 
-    def complete_runs(self, variant: str) -> list[TrackedRun]:
-        """The complete runs of a variant, one per seed of the table, by seed."""
-        complete = [run for run in self.runs if run.state == "complete" and run.tags["variant"] == variant]
-        runs = {int(run.tags["seed"]): run for run in reversed(complete)}
-        seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
-        return [runs[seed] for seed in seeds if seed in runs]
+    def complete_cells(self, variant: str) -> list[CellRecord]:
+        """The finished cells of a variant by seed."""
+        return [cell for cell in self.grid.cells if cell.variant == variant and cell.result is not None]
 
-    def format_run_id(self, run_id: str) -> str:
-        """The id of a run, with a link if the address of the MLflow UI is known."""
-        code = f"<code>{escape_html(run_id)}</code>"
-        if self.ui_url is None:
+    def format_key(self, cell: CellRecord) -> str:
+        """The key of a cell, with a link to its run in MLflow if the UI's address is known."""
+        code = f"<code>{escape_html(cell.key)}</code>"
+        address = None if self.ui_url is None else read_run_address(cell.folder)
+        if address is None or self.ui_url is None:
             return code
-        return f'<a href="{escape_html(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{code}</a>'
+        return f'<a href="{escape_html(run_link(self.ui_url, *address))}">{code}</a>'
 
 
-def _load_data(
-    tracker: Tracker, parent_id: str, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()
-) -> _ReportData:
+def _load_data(grid: GridFolder, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
         name = min(unknown)
         hint = f"{did_you_mean(name, variants)}; there are {', '.join(variants)}"
         raise ValueError(f"--figures {name!r}: is no row of this table{hint}")
-    children = tracker.find_children(parent_id)
-    return _ReportData(
-        tracker, read_plan(tracker, parent_id), table, parent_id, children, ui_url, drawn or variants[:MOST_VARIANTS]
-    )
+    return _ReportData(grid, table, ui_url, drawn or variants[:MOST_VARIANTS])
 
 
 def _parse_ui_url(ui_url: str) -> str:
@@ -188,8 +176,8 @@ def _format_completeness(table: Table) -> str:
 
 
 def _render_run_facts(data: _ReportData) -> str:
-    plan, table = data.plan, data.table
-    complete = [run for row in table.rows for run in data.complete_runs(row.variant)]
+    plan, table = data.grid.plan, data.table
+    complete = [cell.result for row in table.rows for cell in data.complete_cells(row.variant) if cell.result]
     facts = (f"{name} {f'{x:.5g}' if isinstance(x, float) else x}" for name, x in plan.facts.items())
     seeds = table.group_by_seeds()
     lines = {
@@ -200,9 +188,8 @@ def _render_run_facts(data: _ReportData) -> str:
         "Cells": [_format_completeness(table)],
         "Baseline": [escape_html(table.baseline)],
         "Data": [escape_html(", ".join(facts))],
-        "Made with": _count_cells(run.tags.get("environment", "unknown") for run in complete),
-        "Commit": _count_cells(run.tags.get("git_sha", "unknown") for run in complete),
-        "Parent run": [data.format_run_id(data.parent_id)],
+        "Made with": _count_cells(result.made_in for result in complete),
+        "Commit": _count_cells(result.environment["git_sha"] for result in complete),
     }
     return _render_definitions({term: texts for term, texts in lines.items() if any(texts)})
 
@@ -227,10 +214,14 @@ def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
 def _read_histories(data: _ReportData) -> Histories:
     """The watched metrics during training, by variant and complete seed."""
 
-    def read_history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
-        return data.tracker.read_history(run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED)))
+    def read_history(cell: CellRecord) -> dict[str, list[tuple[int, float]]]:
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in read_lines(cell.folder / METRICS):
+            for name in sorted(name for name in line.metrics if name.startswith(WATCHED)):
+                found.setdefault(name, []).append((line.step, line.metrics[name]))
+        return {name: sorted(points) for name, points in sorted(found.items())}
 
-    return {row.variant: [read_history(run) for run in data.complete_runs(row.variant)] for row in data.table.rows}
+    return {row.variant: [read_history(cell) for cell in data.complete_cells(row.variant)] for row in data.table.rows}
 
 
 def _render_variant_figures(data: _ReportData) -> str:
@@ -248,23 +239,22 @@ def _render_variant_figures(data: _ReportData) -> str:
     return "\n".join(parts)
 
 
-def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, str], dict[str, np.ndarray]], list[str]]:
+def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, int], dict[str, np.ndarray]], list[str]]:
     """Diagnostics by variant and seed, and for what has no figures, the reason as HTML."""
     chosen, without = {}, []
     for row in data.table.rows:
-        complete = data.complete_runs(row.variant)
+        complete = data.complete_cells(row.variant)
         if not complete:
             without.append(f"{escape_html(row.variant)}: no cell is complete")
         if row.variant not in data.drawn:
             without.append(f"{escape_html(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
             continue
-        for run in complete:
-            stored, seed = data.tracker.read_bytes(run.run_id, DIAGNOSTICS), run.tags["seed"]
-            if stored is not None:
-                chosen[row.variant, seed] = Diagnostics.load(io.BytesIO(stored)).arrays
+        for cell in complete:
+            if (stored := cell.folder / DIAGNOSTICS).exists():
+                chosen[row.variant, cell.seed] = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
                 break
-            name = escape_html(f"{row.variant}, seed {seed}")
-            without.append(f"{name}: {data.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
+            name = escape_html(f"{row.variant}, seed {cell.seed}")
+            without.append(f"{name}: {data.format_key(cell)} has no {DIAGNOSTICS}")
     return chosen, without
 
 
@@ -288,20 +278,17 @@ def _render_image(name: str, image: figures.Image, subject: str) -> str:
     )
 
 
-def _render_runs(data: _ReportData) -> str:
-    header = ("Variant", "Seed", "State", "Run", "Commit")
-    order = {row.variant: number for number, row in enumerate(data.table.rows)}
-    runs = sorted(data.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
+def _render_cells(data: _ReportData) -> str:
+    header = ("Variant", "Seed", "State", "Cell", "Commit")
     rows = [
         (
-            escape_html(run.tags["variant"]),
-            escape_html(run.tags["seed"]),
-            run.state,
-            data.format_run_id(run.run_id),
-            escape_html(run.tags.get("git_sha", "")),
+            escape_html(cell.variant),
+            str(cell.seed),
+            cell.status,
+            data.format_key(cell),
+            "" if cell.result is None else escape_html(cell.result.environment["git_sha"]),
         )
-        for run in runs
+        for cell in data.grid.cells
     ]
-    if not rows:
-        return "<p>MLflow holds no run of a cell.</p>"
-    return f'<div class="ablation-table">{format_html_table(rows, header, [""] * len(header))}</div>'
+    table = f'<div class="ablation-table">{format_html_table(rows, header, [""] * len(header))}</div>'
+    return f"<details><summary>All {len(rows)}</summary>{table}</details>"

@@ -1,84 +1,36 @@
-"""Publish the table and report of an ablation in its folder and on its parent run."""
+"""Write the table and report of an ablation."""
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from rich.console import Console
-
 from lit_lazy import figures
 from lit_lazy.grid.ablation import Ablation
-from lit_lazy.grid.plan import build_table_from_mlflow, read_plan, save_views
+from lit_lazy.grid.plan import GridFolder, read_grid
 from lit_lazy.grid.question import Question
-from lit_lazy.report.page import REPORT, draw_table_figures, render_table_report, write_report
+from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.document import Paragraph, to_markdown
-from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import add_verdict
-from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.tracking.views import run_link
 
 
-def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, console: Console) -> Table:
-    """Write the table, and also the report if cells were executed (is_new) or it does not exist yet."""
-    table, drawn = write_table(tracker, parent_id, folder)
-    if is_new or not (folder / REPORT).exists():
-        console.print("drawing the report", highlight=False)
-        tracker.log_files(parent_id, write_report(tracker, parent_id, folder, table, drawn))
-        _describe(tracker, parent_id, table, REPORT)
-    return table
-
-
-def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure]]:
-    """`save_table`, and log it on the parent run: its files, the verdict, the primary outcome of each row."""
-    table, drawn, files = save_table(tracker, parent_id, folder)
-    tracker.log_files(parent_id, files)
-    if table.verdict:
-        tracker.tag(parent_id, "verdict", table.verdict.sentence)
-    _describe(tracker, parent_id, table, REPORT if (folder / REPORT).exists() else "table.html")
-    tracker.log_after_end(parent_id, collect_outcomes(table))
-    ended = all(row.status in ("complete", "failed") for row in table.rows)
-    save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
-    return table, drawn
-
-
-def _describe(tracker: Tracker, parent_id: str, table: Table, page: str) -> None:
-    """Describe the parent run and its experiment in MLflow: the finding, a link to a page of the run, the command."""
-    findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
-    link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
-    tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
-
-
-def collect_outcomes(table: Table) -> dict[str, float]:
-    """The mean of the primary outcome, or of the first main column, by `metric/row`, to four significant digits.
-
-    MLflow shows all digits of a metric, and takes only some characters in its name.
-    """
-    if not table.main_columns:
-        return {}
-    key = table.main_columns[0].key
-    found: dict[str, float] = {}
-    for row in table.rows:
-        if (mean := row.metrics[key].mean) is not None:
-            name = make_outcome_name(key, row.variant)
-            while name in found:  # rows may differ in other characters only
-                name += "_"
-            found[name] = float(f"{mean:.4g}")
-    return found
-
-
-def save_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure], list[Path]]:
-    """Build the table from MLflow, and write it and its figures into a folder; returns also the files."""
-    table = build_table_from_mlflow(tracker, parent_id)
-    files, drawn = save(table, folder / "table"), draw_table_figures(table)
+def draw_report(folder: Path, table: Table) -> None:
+    """Draw the figures of a grid's table, and its report, into the grid's folder."""
+    drawn = draw_table_figures(table)
     for name, figure in drawn.items():
-        files += figures.save_figure(figure, folder / name)
-    return table, drawn, files
+        figures.save_figure(figure, folder / name)
+    write_report(read_grid(folder), folder, table, drawn)
+
+
+def save_table(grid: GridFolder, folder: Path) -> Table:
+    """Build the table of a grid, and write it and its figures into a folder."""
+    table = grid.build_table()
+    save(table, folder / "table")
+    for name, figure in draw_table_figures(table).items():
+        figures.save_figure(figure, folder / name)
+    return table
 
 
 def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:

@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from lit_lazy.figures import save_figure
 from lit_lazy.figures.search import TITLES, make_search_figures
 from lit_lazy.grid.search.definition import Definition
-from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchQueue
-from lit_lazy.grid.search.run import SearchWork
+from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
 from lit_lazy.table.records import format_csv
 from lit_lazy.table.render import NOT_DEFINED, write_texts
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import locate_cell
 
 SHOWN = 20
 """Maximum number of points in the table; the CSV and JSON files contain all."""
@@ -165,11 +165,11 @@ class SearchReport:
         return notes
 
 
-def publish_search(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> SearchReport:
-    """Write the report of a search into its folder and log it on its parent run."""
-    commits = {run.tags["git_sha"] for run in tracker.find_children(parent_id) if run.state != "running"}
-    report = SearchReport(
-        work.id, work.definition, queue.points(), queue.importances(), sorted(commits), format_command_line()
-    )
-    tracker.log_files(parent_id, report.save(work.folder))
+def write_search_report(driver: SearchDriver) -> SearchReport:
+    """Write the report of a search into its folder."""
+    work, points = driver.work, driver.points()
+    results = [RunResult.peek(locate_cell(work.folder, point.run)) for point in points]
+    commits = sorted({result.environment["git_sha"] for result in results if result is not None})
+    report = SearchReport(work.id, work.definition, points, driver.importances(), commits, format_command_line())
+    report.save(work.folder)
     return report

@@ -12,10 +12,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.file_utils import local_file_uri_to_path
 
 from lit_lazy.support.inside import is_entry_name, join_name
-from lit_lazy.tracking.databases import LOCKED_SECONDS, StorageError, sqlite_file
-
-ARTIFACTS = "mlartifacts"
-"""Folder beside a local store's database."""
+from lit_lazy.tracking.databases import ARTIFACTS, LOCKED_SECONDS, StorageError, sqlite_file
 
 
 def create_artifact_folder(database: Path, experiment: str) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.run_address import read_run_id
 from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracked_run import RUN_ID
 from lit_lazy.tracking.tracker import Tracker
 
 ARTIFACT = "lm-eval.json"
@@ -22,10 +22,9 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
     if limited:
         return "not logged to MLflow: with --limit these are not benchmark results"
     folder = checkpoint.absolute().parent
-    known = folder / RUN_ID
-    if not known.exists():
+    run_id = read_run_id(folder)
+    if not run_id:
         return f"not logged to MLflow: {folder} belongs to no run"
-    run_id = known.read_text(encoding="utf-8")
     # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
     runs = next((above for above in folder.parents[1:3] if (above / "mlflow.db").exists()), folder.parents[1])
     uri = default_uri(runs)

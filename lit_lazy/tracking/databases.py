@@ -1,6 +1,5 @@
 """Databases given by URL: checked before anything is created, and never shown with their passwords."""
 
-import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +9,10 @@ from typing import Any, TypeVar
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
-from lit_lazy.support.errors import iter_causes
 from lit_lazy.support.secrets import redact_text, redact_url
 
+ARTIFACTS = "mlartifacts"
+"""Folder beside a local store's database."""
 T = TypeVar("T")
 CONNECT_SECONDS = 10
 LOCKED_SECONDS = 60
@@ -21,8 +21,6 @@ GONE_SECONDS = 60
 """Timeout of a silent connection; the system's default is two hours."""
 KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
 """TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
-PRIMARY_CODE = 0xFF
-"""Bit mask of the primary code in sqlite's extended error codes."""
 
 
 class StorageError(ValueError):
@@ -113,14 +111,6 @@ def make_engine_options(url: str) -> dict[str, Any]:
     user_timeout = 1000 * GONE_SECONDS
     connecting = {"connect_timeout": CONNECT_SECONDS, **silence, "tcp_user_timeout": user_timeout}
     return {"connect_args": connecting, "pool_pre_ping": True}
-
-
-def find_corruption(error: BaseException) -> str:
-    """Description of the sqlite file corruption that caused an exception; "" for other causes."""
-    for cause in iter_causes(error):
-        if getattr(cause, "sqlite_errorcode", 0) & PRIMARY_CODE in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return str(cause)
-    return ""
 
 
 def format_database_error(error: Exception) -> str:

@@ -47,19 +47,11 @@ def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     return links
 
 
-def list_experiment_names(uri: str, kind: str | None = None) -> list[str]:
-    """Names of all experiments of a store; none if a local store does not exist, which is not created.
-
-    kind: only experiments that contain a run with this tag.
-    """
+def list_experiment_names(uri: str) -> list[str]:
+    """Names of all experiments of a store; none if a local store does not exist, which is not created."""
     if (file := sqlite_file(uri)) is not None and not has_content(file):
         return []
-    client = make_client(uri)
     try:
-        return [
-            experiment.name
-            for experiment in client.search_experiments()
-            if kind is None or client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", max_results=1)
-        ]
+        return [experiment.name for experiment in make_client(uri).search_experiments()]
     except MlflowException as error:
         raise TrackingError(one_line(error), reachable=True) from error

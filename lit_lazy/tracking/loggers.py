@@ -1,4 +1,4 @@
-"""Lightning loggers in addition to MLflow; they receive the same metrics as a run's metric file."""
+"""A training with its metric file and further Lightning loggers, which receive the same metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,14 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from lit_lazy.config.serialisation import flatten
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import flatten, to_dict
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.inside import delete
-from lit_lazy.tracking.spool import METRICS, read_lines
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run import read_finished, run
 
 
 @contextmanager
@@ -60,3 +64,28 @@ def _make_logger(kind: str, folder: Path, project: str, name: str) -> Logger:
         return TensorBoardLogger(folder, name="", version=kind, default_hp_metric=False)
     (folder / kind).mkdir(parents=True, exist_ok=True)  # without it, wandb writes to a folder for all runs
     return WandbLogger(name=name, save_dir=folder / kind, project=project, id=folder.name, resume="allow")
+
+
+def train_logged(
+    cfg: RunConfig,
+    folder: Path,
+    project: str,
+    name: str,
+    loggers: Sequence[str] = (),
+    *,
+    interrupts: Interrupts,
+    **options: Any,
+) -> RunResult:
+    """Train in a run folder, with its metric file and `loggers`, and return the result; an earlier one if it has one.
+
+    A run that has a result already is only logged to loggers that lack it. project, name: for loggers that send the run
+    to a server. interrupts: allowed within the training. options: of `run`.
+    """
+    known = read_finished(folder)
+    missing = [kind for kind in loggers if known is None or not (folder / kind).exists()]
+    with open_loggers(missing, folder, project, name, to_dict(cfg)) as others, interrupts.allow():
+        file = MetricFile(folder, others)
+        result = known or run(cfg, folder, logger=file, interrupts=interrupts, **options)
+        for other in others:
+            other.log_metrics(result.metrics, cfg.train.steps)
+    return result

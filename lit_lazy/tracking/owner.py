@@ -3,12 +3,9 @@
 Several people may train one configuration with one MLflow. A run that is retired for a new one must be their own.
 """
 
-import re
-import uuid
 from pathlib import Path
 
-from lit_lazy.support.disk import write_text
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.ids import read_id
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
@@ -19,13 +16,8 @@ OWNER_ID = "owner_id"
 
 
 def read_owner(runs: Path) -> str:
-    """The random id of a runs folder, which gets one if it has none or a damaged one."""
-    path = runs / OWNER_ID
-    with FileLock(f"{path}.lock"):
-        known = path.read_bytes() if path.exists() else b""
-        if not re.fullmatch(rb"[0-9a-f]{32}", known):
-            write_text(path, uuid.uuid4().hex)
-        return path.read_text(encoding="utf-8")
+    """The random id of a runs folder."""
+    return read_id(runs / OWNER_ID)
 
 
 def is_own(run: TrackedRun, owner: str, tracker: Tracker) -> bool:

@@ -19,13 +19,14 @@ from lit_lazy.config.key import cell_key, require_unedited_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.support.console import get_program_name
-from lit_lazy.support.disk import check_writable_folder, write_text
+from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
-from lit_lazy.tracking.loggers import open_loggers
+from lit_lazy.tracking.loggers import train_logged
 from lit_lazy.tracking.owner import OWNER, is_own, read_owner
-from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.tracking.run_address import read_run_id, write_run_address
+from lit_lazy.tracking.spool import METRICS, read_lines
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
@@ -34,22 +35,20 @@ from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run import read_finished, run
+from lit_lazy.training.run import read_finished
 from lit_lazy.training.run_folder import make_lock
 from lit_lazy.training.trainer import AtStart
 
-RUN_ID = "mlflow_run_id"
-"""File in the run folder."""
 SEND_SECONDS = 5.0
 
 log = logging.getLogger("lit_lazy.tracking.tracked_run")
 
 
 class ActiveRun:
-    """A run in progress: trains in its run folder and copies metrics and results from there to one MLflow run.
+    """A run of MLflow that shows a run folder: its metrics while it is trained, and its result.
 
-    Training never waits for MLflow, and an outage loses nothing: the process that finishes the run, now or later, sends
-    what is missing.
+    Training never waits for MLflow, and an outage loses nothing: whoever sends next, now or later, sends what is
+    missing.
     """
 
     def __init__(
@@ -61,81 +60,44 @@ class ActiveRun:
         params: Mapping[str, str],
         config: Mapping[str, Any],
         parent_id: str | None = None,
-        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path.
-
-        is_ours: called before an MLflow run is started, which retires any other run of the same cell: those of the
-        same parent or, without one, of the same owner.
-        """
+        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path."""
         self.tracker, self.folder, self.name = tracker, folder, name
         self.tags, self.params, self.config, self.parent_id = tags, params, config, parent_id
-        self.result: RunResult | None = None
-        """Of the finished training."""
-        self.refusals = 0
-        """How often MLflow has rejected the result."""
-        self._is_ours = is_ours
         self._run_id: str | None = None
         self._sent = 0
         self._set_running = False
 
-    def train(
-        self,
-        cfg: RunConfig,
-        loggers: Sequence[str] = (),
-        on_begin: Callable[[], None] = lambda: None,
-        *,
-        interrupts: Interrupts,
-        **options: Any,
-    ) -> RunResult:
-        """Train, log the final metrics to `loggers` and return the result; send metrics to MLflow meanwhile.
-
-        A run that has a result already is only logged to loggers that lack it. on_begin: called once the MLflow run
-        exists. interrupts: allowed within the training itself. options: of `run`.
-        """
-        known = self.result
-        missing = [kind for kind in loggers if known is None or not (self.folder / kind).exists()]
-        with (
-            open_loggers(missing, self.folder, self.tracker.experiment, self.name, self.config) as others,
-            self._send_in_background(on_begin) if known is None else nullcontext(),
-            interrupts.allow(),
-        ):
-            result = known or run(
-                cfg, self.folder, logger=MetricFile(self.folder, others), interrupts=interrupts, **options
-            )
-            for other in others:
-                other.log_metrics(result.metrics, cfg.train.steps)
-        self.result = result
-        return result
-
     def get_run_id(self) -> str:
-        """The id of the MLflow run, which is resumed if the folder has one, else started. Raises TrackingError."""
+        """The id of the MLflow run: that of the folder, or of the same cell, or of a new one. Raises TrackingError."""
         if self._run_id is None:
-            known = self.folder / RUN_ID
-            begun = known.read_text(encoding="utf-8") if known.exists() else ""
-            self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run(known)
+            begun = read_run_id(self.folder)
+            self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run()
         return self._run_id
 
-    def _start_run(self, known: Path) -> str:
-        """Start a run and retire one's own of the same cell that were started elsewhere or lack their params.
+    def _start_run(self) -> str:
+        """Take over the run of the same cell, or start one; retires one's own others, which would hold its curves.
 
-        Both runs would hold the same curves, with metrics measured at different times.
+        Of a training, a run that was begun from another folder is retired too: its metrics have other times.
         """
-        if not self._is_ours():
-            raise TrackingError(f"{self.name} was given to another worker meanwhile", reachable=True)
         same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
-        tags, owner = self.tags, ""
         if self.parent_id:
-            same["mlflow.parentRunId"] = self.parent_id
+            begun, *others = self.tracker.find({**same, "mlflow.parentRunId": self.parent_id}) or [None]
+            tags = self.tags
         else:
             owner = read_owner(self.tracker.runs)
-            tags = {**tags, OWNER: owner}
-        for begun in self.tracker.find(same):
-            if self.parent_id or is_own(begun, owner, self.tracker):
-                self.tracker.retire(begun.run_id)
-        run_id = self.tracker.start_run(self.name, tags, self.params, self.config, self.parent_id)
+            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, owner, self.tracker)]
+            tags = {**self.tags, OWNER: owner}
+        for other in others:
+            assert other is not None
+            self.tracker.retire(other.run_id)
+        if begun is None:
+            run_id = self.tracker.start_run(self.name, tags, self.params, self.config, self.parent_id)
+        else:
+            run_id = begun.run_id
+            self.tracker.log_config(run_id, self.params, self.config)  # it may have been killed before
         self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
-        write_text(known, run_id)
+        write_run_address(self.folder, run_id, self.tracker.experiment_id)
         return run_id
 
     def send(self) -> None:
@@ -149,8 +111,8 @@ class ActiveRun:
         self._sent = len(lines)
 
     @contextmanager
-    def _send_in_background(self, on_begin: Callable[[], None]) -> Iterator[None]:
-        """Send every few seconds from a thread, which logs an outage once."""
+    def send_in_background(self, on_begin: Callable[[], None]) -> Iterator[None]:
+        """Send every few seconds from a thread, which logs an outage once. on_begin: called once the run exists."""
         stop = threading.Event()
 
         def loop() -> None:
@@ -178,16 +140,13 @@ class ActiveRun:
 
     def finish(self, result: RunResult) -> None:
         """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""
-        # A run that is complete already, and lacks only its record in the queue, must not be set to running again.
-        self._set_running = True
+        self._set_running = True  # a run that is complete already must not be set to running again
         self.send()
         if (kept := self.folder / DIAGNOSTICS).exists():
             self.tracker.log_files(self.get_run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
         tags = {**result.labels, "git_sha": result.environment["git_sha"]}
-        # Without what the commit tells, so that a grid that goes on with a later commit has one environment.
-        made_in = sorted(result.environment.keys() - {"git_sha", "lit-lazy"})
-        tags["environment"] = ", ".join(f"{name} {result.environment[name]}" for name in made_in)
+        tags["environment"] = result.made_in
         if result.taken_from:
             tags["taken_from"] = result.taken_from
         if result.execution:
@@ -197,12 +156,10 @@ class ActiveRun:
         )
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
-        """Mark the MLflow run as failed, or as interrupted (KILLED); only logs a warning if MLflow is away."""
-        try:
-            self.send()
-            self.tracker.fail(self.get_run_id(), reason, status)
-        except TrackingError as error:
-            log.warning("MLflow is away (%s); it will not show that this run has failed: %s", error, reason)
+        """Mark the MLflow run as failed, or as interrupted (KILLED). Raises TrackingError."""
+        self.send()
+        self.tracker.fail(self.get_run_id(), reason, status)
+        self._set_running = False
 
 
 @dataclass(frozen=True)
@@ -305,15 +262,18 @@ def train_tracked(
     folder.mkdir(parents=True, exist_ok=True)
     lock, begin = make_lock(folder), _Begin()
     with _acquire(lock):
-        active.result = known = read_finished(folder)
+        known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
         try:
-            with Interrupts() as interrupts:
-                result = active.train(
+            watched = nullcontext() if known else active.send_in_background(tracker.save_run_views)
+            with Interrupts() as interrupts, watched:
+                result = train_logged(
                     cfg,
+                    folder,
+                    experiment,
+                    active.name,
                     loggers,
-                    tracker.save_run_views,
                     interrupts=interrupts,
                     callbacks=[begin],
                     show_progress=True,
@@ -322,7 +282,10 @@ def train_tracked(
                     lock=lock,
                 )
         except BaseException as error:
-            active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            try:
+                active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            except TrackingError as away:
+                log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
             raise
         try:
             active.finish(result)

@@ -1,4 +1,4 @@
-"""Tracker: logs runs of one MLflow experiment and reads them back."""
+"""Tracker: logs runs of one MLflow experiment."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import yaml
-from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag, ViewType
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
@@ -35,7 +35,6 @@ from lit_lazy.tracking.views import (
     find_outlier_rows,
 )
 
-State = Literal["complete", "failed", "running"]
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
 NOTE = "mlflow.note.content"
@@ -65,15 +64,12 @@ def _shorten_paragraph(text: str, size: int, whole: str) -> str:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged."""
+    """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged and it has ended."""
 
     run_id: str
-    state: State
+    state: str
+    """Its tag `state`: complete, failed or pruned; "running" while it runs."""
     tags: dict[str, str]
-    metrics: dict[str, float]
-    params: dict[str, str]
-    artifacts: str
-    """Their address as MLflow stores it."""
 
 
 class Tracker:
@@ -179,11 +175,6 @@ class Tracker:
         self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
     @translate_errors
-    def read_tags(self, run_id: str) -> dict[str, str]:
-        """The tags of a run."""
-        return dict(self.client.get_run(run_id).data.tags)
-
-    @translate_errors
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run as failed, or as interrupted (KILLED), with the reason."""
         self.client.set_tag(run_id, "state", "failed")
@@ -198,15 +189,14 @@ class Tracker:
         self.client.set_terminated(run_id, "KILLED")
 
     @translate_errors
-    def find(self, tags: Mapping[str, str], deleted: bool = False) -> list[TrackedRun]:
-        """All runs with these tags, oldest first; deleted: include retired runs."""
+    def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
+        """All runs with these tags that are not retired, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
         found: list[Run] = []
         token: str | None = None
         while True:
             page = self.client.search_runs(
-                [self.experiment_id], query, view, order_by=["start_time ASC"], max_results=1000, page_token=token
+                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token
             )
             found += page
             token = page.token
@@ -255,49 +245,15 @@ class Tracker:
             artifacts.log_artifact(str(file))
 
     @translate_errors
-    def read_text(self, run_id: str, name: str) -> str:
-        """A text artifact of a run."""
-        with TemporaryDirectory() as folder:
-            return Path(self._open_artifacts(run_id).download_artifacts(name, folder)).read_text(encoding="utf-8")
-
-    @translate_errors
-    def read_bytes(self, run_id: str, name: str) -> bytes | None:
-        """An artifact of a run; None if the run has no such artifact."""
-        artifacts = self._open_artifacts(run_id)
-        if name not in {artifact.path for artifact in artifacts.list_artifacts()}:
-            return None
-        with TemporaryDirectory() as folder:
-            return Path(artifacts.download_artifacts(name, folder)).read_bytes()
-
-    @translate_errors
-    def lacks_file(self, run: TrackedRun, name: str) -> bool:
-        """Whether an artifact of a run is missing in a local store; a server is not asked, a request for each run."""
-        artifacts = open_artifacts(self.client, run.artifacts)
-        return isinstance(artifacts, LocalArtifactRepository) and not Path(artifacts.artifact_dir, name).exists()
-
-    @translate_errors
-    def read_history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-        """Sorted (step, value) pairs of a run's metrics; omits metrics that it never logged."""
-        found = {}
-        for name in names:
-            if points := self.client.get_metric_history(run_id, name):
-                found[name] = sorted((point.step, point.value) for point in points)
-        return found
-
-    @translate_errors
     def set_running(self, run_id: str) -> None:
         """Set a run's status to running, also after it has ended."""
         self.client.update_run(run_id, status="RUNNING")
 
     @translate_errors
     def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Set the final status of a run."""
-        self.client.set_terminated(run_id, status)
-
-    @translate_errors
-    def was_cut_off(self, run_id: str) -> bool:
-        """Whether a parent run lacks an orderly end, which is FINISHED, or FAILED if a cell has failed."""
-        return self.client.get_run(run_id).info.status in ("RUNNING", "KILLED")
+        """Set the final status of a run; one that has ended so keeps the time of its end."""
+        if self.client.get_run(run_id).info.status != status:
+            self.client.set_terminated(run_id, status)
 
     @translate_errors
     def save_views(
@@ -366,11 +322,5 @@ def _describe_origin() -> dict[str, str]:
 
 def _make_tracked_run(run: Run) -> TrackedRun:
     tags = dict(run.data.tags)
-    state: State = "failed"
-    if tags.get("state") == "complete":
-        state = "complete"
-    elif run.info.status == "RUNNING" and tags.get("state") != "failed":
-        state = "running"
-    return TrackedRun(
-        run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params), run.info.artifact_uri
-    )
+    state = "running" if run.info.status == "RUNNING" else tags.get("state", "failed")
+    return TrackedRun(run.info.run_id, state, tags)

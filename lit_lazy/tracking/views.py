@@ -79,12 +79,6 @@ def view_id(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def get_normaliser_name(params: Mapping[str, str]) -> str:
-    """Class name of a run's normaliser, or of its mixer if that is not attention; "" if neither is logged."""
-    mixer = params.get("model.mixer", "SelfAttention")
-    return params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
-
-
 def build_views(
     axes: Sequence[str],
     columns: Sequence[str],

@@ -50,6 +50,12 @@ class RunResult:
         """What the metrics with the prefix `init/` are of, in words."""
         return "untrained" if self.config.get("init_from") is None else "at the start"
 
+    @property
+    def made_in(self) -> str:
+        """Versions and machine in one line, without what the commit tells: a later one is no other environment."""
+        names = sorted(self.environment.keys() - {"git_sha", "lit-lazy"})
+        return ", ".join(f"{name} {self.environment[name]}" for name in names)
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], file: str = RESULT) -> "RunResult":
         """The inverse of `asdict`. file: where they were found, for messages.

@@ -37,7 +37,13 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints
+from lit_lazy.training.run_folder import (
+    CHECKPOINTS,
+    LAST,
+    make_lock,
+    remove_checkpoints,
+    write_settings,
+)
 from lit_lazy.training.trainer import (
     BackendMonitor,
     MissedValidation,
@@ -90,8 +96,11 @@ def run(
         with (lock or make_lock(folder)).acquire(timeout=0):
             known = read_finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
+            if known is not None:
+                return known
+            write_settings(folder, key, source.fingerprint, to_dict(cfg))
             settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
-            return known or _run(cfg, key, source, folder, *settings)
+            return _run(cfg, key, source, folder, *settings)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 

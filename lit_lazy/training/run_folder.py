@@ -1,10 +1,16 @@
-"""A run folder's lock, and the checkpoints to resume from."""
+"""A run folder: its lock, the settings of its training, why that failed, and the checkpoints to resume from."""
 
+import json
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from filelock import BaseFileLock
+from filelock import BaseFileLock, Timeout
 
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.inside import delete, join_name
 from lit_lazy.support.locks import FileLock
 
@@ -13,12 +19,75 @@ CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 CELLS = "cells"
 """Folder of a grid's run folders."""
 
+SETTINGS, FAILURE = "cell.json", "failed.json"
+"""What a run folder trains, and why its last training failed."""
+FORMAT = 1
+"""Format of both; raised when a field is added, removed or changes its meaning."""
+
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
 def make_lock(folder: Path) -> BaseFileLock:
     """The lock of a run folder. One process holds it; it is released when the process ends."""
     return FileLock(folder / "lock")
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a run folder."""
+    if not os.access(folder / "lock", os.W_OK):  # none, or one that nobody here can take
+        return False
+    try:
+        with make_lock(folder).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def write_settings(folder: Path, key: str, fingerprint: str, config: Mapping[str, Any]) -> None:
+    """Write what a run folder trains."""
+    _write(folder / SETTINGS, {"key": key, "fingerprint": fingerprint, "config": config})
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The canonical config that a run folder trains; {} before its training began."""
+    return _read(folder / SETTINGS).get("config", {})
+
+
+def write_failure(folder: Path, reason: str, final: bool = False) -> None:
+    """Write why a training failed. final: whether another attempt would fail again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / FAILURE, {"reason": reason, "final": final})
+
+
+def is_final(folder: Path) -> bool:
+    """Whether another training in a run folder would fail as the last one."""
+    return bool(_read(folder / FAILURE).get("final", False))
+
+
+def read_failure(folder: Path) -> str:
+    """Why the last training in a run folder failed; "" if it did not."""
+    return str(_read(folder / FAILURE).get("reason", ""))
+
+
+def clear_failure(folder: Path) -> None:
+    """Remove what `write_failure` wrote."""
+    (folder / FAILURE).unlink(missing_ok=True)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps({"format": FORMAT, **content}, sort_keys=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file's content; {} without a readable one. Raises NewerFormatError if a newer version wrote it."""
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    require_known_format(str(path), content, FORMAT)
+    return content
 
 
 def locate_cell(grid: Path, key: str) -> Path:

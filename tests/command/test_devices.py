@@ -14,7 +14,8 @@ from mlflow.tracking import MlflowClient
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.cells import Holder
+from lit_lazy.grid.plan import read_grid
 
 TWO = ("--devices", "2")
 
@@ -105,8 +106,9 @@ def test_a_grid_outlives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> None
         text=True,
     )
     wait_for((tmp_path / "training").exists)
-    (worker,) = children(process.pid)
-    (rank,) = children(worker)
+    (holder,) = map(Holder.read, runs.glob("*/cells/*"))
+    assert holder is not None
+    (rank,) = children(holder.pid)
     killed = time.monotonic()
     os.kill(rank, signal.SIGKILL)
     (tmp_path / "go").touch()
@@ -114,7 +116,7 @@ def test_a_grid_outlives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> None
     assert process.returncode == 0, out
     assert time.monotonic() - killed < 60
     name = "ranks-backcopy_tiny"
-    assert set(Queue(f"sqlite:///{runs / 'queue.db'}", name).states().values()) == {"complete"}
+    assert {cell.status for cell in read_grid(runs / name).cells} == {"complete"}
     assert "was ended by SIGKILL" in next((runs / name).glob("worker-*.log")).read_text()
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     cells = client.search_runs([client.get_experiment_by_name(name).experiment_id], "tags.kind = 'cell'")

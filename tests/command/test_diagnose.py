@@ -145,12 +145,12 @@ def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: py
     [found] = tracker.find({"kind": "diagnose"})
     assert found.state == "complete"
     assert (found.tags["normaliser"], found.tags["bias"], found.tags["position"]) == ("Elastic", "LearnedBias", "Rope")
-    assert found.metrics == pytest.approx(json.loads((folder / "diagnostics.json").read_text())["metrics"])
+    shown = tracker.client.get_run(found.run_id).data
+    assert shown.metrics == pytest.approx(json.loads((folder / "diagnostics.json").read_text())["metrics"])
     kept = {artifact.path for artifact in tracker.client.list_artifacts(found.run_id)}
     assert kept == {path.name for path in folder.iterdir()} | {"config.yaml"}
-    params = tracker.client.get_run(found.run_id).data.params
-    assert params["diagnosed.lengths"] == "16,24,16,32"
-    assert params["model.attention.normaliser.tau_init"] == "1.0"
+    assert shown.params["diagnosed.lengths"] == "16,24,16,32"
+    assert shown.params["model.attention.normaliser.tau_init"] == "1.0"
 
 
 def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:

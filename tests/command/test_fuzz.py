@@ -308,7 +308,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     os.mkfifo(place / "fifo")
     (place / "loop").symlink_to("loop")
     for where in (
-        *("tracking.tracked_run.Tracker", "grid.jobs.launch.run_grid", "grid.search.run.run_search"),
+        *("tracking.tracked_run.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
         *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
         *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_summary"),
     ):

@@ -22,8 +22,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.plan import Plan
-from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report.checkpoint import read_taus
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise
 from lit_lazy.training.result import RESULT, RunResult
@@ -334,11 +332,11 @@ def test_results_and_plans_that_are_none(content: str, place: Path) -> None:
 
 
 def test_a_folder_where_a_lock_should_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "runs" / "queue.db.lock").mkdir(parents=True)
+    (place / "runs" / "table2-backcopy_tiny" / "plan.json.lock").mkdir(parents=True)
     assert main([*RUN, "--runs", "runs"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lit-lazy: ")
-    assert line.endswith("queue.db.lock': cannot be used (Is a directory)")
+    assert line.endswith("plan.json.lock': cannot be used (Is a directory)")
 
 
 def test_a_message_is_one_line_without_passwords() -> None:
@@ -358,7 +356,7 @@ def test_json_of_a_result_is_read_back(place: Path) -> None:
     assert RunResult.read(place) == result
 
 
-@pytest.mark.parametrize("words", [TRAIN, RUN, SEARCH, ["ablate", "status", "table2-backcopy_tiny"], ["runs", "gc"]])
+@pytest.mark.parametrize("words", [TRAIN, RUN, SEARCH, ["runs", "gc"]])
 def test_where_no_file_can_be_locked(
     words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,8 +365,7 @@ def test_where_no_file_can_be_locked(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    if words[0] == "runs" or words[1] == "status":
+    if words[0] == "runs":
         (place / "runs").mkdir()
-        Queue(default_storage(place / "runs"), "table2-backcopy_tiny")
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert "no file can be locked there (No locks available)" in expect_refusal(words, capsys)

@@ -3,17 +3,19 @@
 import csv
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from made_grid import MadeGrid
 from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.jobs.progress import Progress
-from lit_lazy.grid.jobs.status import print_status
-from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.cells import claim
+from lit_lazy.grid.progress import Progress
+from lit_lazy.grid.status import print_status
+from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
@@ -42,14 +44,14 @@ NO_MLFLOW = ("a?b", "a?mode=ro", "100%25")
 
 
 @pytest.mark.parametrize("name", [*NO_MLFLOW, FOLDER])
-def test_queues_are_in_the_folder_that_was_named(name: str, tmp_path: Path) -> None:
-    runs = tmp_path / name
-    runs.mkdir()
-    assert sqlite_file(sqlite_url(runs / "x.db")) == runs / "x.db"
-    queue = Queue(default_storage(runs), "grid")
-    with queue.lock():
-        assert queue.states() == {}
-    assert {path.name for path in runs.iterdir()} == {"queue.db", "queue.db.lock"}
+def test_studies_are_in_the_folder_that_was_named(name: str, tmp_path: Path) -> None:
+    grid, database = tmp_path / name / "grid", tmp_path / name / "x.db"
+    grid.mkdir(parents=True)
+    assert sqlite_file(sqlite_url(database)) == database
+    for storage in (None, sqlite_url(database)):
+        assert open_study(storage, grid).trials == []
+    assert {path.name for path in database.parent.iterdir()} == {"grid", "x.db"}
+    assert (grid / "optuna.journal").exists()
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -97,27 +99,23 @@ def check_table(folder: Path) -> None:
 
 
 def test_the_terminal_shows_names_and_reasons_as_they_are(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lit_lazy.grid.ablation import Cell
-
     monkeypatch.setenv("COLUMNS", "200")
-    queue = Queue(default_storage(runs), "grid")
-    names = ["lazy [/x]", "[red]b[/red] :smile:"]
-    queue.add_missing([Cell(name, name, "ours", 0, {}, {}) for name in names])
-    for _ in names:
-        task = queue.claim({"host": "[/h]", "pid": "1", "lock": "none"})
-        assert task is not None
-        queue.fail(task, f"[/y] \x1b[31m of {task.cell.variant}")
-    queue.add_missing([Cell("c", "c [/z]", "ours", 0, {}, {})])
-    queue.claim({"host": "[/h]", "pid": "1", "lock": "none"})
+    names = ("lazy [/x]", "[red]b[/red] :smile:")
+    made = MadeGrid(tmp_path, rows=(*names, "c [/z]"))
+    for name in names:
+        made.fail(name, 0, f"[/y] \x1b[31m of {name}")
+    monkeypatch.setattr("socket.gethostname", lambda: "[h]")
+    lock = claim(made.train("c [/z]", 0, range(1, 2)))
+    assert lock is not None
     console = plain_console()
-    print_status(queue, runs / "grid", console)
-    with Progress(queue, [*names, "c"], console, notes=lambda: ["[/note]"]) as progress:
+    print_status(made.read(), console)
+    with lock, Progress(dict, console, notes=lambda: ["[/note]"]) as progress:
         progress.show_running(["[/x] by process"])
-        console.print(progress._build_panel(progress._count_states(queue.states())))
+        console.print(progress._build_panel(Counter()))
     shown = capsys.readouterr().out
-    for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[/h]", "[/note]", "[/x] by process"):
+    for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[h]", "[/note]", "[/x] by process"):
         assert text in shown
 
 
@@ -128,7 +126,7 @@ def test_mlflow_makes_its_database_in_an_odd_folder(tmp_path: Path, monkeypatch:
     runs.mkdir()
     tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
     run = tracker.start_run("a", {"kind": "cell"}, {}, {"x": 1})
-    assert tracker.read_text(run, "config.yaml") == "x: 1\n"
+    assert (runs / "mlartifacts" / EXPERIMENT / run / "artifacts" / "config.yaml").read_text() == "x: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
     assert {path.name for path in runs.iterdir()} >= {"mlflow.db", "mlartifacts"}
 
@@ -138,9 +136,7 @@ def test_a_folder_that_mlflow_cannot_use(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
-    for command in (["train", "backcopy_tiny"], run, ["dashboard"], ["ablate", "table", "table2"]):
-        if command[1:2] == ["table"]:  # which says first that a folder does not exist
-            (place / name).mkdir()
+    for command in (["train", "backcopy_tiny"], run, ["dashboard"]):
         said = expect_refusal([*command, "--runs", name], capsys)
         assert f"--runs '{place / name}': MLflow supports no database whose path contains ? or %; name another" in said
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/100%25/mlflow.db")

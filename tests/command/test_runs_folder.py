@@ -18,9 +18,11 @@ from mistakes import expect_refusal, snapshot_tree
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.queue.liveness import Membership
-from lit_lazy.grid.queue.storage import default_storage, list_grid_names
+from lit_lazy.grid.cells import claim
+from lit_lazy.grid.plan import read_grid
+from lit_lazy.grid.run import IN_USE
 from lit_lazy.report.index import list_entries
+from lit_lazy.support.locks import hold_shared
 from lit_lazy.tracking.serve import show_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -61,7 +63,7 @@ def runs(finished: Path, place: Path) -> Path:
     return shutil.copytree(finished, place / "runs")
 
 
-def test_tables_are_compared_with_the_settings_of_mlflow_and_of_packed_cells(
+def test_tables_are_compared_with_the_settings_of_cells_and_of_packed_cells(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ablate", "pack", DUO]) == 0
@@ -307,36 +309,34 @@ def test_garbage_is_collected_and_nothing_that_is_needed(
 
 def test_a_model_that_an_unfinished_cell_starts_from_stays(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, *others = sorted((runs / DUO / "cells").glob("*/final.ckpt"))
-    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
-        query = (
-            "SELECT trial_id, value_json FROM trial_user_attributes WHERE key = 'cell' ORDER BY trial_id DESC LIMIT 1"
-        )
-        ((trial, value),) = database.execute(query).fetchall()
-        cell = json.loads(value)
-        cell["config"]["init_from"] = str(first.resolve())
-        database.execute(
-            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = ? AND key = 'cell'",
-            [json.dumps(cell), trial],
-        )
-        database.execute("UPDATE trials SET state = 'WAITING' WHERE trial_id = ?", [trial])
+    unfinished = others[0].parent
+    (unfinished / "result.json").unlink()
+    settings = json.loads((unfinished / "cell.json").read_text())
+    settings["config"]["init_from"] = str(first.resolve())
+    (unfinished / "cell.json").write_text(json.dumps(settings))
     assert list_names(capsys)[DUO][1:5] == ["3", "of", "4", "unfinished"]
     assert main(["runs", "gc", "--models", "--yes"]) == 0
     assert first.exists()
-    assert not any(path.exists() for path in others)
+    assert [path.exists() for path in others] == [True, False, False]  # the cell's own is of no finished one
+
+
+def test_no_model_goes_while_a_cell_waits_whose_start_is_unknown(runs: Path) -> None:
+    first, *others = (cell.folder for cell in read_grid(runs / DUO).cells)
+    shutil.rmtree(first)
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert all((folder / "final.ckpt").exists() for folder in others)
 
 
 def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, folder in {DUO: runs / DUO, "train-backcopy_tiny": runs / "train-backcopy_tiny"}.items():
         assert main(["runs", "rm", name]) == 0
         assert f"runs/{name}: " in (said := capsys.readouterr().out)
-        assert ("its queue: 4 cells" in said) == (name == DUO)
         assert said.endswith("Nothing was removed; --yes removes it.\n")
         assert folder.exists()
         assert main(["runs", "rm", name, "--yes"]) == 0
         assert not folder.exists()
         assert not (runs / "mlartifacts" / name).exists()
         assert name not in list_names(capsys)
-    assert list_grid_names(default_storage(runs)) == []
     assert main(["train", "backcopy_tiny", "--threads", "1"]) == 0  # in an experiment of its own
     assert "6 steps, from the beginning" in capsys.readouterr().out
     assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
@@ -392,23 +392,19 @@ def test_runs_of_others_stay_in_a_store_that_is_shared(
 def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
     (cell / "checkpoints").mkdir()
-    with Membership(runs / DUO / "workers"), FileLock(training / "lock"):
+    lock = claim(first := runs / DUO / "cells" / "another")
+    assert lock is not None
+    with lock, FileLock(training / "lock"):
         assert list_names(capsys)[DUO][4] == "running"
-        pid = f"'{DUO}': is in use (process {os.getpid()}); stop that first, or wait for its end"
+        pid = f"'{DUO}': is in use (process {os.getpid()} on {socket.gethostname()}); stop that first, or wait for its"
         for words in (["rm", DUO], ["rm", DUO, "--yes"], ["gc"], ["gc", "--yes"]):
             assert pid in expect_refusal(["runs", *words], capsys)
         busy = "'train-backcopy_tiny': is in use (a training)"
         assert busy in expect_refusal(["runs", "rm", "train-backcopy_tiny", "--yes"], capsys)
-    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
-        worker = json.dumps({"pid": "7", "host": "elsewhere", "lock": "a.lock", "token": "b"})
-        database.execute("UPDATE trials SET state = 'RUNNING' WHERE trial_id = 1")
-        database.execute(
-            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = 1 AND key = 'worker'", [worker]
-        )
-    for words in (["rm", DUO, "--yes"], ["gc", "--yes"]):
-        assert f"'{DUO}': is in use (process 7 on elsewhere)" in expect_refusal(["runs", *words], capsys)
-    with closing(sqlite3.connect(runs / "queue.db")) as database, database:
-        database.execute("UPDATE trials SET state = 'COMPLETE' WHERE trial_id = 1")
+    shutil.rmtree(first)
+    with hold_shared(runs / DUO / IN_USE):
+        for words in (["rm", DUO, "--yes"], ["gc", "--yes"]):
+            assert f"'{DUO}': is in use (a command)" in expect_refusal(["runs", *words], capsys)
     assert main(["runs", "gc", "--yes"]) == 0
     assert not (cell / "checkpoints").exists()
 
@@ -442,16 +438,12 @@ def test_names_that_cannot_be_removed(
     "name", ["../other", "..", ".", "{here}/other", f"{DUO}/../../other", "mlflow.db", "mlartifacts"]
 )
 def test_a_stored_name_is_never_a_path(name: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever reaches the databases can give any name to an experiment, a study and a cell."""
+    """Whoever reaches MLflow can give any name to an experiment."""
     name = name.format(here=Path.cwd())
     Path("other/cells/k/checkpoints").mkdir(parents=True)
     shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), "other/cells/k")
-    for file, query in {
-        "mlflow.db": "UPDATE experiments SET name = ? WHERE name LIKE 'train%'",
-        "queue.db": "UPDATE studies SET study_name = ?",
-    }.items():
-        with closing(sqlite3.connect(runs / file)) as database, database:
-            database.execute(query, [name])
+    with closing(sqlite3.connect(runs / "mlflow.db")) as database, database:
+        database.execute("UPDATE experiments SET name = ? WHERE name LIKE 'train%'", [name])
     before = {path for path in snapshot_tree(Path.cwd()) if path.name != "final.ckpt"}
     assert main(["runs", "gc", "--models", "--yes"]) == 0
     assert main(["runs", "list"]) == 0

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -261,18 +262,16 @@ def adopt_orphans() -> None:
 
 
 def end_all() -> int:
-    """Kill the remaining processes of a grid; returns their number."""
+    """Kill the remaining processes of a grid; returns their number. The server of workers is none of them."""
+    import forked
     import psutil
 
-    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    spared = {forked.start_fork_server(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    every = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
+    left = [child for child in every if child.status() != psutil.STATUS_ZOMBIE]
     for child in left:
         child.kill()
-    while True:
-        try:
-            if os.waitpid(-1, 0)[0] == 0:
-                break
-        except ChildProcessError:
-            break
+    psutil.wait_procs(every)
     return len(left)
 
 
@@ -290,8 +289,8 @@ class Snapshot:
 
     results: dict[str, Any]
     """Metrics of each cell."""
-    queue: list[Any]
-    """State and value of each cell."""
+    points: list[Any]
+    """Points of a search: state, value, settings and reports."""
     runs: list[Any]
     """MLflow runs: kind, cell, status, state, params, metric names, and curves without timestamps."""
     files: list[str]
@@ -309,20 +308,21 @@ class Snapshot:
 
     @classmethod
     def _read(cls, runs: Path, grid: str) -> "Snapshot":
-        import optuna
         from mlflow.tracking import MlflowClient
 
-        folder = runs / grid
-        trials = []  # a single training has no queue
-        if (queue := runs / "queue.db").exists():
-            trials = optuna.load_study(study_name=grid, storage=f"sqlite:///{queue}").trials
+        from lit_lazy.grid.study import open_study
+
+        folder, points = runs / grid, []
+        if (folder / "search.json").exists():
+            trials = [trial for trial in open_study(None, folder).trials if "number" in trial.user_attrs]
+            points = [[t.user_attrs, t.state.name, t.value, t.params, [*t.intermediate_values.items()]] for t in trials]
         client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
         number = client.get_experiment_by_name(grid).experiment_id
         tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
         results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("**/result.json")}
         return cls(
             {key: result["metrics"] for key, result in results.items()},
-            sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
+            points,
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
             sorted(VOLATILE.sub("*", path) for path in _list_files(runs) if MOVED_AWAY not in path),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
@@ -457,7 +457,7 @@ ABOUT = """# What a grid survives at every effect on the disk
 A tiny grid is ended at its k-th effect, for every k, and the same command is given again. An effect is a file or folder
 made, written, emptied, renamed or removed below the runs folder by any of its processes; a kill before each of them, in
 the order of the program, covers every state that a kill can leave. In the end every cell has to be complete once, in
-the queue and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
+its folder and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
 for byte; nothing running, no file and no process left over, exit status 0. Where fewer were tried than a grid has, each
 way took every N-th effect, from another one on.
 

@@ -21,7 +21,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_attribute, load_experiment
 from lit_lazy.grid import ablation as preparation
-from lit_lazy.grid import packed
+from lit_lazy.grid import estimate, packed
 from lit_lazy.grid.ablation import (
     Ablation,
     Cell,
@@ -32,7 +32,6 @@ from lit_lazy.grid.ablation import (
     prepare_rows,
     select_rows,
 )
-from lit_lazy.grid.jobs import estimate
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.stored_names import check_row_name, is_metric_name, make_outcome_name

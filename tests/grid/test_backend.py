@@ -1,23 +1,20 @@
-"""A grid keeps the CPU backend that it began with; the library and its labels are pretended, and `chunked` computes."""
+"""A grid keeps the CPU backend that it began with, whatever this machine has when it goes on."""
 
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from mlflow.tracking import MlflowClient
-from two_rows import two_rows
+from instant import Lab, make_lab
 
 from flash_lazy.cpu import library
-from lit_lazy.attention import Attention
 from lit_lazy.command.main import main
-from lit_lazy.grid.jobs import backend
-from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import prepare_process
-from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.report import publish
+from lit_lazy.grid import backend
+from lit_lazy.grid.job import Job
+from lit_lazy.grid.worker import prepare_process
 from lit_lazy.training import devices
 
 KEEPS = "began without the compiled backend and keeps doing without it; --fresh starts again with it, another --runs"
@@ -28,7 +25,6 @@ Machine = Callable[[bool], None]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.delenv(library.SWITCH, raising=False)
-    monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked" if library.find_obstacle() else "cpu")
 
     def pretend(compiled: bool) -> None:
         for module in (library, devices):
@@ -37,117 +33,65 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return pretend
 
 
-@pytest.fixture
-def run(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Runs a small grid without figures; returns its exit status and what it printed."""
-    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
-    monkeypatch.setattr(publish, "write_report", lambda *_: [])
-    path = tmp_path / "pair.py"
-    path.write_text(two_rows("pair"))
-
-    def run(seeds: str, *more: str) -> tuple[int, str]:
-        options = ("--rows", "lazy", "--seeds", seeds, "--workers", "1", "--model.backend=chunked", *more)
-        status = main(["ablate", "run", str(path), "--runs", str(runs), *options])
-        return status, "".join(capsys.readouterr())
-
-    return run
+def make(lab: Lab, seeds: str, *words: str) -> Lab:
+    """The row `lazy` of the grid, as a machine makes it."""
+    return make_lab(lab.runs.parent, lab.training, "--rows", "lazy", "--seeds", seeds, *words)
 
 
-def read_labels(runs: Path) -> list[str]:
-    results = runs.glob("pair-backcopy_tiny-??????/cells/*/result.json")
-    return [json.loads(path.read_text())["labels"]["backend"] for path in results]
+def read_labels(lab: Lab) -> list[str]:
+    return [json.loads(path.read_text())["labels"]["backend"] for path in lab.folder.glob("cells/*/result.json")]
 
 
-@pytest.mark.long
-def test_a_portable_grid_stays_portable_until_it_starts_again(
-    runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_portable_grid_stays_portable_until_it_starts_again(lab: Lab, machine: Machine) -> None:
     machine(False)
-    status, out = run("0")
-    assert status == 0
-    assert out.count("attention runs slower than it could: no compiled backend is installed") == 1
+    assert make(lab, "0").run().count("attention runs slower than it could: no compiled backend is installed") == 1
     machine(True)
-    status, out = run("0,1")
-    assert status == 0
-    assert out.count(KEEPS) == 1
-    assert read_labels(runs) == ["chunked", "chunked"]
+    both = make(lab, "0,1")
+    assert both.run().count(KEEPS) == 1
+    assert read_labels(both) == ["chunked", "chunked"]
     assert library.SWITCH not in os.environ  # only the workers do without
-    status, out = run("0,1", "--fresh")
-    assert status == 0
-    assert "backend" not in out.partition("| ")[0]
-    assert read_labels(runs) == ["cpu", "cpu"]
+    assert "backend" not in both.run(fresh=True)
+    assert read_labels(both) == ["cpu", "cpu"]
 
 
-@pytest.mark.long
-def test_a_compiled_grid_is_refused_without_the_library_unless_it_is_finished(
-    runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_compiled_grid_is_refused_without_the_library_unless_it_is_finished(lab: Lab, machine: Machine) -> None:
     machine(True)
-    assert run("0")[0] == 0
+    make(lab, "0").run()
     machine(False)
-    status, out = run("0,1")
-    (grid,) = (path.name for path in runs.glob("pair-backcopy_tiny-??????"))
-    assert (status, out) == (
-        2,
-        f"lit-lazy: {grid}: began with the compiled backend and keeps it, but {library.find_obstacle()}, or name "
-        "another --runs folder\n",
+    both = make(lab, "0,1")
+    keeps = (
+        f"{both.work.id}: began with the compiled backend and keeps it, but {library.find_obstacle()}, or name another"
     )
-    assert len(Queue(f"sqlite:///{runs / 'queue.db'}", grid).states()) == 1  # nothing was enqueued
-    status, out = run("0")
-    assert status == 0
-    assert "all finished: nothing to do" in out
-    (runs / "queue.db").unlink()
-    assert run("0,1")[0] == 2  # the parent run knows
+    assert keeps in both.run(status=2)
+    assert len(read_labels(both)) == 1
+    assert "all finished: nothing to do" in make(lab, "0").run()
     machine(True)
-    assert run("0,1")[0] == 0
-    assert read_labels(runs) == ["cpu", "cpu"]
+    both.run()
+    assert read_labels(both) == ["cpu", "cpu"]
 
 
-@pytest.mark.long
-def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(
-    runs: Path, tmp_path: Path, machine: Machine, run: Callable[..., tuple[int, str]]
-) -> None:
-    """Neither from another grid nor from a file, whatever this machine has; nor the other way around."""
+def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(lab: Lab, machine: Machine) -> None:
+    """Neither from another grid nor from a file, whatever this machine has."""
     machine(False)
-    assert run("0")[0] == 0
+    make(lab, "0").run()
     machine(True)
-    (tmp_path / "other.py").write_text(two_rows("other"))
-    options = ("--runs", str(runs), "--base", "backcopy_tiny", "--rows", "lazy", "--workers", "1", "--brief")
-    other = ["ablate", "run", str(tmp_path / "other.py"), *options, "--seeds", "0,1", "--model.backend=chunked"]
-    assert main(other) == 0
-    (grid,) = (path.name for path in runs.glob("other-backcopy_tiny-??????"))
-    results = [json.loads(path.read_text()) for path in runs.glob(f"{grid}/cells/*/result.json")]
-    assert [(result["labels"]["backend"], result["taken_from"]) for result in results] == [("cpu", "")] * 2
-    assert main(["ablate", "pack", grid, "--runs", str(runs), "--out", str(tmp_path / "cells.xz")]) == 0
-    packed = ("--results", str(tmp_path / "cells.xz"))
-    status, out = run("1", *packed)
-    assert (status, "--results: pair-backcopy_tiny-" in out, KEEPS in out) == (2, True, True)
-    assert run("0,1")[0] == 0
-    assert read_labels(runs) == ["chunked", "chunked"]
-
-
-@pytest.mark.long
-def test_a_grid_of_an_earlier_version_is_portable(
-    runs: Path, machine: Machine, run: Callable[..., tuple[int, str]]
-) -> None:
-    machine(False)
-    run("0")
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    (parent,) = client.search_runs(
-        [experiment.experiment_id for experiment in client.search_experiments()], "tags.kind = 'ablation'"
+    first = make(lab, "0,1")
+    other = Lab(
+        lab.runs, lab.training, replace(first.work, id="other", plan=replace(first.work.plan, ablation="other"))
     )
-    assert parent.data.tags[backend.TAG] == "portable"
-    client.delete_tag(parent.info.run_id, backend.TAG)
-    machine(True)
-    assert KEEPS in run("0,1")[1]
-    assert read_labels(runs) == ["chunked", "chunked"]
+    other.run()
+    assert read_labels(other) == ["cpu", "cpu"]
+    packed = lab.runs.parent / "cells.xz"
+    assert main(["ablate", "pack", "other", "--runs", str(lab.runs), "--out", str(packed)]) == 0
+    said = make(lab, "1", "--results", str(packed)).run(status=2)
+    assert said.startswith(f"lit-lazy: --results: {first.work.id} {KEEPS}")
+    first.run()
+    assert read_labels(first) == ["chunked", "chunked"]
 
 
 def test_a_worker_on_another_machine_needs_the_library_too(tmp_path: Path, machine: Machine) -> None:
     machine(False)
-    job = Job("", "grid", tmp_path, "", "parent", None, 1, False, None, (), compiled=True)
+    job = Job(tmp_path / "grid", "", 1, (), compiled=True)
     with pytest.raises(
         ValueError, match=r"^grid: began with the compiled backend and keeps it, but no compiled backend"
     ):

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_lazy import results
 from lit_lazy.command.main import main
+from lit_lazy.table.stored import read_table
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 HERE = Path(__file__).parent
 ID = "table2-backcopy_tiny-5b1867"
@@ -40,8 +44,42 @@ def unpack(runs: Path) -> None:
         archive.extractall(runs.parent, filter="data")
 
 
+def find_run_ids(runs: Path) -> dict[str, str]:
+    """Ids in MLflow by the run's name: those of the cells, and of the grid."""
+    tracker = Tracker(default_uri(runs), runs, ID)
+    found = [tracker.client.get_run(run.run_id).info for run in tracker.find({})]
+    assert len(found) == 3
+    return {info.run_name: info.run_id for info in found}
+
+
+def test_a_grid_of_an_earlier_version_is_read(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its plan is an artifact, and its keys are in the queue."""
+    unpack(runs)
+    where = ["--runs", str(runs), "--out"]
+    before = {path for path in runs.rglob("*") if path.is_file()}
+    assert main(["ablate", "table", ID, *where, str(tmp_path / "table")]) == 0
+    assert main(["report", ID, *where, str(tmp_path / "report.html")]) == 0
+    assert main(["ablate", "pack", ID, *where, str(tmp_path / "cells.xz")]) == 0
+    assert capsys.readouterr().out.endswith(f"/cells.xz: 1 of 2 cells of {ID}; 1 is missing\n")
+    table, found = read_table(tmp_path / "table" / "table.json"), results(ID, runs)
+    assert {row.variant: row.n for row in table.rows} == {"softmax": 1, "lazy": 0}
+    assert dict(zip(found.cells["variant"], found.cells["status"], strict=True)) == {
+        "softmax": "complete",
+        "lazy": "waiting",
+    }
+    assert {path for path in runs.rglob("*") if path.is_file()} == before
+
+
+def test_fresh_begins_another_than_the_earlier_version_s(runs: Path) -> None:
+    """Whose plan is still an artifact."""
+    unpack(runs)
+    assert main([*COMMAND, "--fresh", "--rows", "softmax", "--runs", str(runs)]) == 0
+    assert [row.variant for row in read_table(runs / ID / "table.json").rows] == ["softmax"]
+
+
 def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unpack(runs)
+    begun = find_run_ids(runs)
     cells = runs / ID / "cells"
     finished = (cells / FINISHED / "result.json").read_bytes()
     assert (cells / INTERRUPTED / "checkpoints" / "last.ckpt").exists()
@@ -55,6 +93,7 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
     assert "quarantine" not in log
     assert not list(cells.rglob("*.damaged"))
 
+    assert find_run_ids(runs) == begun
     expected = json.loads((HERE / "results-3b7b986.json").read_text())
     found = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
     metrics = {name: found[name] for name in expected["cells"][INTERRUPTED]}  # and metrics that are newer

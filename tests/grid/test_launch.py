@@ -1,25 +1,22 @@
-"""A grid from the command line to the table: real workers, real queue, real MLflow store."""
+"""A grid from the command line to the table: real trainings, workers and MLflow store."""
 
 import importlib
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import forked
 import pytest
 from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.run import save_plan
 from lit_lazy.support.named_files import PROJECT, find
 from lit_lazy.table.stored import read_table
+from lit_lazy.training.run_folder import locate_cell, write_settings
 
 ID = "pair-backcopy_tiny"
 
@@ -69,7 +66,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
 
     check_mlflow(runs)
     written = (runs / ID / "table.md").read_text()
-    shutil.rmtree(runs / ID)
+    (runs / ID / "table.md").unlink()
     assert main(["ablate", "table", ID, "--runs", str(runs)]) == 0
     assert capsys.readouterr().out.strip().startswith("pair\n\nNo row learned the task.")
     assert (runs / ID / "table.md").read_text() == written
@@ -79,7 +76,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
 def test_the_command_imports_little() -> None:
     """Only workers and `train` train, only a new table is drawn: Lightning takes as long to import as all else."""
     code = (
-        "import sys, lit_lazy.command.ablate_run, lit_lazy.grid.jobs.launch\n"
+        "import sys, lit_lazy.command.ablate_run, lit_lazy.grid.run\n"
         "import lit_lazy.grid.runs_folder, lit_lazy.training.prepare\n"
         "print({'lightning', 'torchmetrics', 'transformers', 'matplotlib', 'scipy.stats'} & {*sys.modules})\n"
         "import lit_lazy.report.publish, lit_lazy.command.report\n"
@@ -97,7 +94,7 @@ def check_mlflow(runs: Path) -> None:
     parents = [run for run in found if run.data.tags["kind"] == "ablation"]
     children = [run for run in found if run.data.tags["kind"] == "cell"]
     assert len(parents) == 1
-    assert {"table.md", "table.csv", "table.tex", "table.json", "table.html", "effects.png", "config.yaml"} <= {
+    assert {"table.md", "table.csv", "table.tex", "table.json", "table.html", "config.yaml"} <= {
         artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)
     }
     assert len(children) == 5
@@ -118,78 +115,6 @@ def check_mlflow(runs: Path) -> None:
             assert {"loss/excess", "init/loss/excess", "val/loss"} <= run.data.metrics.keys()
 
 
-def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
-    """The command in this process; test_user_files.py uses real processes."""
-    arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax,lazy", *more]
-    return forked.Popen(
-        [sys.executable, "-m", "lit_lazy.command", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def wait_for_training(runs: Path, process: "subprocess.Popen[str]") -> tuple[str, Queue]:
-    """Wait until a cell trains; returns the grid's id, which includes a hash of the overrides, and its queue."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        assert process.poll() is None
-        for checkpoint in runs.glob(f"{ID}-*/cells/*/checkpoints/last.ckpt"):
-            grid = checkpoint.relative_to(runs).parts[0]
-            return grid, Queue(f"sqlite:///{runs / 'queue.db'}", grid)
-        time.sleep(0.1)
-    raise AssertionError("no cell began to train")
-
-
-LONG = (
-    *("--seeds", "0", "--train.steps=200", "--train.checkpoint_every=20"),
-    *("--train.val_every=1000", "--train.log_every=100"),
-)
-"""Two cells that train for a few seconds, long enough to be killed in training."""
-
-
-@pytest.mark.long
-def test_interrupt_and_resume(runs: Path, pair: str) -> None:
-    """Ctrl-C exits once the cells are requeued; the same command resumes from checkpoints; nothing runs twice."""
-    process = start(runs, pair, *LONG)
-    grid, queue = wait_for_training(runs, process)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
-    assert "the same command resumes" in out
-    assert "running" not in queue.states().values()
-    assert "interrupted" in [entry.reason for entry in queue.entries("waiting")], (out, queue.states())
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    number = client.get_experiment_by_name(grid).experiment_id
-    statuses = {run.info.status for run in client.search_runs([number], "tags.kind = 'cell'")}
-    assert statuses <= {"KILLED", "FINISHED"}
-
-    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", "--rows", "softmax,lazy", *LONG]
-    assert main(command) == 0
-    assert set(queue.states().values()) == {"complete"}
-    finished = client.search_runs([number], "tags.kind = 'cell'")
-    assert len(finished) == 2
-    assert {run.info.status for run in finished} == {"FINISHED"}
-
-
-@pytest.mark.long
-def test_fresh_moves_the_former_results_away(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax", "--seeds", "0"]
-    assert main(command) == 0
-    assert main([*command, "--fresh"]) == 0
-    out = capsys.readouterr().out
-    assert "the former results are in" in out
-    assert "1 cells, 0 already finished, 1 to train" in out
-    aside = [path for path in runs.iterdir() if ".until-" in path.name]
-    assert len(list(aside[0].glob("cells/*/result.json"))) == 1
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    number = client.get_experiment_by_name(ID).experiment_id
-    assert len(client.search_runs([number])) == 2
-    deleted = client.search_runs([number], run_view_type=2)
-    assert len(deleted) == 2
-
-
 @pytest.mark.long
 def test_a_grid_whose_experiment_was_edited_is_refused(
     runs: Path, pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -207,10 +132,15 @@ def test_a_grid_whose_experiment_was_edited_is_refused(
     assert len(list((runs / "pair-mine" / "cells").iterdir())) == 1
 
 
-def enqueue(ablation: Path, runs: Path) -> None:
-    """Begin a grid without training its cells."""
+def begin(ablation: Path, runs: Path) -> None:
+    """Begin a grid without training its cells, each of which has its settings."""
     grid = make_grid(make_parser().parse_args(["ablate", "run", str(ablation), "--runs", str(runs)]), [])
-    Queue(default_storage(runs), grid.id).add_missing(grid.cells)
+    grid.folder.mkdir()
+    save_plan(grid)
+    for cell in grid.cells:
+        folder = locate_cell(grid.folder, cell.key)
+        folder.mkdir(parents=True)
+        write_settings(folder, cell.key, "data", cell.config)
 
 
 def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
@@ -218,7 +148,7 @@ def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(two_rows("mine"))
-    enqueue(path, tmp_path)
+    begin(path, tmp_path)
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in capsys.readouterr().out
@@ -236,14 +166,14 @@ def test_the_status_says_that_a_declaration_was_edited_since_its_run(
 ) -> None:
     path = tmp_path / "q_mask_2.py"
     shutil.copy(find("ablations", "q_mask_2"), path)
-    enqueue(path, tmp_path)
-    (tmp_path / "q_mask_2-backcopy").mkdir()
+    shutil.copy(find("ablations", "q_mask_2").with_suffix(".toml"), tmp_path)
+    begin(path, tmp_path)
     shutil.copy(PROJECT / "docs" / "results" / "q_mask_2-backcopy" / "table.json", tmp_path / "q_mask_2-backcopy")
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in capsys.readouterr().out
     forget(path)
-    path.write_text(path.read_text().replace("= 0.1, 0.25", "= 0.1, 0.2"))
+    path.write_text(path.read_text().replace("margin=REMOVED", "margin=0.04"))
     assert main(command) == 0
     assert f"{path} was edited: its claim or rules changed since its run" in capsys.readouterr().out
 
@@ -274,7 +204,9 @@ def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(
     base.write_text(
         text.replace("data.stdlib import Stdlib", "data.text import Text").replace("Stdlib(", "Text('a.txt', ")
     )
-    Queue(default_storage(tmp_path), "pair-mine")
+    (tmp_path / "pair-mine").mkdir()
+    plan = make_grid(make_parser().parse_args(["ablate", "run", pair, "--runs", str(tmp_path)]), []).plan
+    (tmp_path / "pair-mine" / "plan.json").write_text(plan.to_json())
     command = ["ablate", "run", pair, "--base", str(base), "--runs", str(tmp_path), "--workers", "1", "--dry-run"]
     assert main(command) == 0
     out = capsys.readouterr().out

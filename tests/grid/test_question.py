@@ -20,7 +20,7 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
-from lit_lazy.grid.plan import find_parent, read_plan
+from lit_lazy.grid.plan import read_grid
 from lit_lazy.grid.question import RESULTS, Question, load_ablation_or_question
 from lit_lazy.measure.evaluation import require_measured
 from lit_lazy.support import named_files
@@ -166,7 +166,7 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
         [*RUN, str(late), "--runs", str(runs), "--workers", "1", "--brief", "--fresh", "--rows", "softmax"]
     )
     assert fresh.returncode == 0, fresh.stderr
-    plan = read_plan(tracker := Tracker(default_uri(runs), runs, "q_late-backcopy_tiny"), find_parent(tracker))
+    plan = read_grid(runs / "q_late-backcopy_tiny").plan
     assert plan.declaration is not None
     assert plan.declaration.exploratory == (OLDER,)
 

@@ -1,6 +1,5 @@
 """Cells as Ray tasks on a cluster of two nodes on this machine."""
 
-import errno
 import os
 import shutil
 import signal
@@ -16,18 +15,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from instant import Lab, read_pid
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.jobs.job import DISK_FULL, Job
-from lit_lazy.grid.jobs.pool import ReapResult
-from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.plan import read_grid, read_grid_id
+from lit_lazy.grid.run import GridDriver
 from lit_lazy.table.stored import read_table
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
-from lit_lazy.grid.jobs import ray_pool
-from lit_lazy.grid.jobs.ray_pool import Cluster, RayPool, Share, join_cluster
+from lit_lazy.grid import ray_pool
+from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, join_cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -69,6 +71,10 @@ def command(runs: Path, pair: str, *more: str) -> list[str]:
     return ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", *more]
 
 
+def read_states(grid: Path) -> set[str]:
+    return {cell.status for cell in read_grid(grid).cells}
+
+
 def log_of(folder: Path) -> list[str]:
     (path,) = folder.glob("worker-*-ray.log")
     return [line.partition("lit_lazy.worker ")[2] for line in path.read_text().splitlines()]
@@ -103,7 +109,6 @@ def test_the_table_is_that_of_local_workers(
     assert [row.n for row in rows] == [2, 2, 0]
     started = [line for line in log_of(folder) if line.startswith("start ")]
     assert len(started) == len(set(started)) == 5
-    assert not list((folder / "workers").glob("*.lock"))
 
 
 @pytest.mark.long
@@ -116,12 +121,10 @@ def test_interrupted_and_killed_cells_go_on(
     # Like a terminal: to the command's process group.
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=90)
-    queue = queue_of(runs, grid)
     assert process.returncode == 130, out + err
     assert err == "interrupted; the same command resumes\n"
     assert "ray" not in out.lower()
-    assert set(queue.states().values()) == {"waiting"}
-    assert "interrupted" in [entry.reason for entry in queue.entries("waiting")]
+    assert read_states(runs / grid) == {"waiting"}
 
     killed: list[int] = []
     begun = time.time()
@@ -131,8 +134,8 @@ def test_interrupted_and_killed_cells_go_on(
     assert main(command(runs, pair, *on_cluster, *LONG)) == 0
     killer.join()
     assert f"its worker (process {killed[0]} on" in capsys.readouterr().out
-    assert set(queue.states().values()) == {"complete"}
-    lines = log_of(runs / queue.name)
+    assert read_states(runs / grid) == {"complete"}
+    lines = log_of(runs / grid)
     for variant in ("softmax", "lazy"):
         assert lines.count(f"done {variant} seed 0") == 1
 
@@ -148,10 +151,6 @@ def start(arguments: list[str]) -> "subprocess.Popen[str]":
     )
 
 
-def queue_of(runs: Path, grid: str) -> Queue:
-    return Queue(f"sqlite:///{runs / 'queue.db'}", grid)
-
-
 def wait_for_training(runs: Path, since: float) -> str:
     """Wait until a cell has written a checkpoint; returns the grid's id, which includes a hash of the overrides."""
     end = time.monotonic() + 180
@@ -165,10 +164,10 @@ def wait_for_training(runs: Path, since: float) -> str:
 
 def kill_one(runs: Path, since: float) -> int:
     """SIGKILL a task in training; returns its process."""
-    queue = queue_of(runs, wait_for_training(runs, since))
-    pid = int(queue.entries("running")[0].worker["pid"])
-    os.kill(pid, signal.SIGKILL)
-    return pid
+    grid = runs / wait_for_training(runs, since)
+    pids = [read_pid(folder) for folder in (grid / "cells").iterdir() if read_state(folder) == "running"]
+    os.kill(pids[0], signal.SIGKILL)
+    return pids[0]
 
 
 WRONG = [
@@ -224,18 +223,6 @@ def test_without_ray_the_mend_is_told(
     assert "pip install 'lit-lazy[ray]'" in capsys.readouterr().err
 
 
-def test_other_machines_need_stores_that_they_can_reach() -> None:
-    here = {"NodeManagerHostname": socket.gethostname(), "Resources": {"CPU": 2.0}}
-    there = {"NodeManagerHostname": "elsewhere", "Resources": {"CPU": 2.0}}
-    Cluster([here, here]).check_stores(queue=None, tracking="sqlite:////runs/mlflow.db")
-    both = Cluster([here, there])
-    both.check_stores(queue="postgresql://host/queue", tracking="http://host:5000")
-    with pytest.raises(ValueError, match=r"other machines \(elsewhere\).*here for queue and tracking\)"):
-        both.check_stores(queue=None, tracking="sqlite:////runs/mlflow.db")
-    with pytest.raises(ValueError, match=r"here for tracking\)"):
-        both.check_stores(queue="postgresql://host/queue", tracking="sqlite:////runs/mlflow.db")
-
-
 @pytest.mark.parametrize(
     ("share", "times"),
     [
@@ -253,27 +240,30 @@ def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -
     assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    (tmp_path / "grid").mkdir()
-    return Job("sqlite:///none", "grid", tmp_path, "sqlite:///none", "parent", None, 1, False, None, ())
-
-
-def test_a_full_disk_is_told_by_the_result(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process outlives its task, so its exit status reports nothing."""
-
-    def no_room(_job: Job) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ray_pool, "make_worker", no_room)
-    assert ray_pool.execute(job, os.getcwd()) == DISK_FULL
+def test_a_worker_that_does_not_share_the_folder_sends_its_files(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written here, the result last, and the cell is done."""
+    monkeypatch.chdir(tmp_path)
+    lab.folder.mkdir(parents=True)
+    cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
+    elsewhere = lab.move(tmp_path / "elsewhere")
+    ending = ray_pool.execute_task(cell, Job(elsewhere.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
+    assert (ending.kind, [*(ending.files or {})]) == ("done", ["cell.json", "metrics.jsonl", "result.json"])
+    assert read_state(lab.cell(cell.key)) == "waiting"
+    driver.record(ending)
+    assert read_state(lab.cell(cell.key)) == "complete"
+    sent, kept = (found.cell(cell.key) for found in (elsewhere, lab))
+    assert all((sent / name).read_bytes() == (kept / name).read_bytes() for name in ending.files or {})
+    here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
+    assert (here.kind, here.files) == ("done", None)
 
 
 @pytest.mark.long
-def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Success, full disk, exception, signal, second interrupt, and kill."""
+def test_every_end_of_a_task_is_counted(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Success, exception, signal, first and second interrupt, and kill."""
 
-    def execute(_job: Job, folder: str) -> int:
+    def execute(_cell: object, _job: Job, folder: str) -> Ending:
         turn = Path(folder, "turn").read_text()
         Path(folder, "pid").write_text(str(os.getpid()))
         if turn == "raises":
@@ -289,32 +279,32 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
                         time.sleep(0.05)
                 except KeyboardInterrupt:
                     Path(folder, attempt).touch()
-        return {"full disk": DISK_FULL}.get(turn, 0)
+        return Ending("key", "done")
 
-    monkeypatch.chdir(job.runs)
-    monkeypatch.setattr(ray_pool, "execute", execute)
+    (tmp_path / "grid").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_pool, "execute_task", execute)
     monkeypatch.setattr(ray_pool, "AGAIN_SECONDS", 2.0)
-    pid = job.runs / "pid"
+    pid, cell = tmp_path / "pid", Cell("key", "v", "ours", 0, {}, {})
 
     def begin(turn: str) -> None:
         Path("turn").write_text(turn)
         pid.unlink(missing_ok=True)
-        pool.start(most=9)
-        assert len(pool) == 1
+        pool.start(cell)
+        assert (len(pool), pool.free) == (1, 0)
         while not pid.exists() or not pid.read_text():
             time.sleep(0.1)
 
-    def after(turn: str) -> ReapResult:
+    def after(turn: str) -> str:
         begin(turn)
-        while (ended := pool.reap()) == ReapResult() and len(pool):
+        while not (ended := pool.poll()):
             time.sleep(0.1)
-        return ended
+        return ended[0].kind
 
     with join_cluster(address):
-        pool = RayPool(job, 1, 0.0)
-        assert after("well") == ReapResult()
-        assert after("full disk") == ReapResult(disk_full=1)
-        assert after("raises") == ReapResult(crashed=1)
+        pool = RayPool(Job(tmp_path / "grid", "", 1, ()), 1, 0.0)
+        assert after("well") == "done"
+        assert after("raises") == "died"
         assert "ImportError: no module named here" in pool.describe_last_failure()
 
         begin("swallows")
@@ -323,12 +313,11 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
         assert Path("swallowed").exists()
         assert Path("obeyed").exists()
 
-        assert after("dies") == ReapResult(crashed=1)
+        assert after("dies") == "died"
         assert "WorkerCrashedError" in pool.describe_last_failure()
 
         monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
         begin("hangs")
         process = psutil.Process(int(pid.read_text()))
-        pool.stop()
+        assert [ending.kind for ending in pool.stop()] == ["died"]
         process.wait(timeout=20)
-        assert pool.reap() == ReapResult(crashed=1)

@@ -1,19 +1,18 @@
-"""A search: real workers, queue and MLflow store; each point is drawn once, finished once, and pruned when hopeless."""
+"""A search: each point is drawn once, finished once, and pruned when hopeless, whatever ends its commands."""
 
 import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
-import forked
 import pytest
+from instant import Lab, hold, read_pid, stop_while, wait_until
 from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
@@ -22,16 +21,19 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.grid.queue.liveness import Membership
-from lit_lazy.grid.queue.queue import CellLostError, Task
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.job import Ending
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
-from lit_lazy.grid.search.queue import SearchQueue
-from lit_lazy.grid.search.worker import PrunedError, Pruning, SearchWorker
+from lit_lazy.grid.search.run import SearchDriver, SearchWork
+from lit_lazy.grid.study import JOURNAL
+from lit_lazy.grid.worker import PrunedError, Pruning
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.module import DivergedError
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import locate_cell
 from lit_lazy.training.trainer import MissedValidation
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
@@ -143,45 +145,49 @@ def test_a_dry_run_creates_nothing(rates: str, tmp_path: Path, capsys: pytest.Ca
     assert sorted(tmp_path.iterdir()) == before
 
 
-# The queue
+# Drawing
 
 
-def begun(place: Path | str, points: int, changes: Mapping[str, object] | None = None, **parts: object) -> SearchQueue:
-    """The queue of a search, as its parent process leaves it; changes: made to the experiment."""
-    queue = SearchQueue(place if isinstance(place, str) else f"sqlite:///{place / 'queue.db'}", "search-s")
+def begun(folder: Path, points: int, changes: Mapping[str, object] | None = None, **parts: object) -> SearchDriver:
+    """The driver of a search in a folder; changes: made to the experiment."""
+    folder.mkdir(exist_ok=True)
+    (folder / "search-s").mkdir(exist_ok=True)
     definition = define(search(**parts), base(**changes or {}))
-    queue.facts = {"parent": "p", "tracking": "t", "definition": definition.to_json()}
-    queue.add_missing([definition.make_placeholder(number) for number in range(points)])
-    return queue
+    cells = [definition.make_placeholder(number) for number in range(points)]
+    return SearchDriver(SearchWork("search-s", cells, definition.base, folder, (), definition), None)
 
 
-def loss(task: Task) -> float:
+def take(driver: SearchDriver) -> Cell:
+    cell = driver.choose()
+    assert cell is not None
+    return cell
+
+
+def compute_objective(cell: Cell) -> float:
     """A made-up objective of a point."""
-    return (
-        abs(task.cell.config["train"]["lr"] - 0.01) + task.cell.config["model"]["attention"]["normaliser"]["tau_init"]
-    )
+    return abs(cell.config["train"]["lr"] - 0.01) + cell.config["model"]["attention"]["normaliser"]["tau_init"]
 
 
-def take(queue: SearchQueue, member: Membership) -> Task:
-    task = queue.claim(member.identity)
-    assert task is not None
-    return task
+def complete(driver: SearchDriver, cell: Cell, value: float | None = None) -> None:
+    loss = compute_objective(cell) if value is None else value
+    folder = locate_cell(driver.work.folder, cell.key)
+    folder.mkdir(parents=True, exist_ok=True)
+    RunResult(cell.key, cell.config, {}, {"loss/val": loss}, {}, {}, {"git_sha": "x"}).write(folder)
+    driver.record(Ending(cell.key, "done"))
 
 
-def drawn(tmp_path: Path, points: int, interrupted_at: int = -1, seed: int = 0) -> list[dict[str, float]]:
-    tmp_path.mkdir()
-    queue = begun(tmp_path, points, seed=seed)
-    with Membership(tmp_path / "workers") as member:
-        for number in range(points):
-            task = take(queue, member)
-            if number == interrupted_at:
-                queue.requeue(task, "interrupted")
-                queue = SearchQueue(queue.url, queue.name)
-                again = take(queue, member)
-                assert again.cell == task.cell
-                task = again
-            queue.complete(task, loss(task))
-    return [point.params for point in queue.points()]
+def drawn(folder: Path, points: int, interrupted_at: int = -1, seed: int = 0) -> list[dict[str, float]]:
+    driver = begun(folder, points, seed=seed)
+    for number in range(points):
+        cell = take(driver)
+        if number == interrupted_at:
+            driver.record(Ending(cell.key, "interrupted"))
+            driver = SearchDriver(driver.work, None)
+            again = take(driver)
+            assert again == cell
+        complete(driver, cell)
+    assert driver.choose() is None
+    return [point.params for point in driver.points()]
 
 
 def test_one_worker_draws_the_same_points_again_also_when_interrupted(tmp_path: Path) -> None:
@@ -192,61 +198,194 @@ def test_one_worker_draws_the_same_points_again_also_when_interrupted(tmp_path: 
     assert all(1e-4 <= point[LR] <= 1e-1 and 0 <= point[TAU] <= 2 for point in first)
 
 
-@pytest.mark.long
+def test_a_lost_study_is_drawn_again_from_the_folders(tmp_path: Path) -> None:
+    first = drawn(tmp_path / "a", 4)
+    (tmp_path / "a" / "search-s" / JOURNAL).unlink()
+    driver = begun(tmp_path / "a", 4)
+    for _ in range(4):
+        cell = take(driver)
+        assert (locate_cell(driver.work.folder, cell.key) / "result.json").exists()
+        driver.record(Ending(cell.key, "done"))
+    assert [point.params for point in driver.points()] == first
+
+
 def test_tpe_looks_where_the_good_points_are(tmp_path: Path) -> None:
-    queue = begun(tmp_path, 20, startup=5)
-    with Membership(tmp_path / "workers") as member:
+    values: list[float] = []
+    for seed in range(4):
+        driver = begun(tmp_path / str(seed), 20, startup=5, seed=seed)
         for _ in range(20):
-            task = take(queue, member)
-            queue.complete(task, loss(task))
-    values = [point.value for point in queue.points()]
-    assert sum(values[5:]) / 15 < 0.66  # of random points: mean 1.03, standard deviation 0.15
-    best = queue.best()
-    assert best is not None
-    assert best.value == min(values)
-    assert max(queue.importances(), key=queue.importances().__getitem__) == TAU
+            complete(driver, take(driver))
+        values += [point.value or 0.0 for point in driver.points()[5:]]
+    assert mean(values) < 0.66  # of so many random points: mean 1.03, standard deviation 0.075
+    importances = driver.importances()
+    assert max(importances, key=importances.__getitem__) == TAU
+    (best,) = driver.describe_best()
+    assert best.startswith(f"best {min(point.value or 0.0 for point in driver.points()):.4f} at point ")
 
 
-@pytest.mark.parametrize("storage", ["sqlite", "postgresql"])
-def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(
-    storage: str, tmp_path: Path, request: pytest.FixtureRequest
+def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(tmp_path: Path) -> None:
+    driver = begun(tmp_path, 4, prune_from=0.5)  # of 6 steps
+    for curve in ({3: 2.0, 6: 1.0}, {3: 3.0, 6: 2.0}):
+        cell = take(driver)
+        assert not any(driver.judge(cell.key, step, value) for step, value in curve.items())
+        complete(driver, cell, curve[6])
+    good, bad = take(driver), take(driver)
+    assert not driver.judge(good.key, 2, 99.0)  # before half of the steps
+    assert not driver.judge(good.key, 3, 2.4)
+    assert not driver.judge(bad.key, 2, 99.0)
+    worse = "val/loss 2.6 at step 3 is worse than the median of the points there"  # of 2 and 3
+    assert driver.judge(bad.key, 3, 2.6) == worse
+    # A resumed run repeats the step: it is judged again, and the earlier report stays.
+    assert driver.judge(bad.key, 3, 2.6) == worse
+    driver.record(Ending(bad.key, "pruned", worse))
+    (*_, point) = driver.points()
+    assert (point.state, point.value, point.reports, point.reason) == ("pruned", None, {2: 99.0, 3: 2.6}, worse)
+    assert not driver.judge(good.key, 6, 99.0), "after the last step there is nothing to save"
+
+
+def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -> None:
+    driver = begun(tmp_path, 3, prune_from=0.5)
+    for loss in (2.0, 3.0):
+        cell = take(driver)
+        driver.judge(cell.key, 3, loss)
+        complete(driver, cell, loss)
+    reason = driver.judge(take(driver).key, 3, 9.0)
+    again = begun(tmp_path, 3, prune_from=0.5)
+    assert again.choose() is None
+    assert (again.points()[2].state, again.points()[2].reason) == ("pruned", reason)
+
+
+def test_a_failed_point_is_drawn_anew_by_the_next_command(tmp_path: Path) -> None:
+    driver = begun(tmp_path, 1)
+    first = take(driver)
+    driver.record(Ending(first.key, "failed", "out of memory"))
+    assert driver.choose() is None
+    assert driver.states() == {"point 0": "failed"}
+    again = begun(tmp_path, 1)
+    assert take(again).key != first.key
+    assert [point.state for point in again.points()] == ["running"]
+
+
+def test_a_point_that_another_command_told_is_left_as_it_is(tmp_path: Path) -> None:
+    """Both gave it to a worker; the second one found it done, or lost."""
+    one = begun(tmp_path, 1)
+    cell = take(one)
+    two = SearchDriver(one.work, None)
+    assert take(two) == cell
+    complete(one, cell, 0.5)
+    two.record(Ending(cell.key, "failed", "why"))
+    (point,) = SearchDriver(one.work, None).points()
+    assert (point.state, point.value, point.reason) == ("complete", 0.5, "")
+
+
+# Commands with workers, and trainings of an instant
+
+
+def points_in(lab: Lab) -> dict[int, Point]:
+    return {point.number: point for point in SearchDriver(lab.work, None).points()}
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite"])
+def test_commands_that_share_a_search_draw_each_point_once(
+    storage: str | None, search_lab: Lab, tmp_path: Path
 ) -> None:
-    place = tmp_path if storage == "sqlite" else request.getfixturevalue("postgres_storage")
-    queue = begun(place, 4, prune_from=0.5)  # of 6 steps
-    with Membership(tmp_path / "workers") as member:
-        for curve in ({3: 2.0, 6: 1.0}, {3: 3.0, 6: 2.0}):
-            task = take(queue, member)
-            assert not any(queue.should_prune(task, step, value) for step, value in curve.items())
-            queue.complete(task, curve[6])
-        good, bad = take(queue, member), take(queue, member)
-        assert not queue.should_prune(good, 2, 99.0)  # before half of the steps
-        assert not queue.should_prune(good, 3, 2.4)
-        assert not queue.should_prune(bad, 2, 99.0)
-        assert queue.should_prune(bad, 3, 2.6)  # the median of 2 and 3 is 2.5
-        # A resumed run repeats the step: it is judged again, and the earlier report stays.
-        assert queue.should_prune(bad, 3, 1.0)
-        queue.prune(bad, "worse", diverged=False)
-        points = queue.points()
-        assert points[3].reports == {2: 99.0, 3: 2.6}
-        assert (points[3].state, points[3].value) == ("pruned", None)
-        with pytest.raises(CellLostError):
-            queue.should_prune(bad, 6, 1.0)
-        with pytest.raises(CellLostError):
-            queue.prune(bad, "worse again", diverged=False)
-    assert queue.add_missing([queue.definition.make_placeholder(number) for number in range(4)]) == 0
+    url = None if storage is None else f"sqlite:///{tmp_path / 'studies.db'}"
+    commands = [search_lab.start(storage=url) for _ in range(3)]
+    assert [command.wait() for command in commands] == [0] * 3, "".join(command.said for command in commands)
+    points = SearchDriver(search_lab.work, url).points()
+    assert [point.number for point in points] == list(range(6))
+    assert {path.name for path in (search_lab.folder / "cells").iterdir()} == {point.run for point in points}
+    assert set(search_lab.count_steps().values()) == {1}
 
 
-def test_a_failed_point_is_drawn_anew(tmp_path: Path) -> None:
-    queue = begun(tmp_path, 1)
-    with Membership(tmp_path / "workers") as member:
-        first = take(queue, member)
-        queue.fail(first, "out of memory")
-        assert queue.add_missing([queue.definition.make_placeholder(0)]) == 1
-        assert take(queue, member).cell.key != first.cell.key
-    assert [point.state for point in queue.points()] == ["running"]
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"axes": 3}'])
+def test_a_damaged_definition_is_one_line(content: bytes, search_lab: Lab) -> None:
+    """Whether this search is the one that began is not known any more."""
+    search_lab.run()
+    (search_lab.folder / "search.json").write_bytes(content)
+    said = search_lab.run(status=2)
+    assert said.startswith(f"lit-lazy: '{search_lab.folder / 'search.json'}': is damaged (no definition of a search")
+    assert said.count("\n") == 1
+    search_lab.training.log.unlink()
+    search_lab.run(fresh=True)
 
 
-# From the command line to MLflow
+def test_a_killed_worker_s_point_goes_on_from_its_checkpoint(search_lab: Lab, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    search_lab.training.at_step = stop_while(gate)
+    with hold(gate):
+        command = search_lab.start()
+        wait_until(lambda: list(search_lab.folder.glob("cells/*/checkpoints/last.ckpt")))
+        before = points_in(search_lab)[0]
+        os.kill(read_pid(search_lab.folder / "cells" / before.run), signal.SIGKILL)
+    assert command.wait() == 0, command.said
+    after = points_in(search_lab)
+    assert (after[0].params, after[0].run) == (before.params, before.run)
+    assert f"{before.run} 2" in search_lab.count_steps()
+    assert set(search_lab.count_steps().values()) == {1}
+
+
+def test_a_search_s_worker_ends_with_its_command(search_lab: Lab, tmp_path: Path) -> None:
+    """Nobody would judge its point, which has not failed: the next command goes on with it."""
+    gate = tmp_path / "gate"
+    search_lab.training.at_step = stop_while(gate)
+    with hold(gate):
+        command = search_lab.start()
+        wait_until(lambda: list(search_lab.folder.glob("cells/*/checkpoints/last.ckpt")))
+        (cell,) = (search_lab.folder / "cells").iterdir()
+        command.send(signal.SIGKILL)
+        command.wait()
+    wait_until(lambda: read_state(cell) == "waiting")
+    assert not (cell / "holder.json").exists()
+    first = points_in(search_lab)[0]
+    search_lab.run()
+    assert (points_in(search_lab)[0].params, points_in(search_lab)[0].state) == (first.params, "complete")
+
+
+def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
+    """Otherwise the sampler would ignore it and retry it forever."""
+
+    def diverge(cfg: RunConfig, _step: int, _folder: Path) -> None:
+        if cfg.train.lr > 1e-3:
+            raise DivergedError("training loss is nan")
+
+    search_lab.training.at_step = diverge
+    search_lab.run()
+    diverged = [point for point in points_in(search_lab).values() if point.params[LR] > 1e-3]
+    assert diverged
+    for point in diverged:
+        assert (point.state, point.value) == ("diverged", None)
+        assert point.reason == "diverged: DivergedError: training loss is nan"
+    assert "nothing to do" in search_lab.run()
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
+def test_fresh_draws_new_points_in_whatever_storage(
+    storage: str | None, search_lab: Lab, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("postgres_storage") if storage == "postgresql" else f"sqlite:///{tmp_path / 's.db'}"
+    options = {} if storage is None else {"storage": url}
+    search_lab.run(**options)
+    search_lab.training.log.unlink()
+    assert "6 points, 0 already finished, 6 to train" in search_lab.run(fresh=True, **options)
+    assert set(search_lab.count_steps().values()) == {1}
+
+
+def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> None:
+    missed, reported = MissedValidation(None, {}), []
+    trainer = SimpleNamespace(callbacks=[missed], global_step=3, max_steps=6)
+    pruning = Pruning("val/loss", lambda step, value: reported.append((step, value)) or "worse" * (value > 2))
+    pruning.on_start(trainer, None)
+    assert not reported, "no validation was cut off"
+    missed.repeated = {"val/loss": 2.0, "val/excess": 1.0}
+    pruning.on_start(trainer, None)
+    assert reported == [(3, 2.0)]
+    missed.repeated = {"val/loss": 3.0}
+    with pytest.raises(PrunedError, match="worse"):
+        pruning.on_start(trainer, None)
+
+
+# From the command line to MLflow, with real trainings
 
 
 def points_of(runs: Path) -> list[dict[str, str]]:
@@ -297,13 +436,6 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     assert time.monotonic() - started < 10
     check_mlflow(runs, rows)
 
-    (kept,) = (runs / "mlartifacts").rglob("search.json")
-    whole = kept.read_text()
-    kept.write_text(whole[:100])
-    assert main(command) == 0
-    assert "the old one is now search.json.damaged" in " ".join(capsys.readouterr().out.split())
-    assert (kept.read_text(), kept.with_name("search.json.damaged").read_text()) == (whole, whole[:100])
-
     text = Path(rates).read_text()
     other = Path(rates).parent / "other" / "rates.py"
     other.parent.mkdir()
@@ -341,106 +473,6 @@ def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
         else:
             assert (run.info.status, tags["state"], tags["optuna.state"]) == ("KILLED", "pruned", "PRUNED")
             assert run.data.metrics["val/loss"] == pytest.approx(float(row["last_validation"]))
-
-
-LONG = (
-    *("--train.steps=600", "--train.checkpoint_every=20", "--train.val_every=100", "--train.log_every=100"),
-    *("--trials", "2", "--workers", "1"),
-)
-"""Points that train for a few seconds, long enough to be killed in training."""
-
-
-def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
-    return forked.Popen(
-        [sys.executable, "-m", "lit_lazy.command", "ablate", "search", rates, "--runs", str(runs), *LONG],
-        stdout=forked.PIPE,
-        stderr=forked.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueue:
-    """Wait until a point in training has a validation and a checkpoint; returns the queue."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        assert process.poll() is None, process.communicate()[0]
-        for checkpoint in runs.glob(f"{ID}-*/cells/*/checkpoints/last.ckpt"):
-            queue = SearchQueue(f"sqlite:///{runs / 'queue.db'}", checkpoint.relative_to(runs).parts[0])
-            if any(point.state == "running" and point.reports for point in queue.points()):
-                return queue
-        time.sleep(0.1)
-    raise AssertionError("no point began to train")
-
-
-@pytest.mark.long
-def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: str) -> None:
-    """A point whose worker is killed in training resumes from its checkpoint in another worker."""
-    process = start(runs, rates)
-    queue = wait_for_reports(runs, process)
-    (victim, *_) = [entry for entry in queue.entries("running") if entry.worker]
-    before = {point.number: point for point in queue.points()}
-    os.kill(int(victim.worker["pid"]), signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
-    assert f"{victim.variant} seed 0: its worker (process {victim.worker['pid']}" in out
-    points = queue.points()
-    assert [point.number for point in points] == [0, 1]
-    assert {point.state for point in points} <= {"complete", "pruned"}
-    killed = int(victim.key.removeprefix("point "))
-    assert (points[killed].params, points[killed].run) == (before[killed].params, before[killed].run)
-    for point in points:
-        assert set(point.reports) <= set(range(100, 601, 100)), "validations of a resumed run fall on the same steps"
-        assert before[point.number].reports.items() <= point.reports.items()
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    number = client.get_experiment_by_name(queue.name).experiment_id
-    children = client.search_runs([number], "tags.kind = 'cell'")
-    assert len(children) == 2
-    assert {run.info.status for run in children} <= {"FINISHED", "KILLED"}
-
-
-def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> None:
-    missed, reported = MissedValidation(None, {}), []
-    trainer = SimpleNamespace(callbacks=[missed], global_step=3, max_steps=6)
-    pruning = Pruning("val/loss", lambda step, value: reported.append((step, value)) or value > 2)
-    pruning.on_start(trainer, None)
-    assert not reported, "no validation was cut off"
-    missed.repeated = {"val/loss": 2.0, "val/excess": 1.0}
-    pruning.on_start(trainer, None)
-    assert reported == [(3, 2.0)]
-    missed.repeated = {"val/loss": 3.0}
-    with pytest.raises(PrunedError):
-        pruning.on_start(trainer, None)
-
-
-@pytest.mark.long
-def test_interrupt_and_resume(runs: Path, rates: str) -> None:
-    process = start(runs, rates)
-    queue = wait_for_reports(runs, process)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=180)
-    assert process.returncode == 130, out
-    assert "the same command resumes" in out
-    stopped = {point.number: point.params for point in queue.points() if point.params}
-    assert "running" not in {point.state for point in queue.points()}
-    assert main(["ablate", "search", rates, "--runs", str(runs), *LONG]) == 0
-    points = queue.points()
-    assert {point.state for point in points} <= {"complete", "pruned"}
-    assert len(points) == 2
-    assert {number: points[number].params for number in stopped} == stopped
-
-
-def test_a_point_that_diverges_is_finished_and_says_so(runs: Path) -> None:
-    """Otherwise the sampler would ignore it and retry it forever."""
-    queue = begun(runs, 1, axes={LR: Real(1e18, 1e20)}, changes={"train.log_every": 1})
-    tracker = Tracker(default_uri(runs), runs, queue.name)
-    SearchWorker(queue, tracker, tracker.start_run("parent", {"kind": "search"}, {}, {}), runs / queue.name).work()
-    (point,) = queue.points()
-    assert (point.state, point.value) == ("diverged", None)
-    assert "diverged: training loss is" in point.reason
-    (child,) = tracker.find({"kind": "cell"})
-    assert child.tags["optuna.state"] == "PRUNED"
-    assert child.tags["reason"] == point.reason
 
 
 # Table and figures

@@ -12,8 +12,7 @@ import pytest
 from mistakes import snapshot_tree
 
 from lit_lazy.config.user_files import load_module
-from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.plan import read_grid
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
@@ -109,7 +108,7 @@ def test_no_process_takes_a_module_from_the_current_folder(mine: Path, runs: Pat
     here = shadow(tmp_path / "here")
     done = subprocess.run(command(mine, runs, "--rows", "mine"), capture_output=True, text=True, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
+    assert {cell.status for cell in read_grid(runs / "mine-backcopy_tiny").cells} == {"complete"}
 
 
 def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Path, runs: Path) -> None:
@@ -161,7 +160,7 @@ def test_ray_s_tasks_take_no_module_from_the_current_folder(mine: Path, runs: Pa
     words = command(mine, runs, "--launcher", "ray")
     done = subprocess.run(words, capture_output=True, text=True, cwd=shadow(tmp_path / "here"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
+    assert {cell.status for cell in read_grid(runs / "mine-backcopy_tiny").cells} == {"complete"}
 
 
 @pytest.mark.long

@@ -255,7 +255,8 @@ def checkpoint(runs: Path) -> Iterator[Path]:
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
     tracker = Tracker(default_uri(runs), runs, "train-x")
-    (run_folder / "mlflow_run_id").write_text(tracker.create_run("x", {"kind": "run", "cell": "abc"}))
+    run_id = tracker.create_run("x", {"kind": "run", "cell": "abc"})
+    (run_folder / "mlflow_run_id").write_text(f"{run_id} {tracker.experiment_id}")
     return save(config(), run_folder / "final.ckpt")
 
 
@@ -275,15 +276,15 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
     assert known["columns"][-1]["standard_error"] is not None
     assert known["checkpoint"] == str(checkpoint)
     assert known["environment"]["git_sha"]
-    run_id = (checkpoint.parent / "mlflow_run_id").read_text()
+    run_id, _ = (checkpoint.parent / "mlflow_run_id").read_text().split()
     assert f"logged to MLflow with run {run_id}" in printed
-    tracker = Tracker(default_uri(runs), runs, "train-x")
-    (tracked,) = tracker.find({"cell": "abc"})
-    assert tracked.metrics["lm-eval/average"] == known["average"]
-    assert tracked.metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(
+    metrics = Tracker(default_uri(runs), runs, "train-x").client.get_run(run_id).data.metrics
+    assert metrics["lm-eval/average"] == known["average"]
+    assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(
         known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
     )
-    assert json.loads(tracker.read_text(run_id, "lm-eval.json"))["average"] == known["average"]
+    (stored,) = (runs / "mlartifacts").glob(f"*/{run_id}/artifacts/lm-eval.json")
+    assert json.loads(stored.read_text())["average"] == known["average"]
 
 
 def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, task_folder, tmp_path, capsys):

@@ -1,18 +1,14 @@
-"""The report is rebuilt from MLflow byte for byte, names what is missing, and renders in a real browser."""
+"""The report is rebuilt from a grid's folder byte for byte, names what is missing, and renders in a real browser."""
 
 import ctypes
 import doctest
 import io
-import json
 import os
 import re
 import shutil
-import socket
-import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,23 +19,22 @@ import forked
 import numpy as np
 import pytest
 from chromium import CHROMIUM, Browser
+from made_grid import MadeGrid
 from two_rows import two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
-from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_parent, read_plan
+from lit_lazy.grid.plan import read_grid
 from lit_lazy.measure.arrays import Diagnostics
-from lit_lazy.report.page import REPORT, render_report, write_report
-from lit_lazy.report.publish import collect_outcomes, write_table
-from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import RowInfo
+from lit_lazy.report.page import REPORT, render_report
+from lit_lazy.report.publish import draw_report
 from lit_lazy.table.render import render_html_parts, render_markdown
 from lit_lazy.tracking import serve
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.links import find_experiment_links
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker, join_note
+from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RunResult
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
@@ -52,7 +47,7 @@ CLONE_NEWNS = 0x20000
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """A runs folder that holds a finished grid in MLflow only."""
+    """A runs folder that holds a finished grid, whose folder has no table or report."""
     folder = tmp_path_factory.mktemp("report")
     runs, ablation = folder / "runs", folder / "duo.py"
     runs.mkdir()
@@ -61,8 +56,14 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0
-    shutil.rmtree(runs / ID)
+    remove_pages(runs / ID)
     return runs
+
+
+def remove_pages(grid: Path) -> None:
+    """Remove what is made of the cells of a grid."""
+    for path in [*grid.glob("table.*"), *grid.glob("*.png"), *grid.glob("*.svg"), *grid.glob(REPORT)]:
+        path.unlink()
 
 
 @contextmanager
@@ -73,28 +74,18 @@ def figures_of_variants(most: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return Tracker(default_uri(store), store, ID)
-
-
 @pytest.fixture(scope="module")
-def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    tracker = Tracker(default_uri(store), store, ID)
-    folder = tmp_path_factory.mktemp("page")
-    parent = find_parent(tracker)
-    table, drawn = write_table(tracker, parent, folder)
+def page(store: Path) -> str:
+    folder = store / ID
     with figures_of_variants(30):
-        page, *more = write_report(tracker, parent, folder, table, drawn)
-    assert page == folder / "report.html"
-    of_trainings = ("tau_over_training", "sink_over_training")
-    assert more == [folder / f"{name}.{kind}" for name in of_trainings for kind in ("png", "svg")]
-    names = ("effects", "loss_against_sparsity", *of_trainings)
+        draw_report(folder, read_grid(folder).build_table())
+    names = ("effects", "loss_against_sparsity", "tau_over_training", "sink_over_training")
     assert {path.name for path in folder.iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size} == {
         f"{name}.{kind}" for name in names for kind in ("png", "svg")
     }
-    return page.read_text()
+    page = (folder / REPORT).read_text()
+    remove_pages(folder)
+    return page
 
 
 class Reader(HTMLParser):
@@ -122,20 +113,20 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page: str) -> None:
-    parent = find_parent(tracker)
-    opening, numbers = render_html_parts(build_table_from_mlflow(tracker, parent))
+def test_it_holds_table_command_cells_versions_and_commit(store: Path, page: str) -> None:
+    grid = read_grid(store / ID)
+    opening, numbers = render_html_parts(grid.build_table())
     assert page.index(opening) < page.index("<figure") < page.index(numbers)
     text = Reader(page).text
-    children = tracker.find_children(parent)
-    assert len(children) == 4
-    for run in children:
-        assert run.run_id in text
-        assert f"{run.tags['environment']} (4 cells)" in text
-        assert f"{run.tags['git_sha']} (4 cells)" in text
-    assert f"Parent run{parent}" in text
+    assert len(grid.cells) == 4
+    for cell in grid.cells:
+        assert cell.result is not None
+        assert f"complete{cell.key}{cell.result.environment['git_sha']}" in text
+        assert f"{cell.result.made_in} (4 cells)" in text
+        assert f"{cell.result.environment['git_sha']} (4 cells)" in text
     assert "4 of 4 cells complete" in text
-    assert f"Command{read_plan(tracker, parent).command}" in text
+    assert text.count("All 4") == 1
+    assert f"Command{grid.plan.command}" in text
     assert "optimum_nats 1.5233" in text
     assert f"0, 1: softmax, {ODD}" in text
 
@@ -180,28 +171,27 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
 
 
 def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not (store / ID).exists()
     with figures_of_variants(30):
         assert main(["report", ID, "--runs", str(store)]) == 0
     path = store / ID / "report.html"
     assert str(path) in capsys.readouterr().out
     assert path.read_text() == page
-    shutil.rmtree(store / ID)
+    path.unlink()
 
 
 @pytest.mark.long
-def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_path: Path) -> None:
+def test_ui_url_links_the_run_of_every_cell(store: Path, page: str, tmp_path: Path) -> None:
     file = tmp_path / "new" / "linked.html"
     with figures_of_variants(30):
         assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
     found = [link for link in Reader(linked).links if not link.startswith("#")]
-    parent = find_parent(tracker)
-    ids = [parent, *(run.run_id for run in tracker.find_children(parent))]
-    assert {
-        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids
-    } == set(found)
-    assert len(found) == 5
+    tracker = Tracker(default_uri(store), store, ID)
+    assert sorted(found) == sorted(
+        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+        for run in tracker.find({"kind": "cell"})
+    )
+    assert len(found) == 4
     assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == page
 
 
@@ -248,107 +238,75 @@ def test_wrong_input_is_told_in_a_line_and_creates_nothing(
 TAU = Diagnostics({"tau": np.ones((2, 2), np.float32), "sample": np.array([4, 16, 2])})
 
 
-class Kept:
-    """An ablation in MLflow, created without training."""
-
-    def __init__(self, runs: Path) -> None:
-        self.tracker = Tracker(default_uri(runs), runs, "made")
-        self.file = runs / "diagnostics.npz"
-        self.parent = self.tracker.start_run("made", {"kind": "ablation"}, {}, {})
-        rows = tuple(RowInfo(name, "ours", (0, 1), "tiny") for name in ("softmax", "lazy"))
-        self.plan = Plan("made", "tiny", "softmax", "lit-lazy ablate run made", rows, COLUMNS, (), (), {}, {})
-        self.keep_plan(self.plan)
-
-    def keep_plan(self, plan: Plan) -> None:
-        self.tracker.log_text(self.parent, plan.to_json(), PLAN)
-
-    def cell(self, variant: str, seed: int, diagnostics: Diagnostics | None, complete: bool = True) -> str:
-        tags = {"kind": "cell", "variant": variant, "seed": str(seed), "cell": f"{variant}-{seed}"}
-        run_id = self.tracker.start_run(f"{variant} seed {seed}", tags, {}, {}, self.parent)
-        if diagnostics is not None:
-            diagnostics.save(self.file)
-            self.tracker.log_files(run_id, [self.file])
-        if complete:
-            self.tracker.finish(run_id, {"loss/val": 1.0 + seed}, {}, 1)
-        else:
-            self.tracker.fail(run_id, "DivergedError: loss is nan")
-        return run_id
-
-    def report(self) -> Reader:
-        with figures_of_variants(30):
-            return Reader(render_report(self.tracker, self.parent))
-
-
 @pytest.fixture
-def kept(runs: Path) -> Kept:
-    return Kept(runs)
+def made(tmp_path: Path) -> MadeGrid:
+    return MadeGrid(tmp_path)
 
 
-def test_a_run_without_diagnostics_is_named_and_the_next_seed_drawn(kept: Kept) -> None:
-    old = kept.cell("lazy", 0, None)
-    kept.cell("lazy", 1, TAU)
-    read = kept.report()
+def read_report(made: MadeGrid, most: int = 30) -> str:
+    with figures_of_variants(most):
+        return render_report(made.read())
+
+
+def test_a_cell_without_diagnostics_is_named_and_the_next_seed_drawn(made: MadeGrid) -> None:
+    made.finish("lazy", 0)
+    made.finish("lazy", 1, diagnostics=TAU)
+    read = Reader(read_report(made))
     assert [image["alt"] for image in read.images] == ["Offset parameter by layer: lazy, seed 1"]
-    assert f"lazy, seed 0: {old} holds no diagnostics.npz" in read.text
+    assert f"lazy, seed 0: {made.locate('lazy', 0).name} has no diagnostics.npz" in read.text
     assert "softmax: no cell is complete" in read.text
 
 
-def test_a_failed_run_is_listed_and_not_drawn(kept: Kept) -> None:
-    failed = kept.cell("lazy", 0, TAU, complete=False)
-    again = kept.cell("lazy", 0, TAU)
-    other = kept.cell("lazy", 1, TAU, complete=False)
-    read = kept.report()
-    assert [image["alt"] for image in read.images] == ["Offset parameter by layer: lazy, seed 0"]
-    assert f"lazy0failed{failed}" in read.text
-    assert f"lazy0complete{again}" in read.text
-    assert f"lazy1failed{other}" in read.text
+def test_a_failed_cell_is_listed_and_not_drawn(made: MadeGrid) -> None:
+    made.fail("lazy", 0, "DivergedError: loss is nan")
+    made.train("lazy", 1, range(1, 2))
+    made.finish("softmax", 0)
+    read = Reader(read_report(made))
+    assert not read.images
+    for cell in ("lazy0failed", "lazy1waiting", "softmax0complete", "softmax1waiting"):
+        assert cell in read.text
     assert "Not complete: 1 of 4 cells have a result" in read.text
 
 
-def test_with_nothing_complete_it_says_so(kept: Kept) -> None:
-    read = kept.report()
+def test_with_nothing_complete_it_says_so(made: MadeGrid) -> None:
+    read = Reader(read_report(made))
     assert not read.images
     assert "0 of 4 cells complete" in read.text
-    assert "MLflow holds no run of a cell." in read.text
 
 
-def test_a_warning_of_the_table_comes_before_all_else(kept: Kept) -> None:
-    kept.keep_plan(replace(kept.plan, facts={"trigram_bits_per_byte": 2.5}))
-    text = kept.report().text
+def test_a_warning_of_the_table_comes_before_all_else(made: MadeGrid) -> None:
+    made.change_plan(facts={"trigram_bits_per_byte": 2.5})
+    text = Reader(read_report(made)).text
     assert text.index("no softmax row to hold against the byte-trigram baseline") < text.index("What was run")
 
 
-def test_the_best_softmax_row_is_held_against_the_trigram(kept: Kept) -> None:
+def test_the_best_softmax_row_is_held_against_the_trigram(tmp_path: Path) -> None:
     rows = {
-        "softmax at 0.1": ({"model.attention.normaliser": "Softmax"}, (2.5, 2.4)),
-        "softmax at 0.2": ({"model.attention.normaliser": "Softmax", "model.mixer": "SelfAttention"}, (2.2, 2.3)),
-        "elastic": ({"model.attention.normaliser": "Elastic"}, (1.0, 1.0)),
-        "retnet": ({"model.attention.normaliser": "Softmax", "model.mixer": "RetNet"}, (1.1, 1.1)),
+        "softmax at 0.1": ({"attention": {"class": "AttentionSpec", "normaliser": "Softmax"}}, (2.5, 2.4)),
+        "softmax at 0.2": ({"attention": {"normaliser": "Softmax"}, "mixer": "SelfAttention"}, (2.2, 2.3)),
+        "elastic": ({"attention": {"normaliser": "Elastic"}}, (1.0, 1.0)),
+        "retnet": ({"attention": {"normaliser": "Softmax"}, "mixer": "RetNet"}, (1.1, 1.1)),
     }
-    infos = tuple(RowInfo(name, "ours", (0, 1), "tiny") for name in rows)
-    plan = replace(kept.plan, baseline="softmax at 0.1", rows=infos)
-    for name, (params, losses) in rows.items():
+    made = MadeGrid(tmp_path, rows=tuple(rows))
+    for name, (model, losses) in rows.items():
         for seed, loss in enumerate(losses):
-            tags = {"kind": "cell", "variant": name, "seed": str(seed), "cell": f"{name}-{seed}"}
-            run_id = kept.tracker.start_run(f"{name} seed {seed}", tags, params, {}, kept.parent)
-            kept.tracker.finish(run_id, {"loss/bits_per_byte": loss}, {}, 1)
+            made.finish(name, seed, {"loss/bits_per_byte": loss}, model)
 
     def warnings(trigram: float) -> tuple[str, ...]:
-        kept.keep_plan(replace(plan, facts={"trigram_bits_per_byte": trigram}))
-        return build_table_from_mlflow(kept.tracker, kept.parent).warnings
+        made.change_plan(facts={"trigram_bits_per_byte": trigram})
+        return made.read().build_table().warnings
 
     (said,) = warnings(2.5)
     assert said.startswith("UNDERTRAINED: 'softmax at 0.2' reaches 2.250 bits/byte; 2.200 would be 0.3 below")
     assert warnings(2.6) == ()
 
 
-def test_many_variants_are_folded(kept: Kept) -> None:
+def test_many_variants_are_folded(tmp_path: Path) -> None:
     names = [f"lazy {i}" for i in range(4)]
-    kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", *names))))
+    made = MadeGrid(tmp_path, rows=("softmax", *names))
     for name in names:
-        kept.cell(name, 0, TAU)
-    with figures_of_variants(30):
-        page = render_report(kept.tracker, kept.parent)
+        made.finish(name, 0, diagnostics=TAU)
+    page = read_report(made)
     assert page.count("<small>seed 0</small></summary>") == 4
     assert "<details open>" not in page
 
@@ -418,12 +376,11 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
     assert browser.errors == []
 
 
-def test_of_very_many_variants_the_first_have_figures(kept: Kept) -> None:
-    kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", ODD))))
+def test_of_very_many_variants_the_first_have_figures(tmp_path: Path) -> None:
+    made = MadeGrid(tmp_path, rows=("softmax", ODD))
     for name in ("softmax", ODD):
-        kept.cell(name, 0, TAU)
-    with figures_of_variants(1):
-        page = render_report(kept.tracker, kept.parent)
+        made.finish(name, 0, diagnostics=TAU)
+    page = read_report(made, most=1)
     assert page.count("</small></summary>") == 1
     assert "<summary>softmax" in page
     assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
@@ -446,17 +403,18 @@ def test_the_variants_that_are_asked_for_have_figures(
 class TestFromPython:
     """`lit_lazy.results` and its example in the README."""
 
-    def test_cells_are_those_of_mlflow(self, store: Path, tracker: Tracker) -> None:
-        found = results(ID, runs=store)
-        parent = find_parent(tracker)
-        assert found.table == build_table_from_mlflow(tracker, parent)
+    def test_cells_are_those_of_the_folder(self, store: Path) -> None:
+        found, grid = results(ID, runs=store), read_grid(store / ID)
+        assert found.table == grid.build_table()
         assert str(found) == found._repr_markdown_() == render_markdown(found.table)
         assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
         cells = found.cells.set_index(["variant", "seed"])
         assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
-        for run in tracker.find_children(parent):
-            line = cells.loc[(run.tags["variant"], int(run.tags["seed"]))]
-            assert {name: line[name] for name in run.metrics} == run.metrics
+        for cell in grid.cells:
+            line, result = cells.loc[(cell.variant, cell.seed)], RunResult.peek(cell.folder)
+            assert result is not None
+            assert {name: line[name] for name in result.metrics} == result.metrics
+            assert line["time/train_seconds"] == result.timings["train_seconds"]
         assert set(cells["status"]) == {"complete"}
         lazy = cells.loc[(ODD, 1)]
         assert (lazy["model.attention.normaliser"], lazy["model.attention.normaliser.tau_init"]) == ("Elastic", 1.0)
@@ -518,19 +476,11 @@ def make_read_only(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def archive(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the store, with a question's results and a cell whose worker may live."""
+    """A copy of the store, with a question's results."""
     if not os.geteuid() and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("root may write anywhere, and this machine permits no mounts")
     folder = shutil.copytree(store, tmp_path_factory.mktemp("cd") / "runs")
     shutil.copytree(RESULTS / "q_window_2-stdlib_small", folder / "q_window_2-stdlib_small")
-    lock = folder / "worker.lock"
-    lock.touch()
-    worker = json.dumps({"pid": "1", "host": socket.gethostname(), "lock": str(lock)})
-    with closing(sqlite3.connect(folder / "queue.db")) as database, database:
-        database.execute("UPDATE trials SET state = 'RUNNING' WHERE trial_id = 1")
-        database.execute(
-            "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = 1 AND key = 'worker'", [worker]
-        )
     return folder
 
 
@@ -550,8 +500,8 @@ def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, 
 
 
 @pytest.mark.long
-def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path, tracker: Tracker) -> None:
-    table = render_markdown(build_table_from_mlflow(tracker, find_parent(tracker)))
+def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path) -> None:
+    table = render_markdown(read_grid(store / ID).build_table())
     hidden = store.rename(store.with_name("hidden"))
     try:
         found = run_on_archive(
@@ -568,8 +518,7 @@ def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path,
     assert found[1][1].startswith("duo\n\nNo row learned the task.")
     assert (tmp_path / "table" / "table.md").read_text().strip() == table.strip()
     assert (tmp_path / "table" / "effects.png").stat().st_size
-    assert re.search(rf"{ID}: 3/4 cells complete\n +1 running", found[2][1])
-    assert "(dead)" not in found[2][1]
+    assert f"{ID}: 4/4 cells complete" in found[2][1]
     assert "q_window_2" in found[3][1]
 
 
@@ -598,69 +547,8 @@ def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monke
     assert f"--runs {str(archive)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost" in out
 
 
-def test_a_description_that_mlflow_would_cut_ends_after_a_row() -> None:
-    """Long paragraphs are shortened and name the file with the rest; short ones and the command are kept."""
-    rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))
-    command = "lit-lazy ablate run table2"
-    note = join_note([f"Not separated: {rows}.", f"Undecided: {rows}.", command], "table.md")
-    assert 7900 < len(note) <= 8000
-    first, second, last = note.split("\n\n")
-    for paragraph in (first, second):
-        assert paragraph.endswith(" tau_init=1.0 ... (shortened; the whole is in table.md)")
-    assert last == command
-    assert join_note(["x" * 9000], "table.md").startswith("x" * 7900)
-
-
-def test_a_table_is_written_elsewhere_without_a_change_in_mlflow(tracker: Tracker, store: Path, tmp_path: Path) -> None:
-    parent = find_parent(tracker)
-    tracker.tag(parent, "mlflow.note.content", "mine")
+def test_a_table_is_written_elsewhere_and_nothing_here(store: Path, tmp_path: Path) -> None:
+    before = {path for path in store.rglob("*") if not path.name.endswith(".lock")}
     assert main(["ablate", "table", ID, "--runs", str(store), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "table.json").exists()
-    assert tracker.read_tags(parent)["mlflow.note.content"] == "mine"
-    assert not (store / ID / "table.json").exists()
-
-
-def test_mlflow_describes_a_grid_and_shows_its_primary_outcome(tracker: Tracker, tmp_path: Path) -> None:
-    parent = find_parent(tracker)
-    table, _ = write_table(tracker, parent, tmp_path)
-    (tmp_path / REPORT).touch()
-    described = []
-    for page in (REPORT, "table.html"):
-        write_table(tracker, parent, tmp_path)
-        run, experiment = tracker.client.get_run(parent), tracker.client.get_experiment(tracker.experiment_id)
-        described.append(run.data.tags["mlflow.note.content"])
-        assert experiment.tags["mlflow.note.content"] == described[-1]
-        link = f"#/experiments/{tracker.experiment_id}/runs/{parent}/artifacts/{page}?workflowType=machine_learning"
-        assert f"\n[{page}]({link})\n" in described[-1], page
-        (tmp_path / REPORT).unlink(missing_ok=True)
-    assert described[0].startswith(describe_findings(table)[0])
-    key = table.main_columns[0].key
-    shown = {name.removeprefix(f"{key}/"): value for name, value in run.data.metrics.items()}
-    means = {re.sub(r"[^\w\-. :/]", "_", row.variant): row.metrics[key].mean for row in table.rows}
-    assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items()}
-    for name in run.data.metrics:
-        assert len(tracker.client.get_metric_history(parent, name)) == 1, "a table that is written again adds no point"
-    assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
-
-
-@pytest.mark.parametrize(
-    ("variables", "user"), [({"LOGNAME": "ada", "USER": "bob"}, "ada"), ({"USER": "bob"}, "bob"), ({}, None)]
-)
-def test_mlflow_names_the_user_of_the_environment(
-    variables: dict[str, str], user: str | None, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
-) -> None:
-    for name in ("LOGNAME", "USER"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
-    assert tags.get("mlflow.user") == user
-    assert tags["mlflow.source.name"] == "lit-lazy"
-
-
-def test_rows_whose_names_mlflow_cannot_tell_apart_keep_a_metric_each(tracker: Tracker) -> None:
-    table = build_table_from_mlflow(tracker, find_parent(tracker))
-    first, second = table.rows
-    renamed = replace(table, rows=(replace(first, variant="a+b"), replace(second, variant="a*b")))
-    key = table.main_columns[0].key
-    assert set(collect_outcomes(renamed)) == {f"{key}/a_b", f"{key}/a_b_"}
+    assert {path for path in store.rglob("*") if not path.name.endswith(".lock")} == before

@@ -8,8 +8,8 @@ import forked
 import pytest
 
 from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
-from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import prepare_process
+from lit_lazy.grid.job import Job
+from lit_lazy.grid.worker import prepare_process
 from lit_lazy.support import typecheck
 from timings import grid
 
@@ -27,11 +27,11 @@ def test_the_benchmark_on_cells_of_a_second(tmp_path: Path, monkeypatch: pytest.
     )
     assert all(cell > fit > 0 for cell, fit in zip(seconds["cell"], seconds["fit in the cell"], strict=True))
     assert result["per_cell"][0]["cells"] == 5
-    assert "Queue and tracking, as a share of bare `Trainer.fit`" in out.with_suffix(".md").read_text()
+    assert "A grid's cell, as a share of bare `Trainer.fit`" in out.with_suffix(".md").read_text()
 
 
 def test_what_is_imported_is_not_looked_through_after_every_cell(tmp_path: Path) -> None:
-    job = Job("", "grid", tmp_path, "", "", None, threads=1, keep_checkpoints=False, keys=None, files=())
+    job = Job(tmp_path, "", threads=1, files=())
 
     def looked_through() -> tuple[int, int]:
         gc.unfreeze()

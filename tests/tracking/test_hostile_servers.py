@@ -23,7 +23,6 @@ from lit_lazy.tracking.tracker import Tracker
 COMMANDS = [
     ["train", "backcopy_tiny"],
     ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"],
-    ["ablate", "table", "table2"],
     ["dashboard"],
 ]
 

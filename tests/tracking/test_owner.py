@@ -1,6 +1,5 @@
 """Several people train one configuration with one MLflow: each retires only runs of their own folder."""
 
-import json
 import os
 import shutil
 import sys
@@ -10,16 +9,15 @@ from pathlib import Path
 
 import forked
 import pytest
-from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.plan import GRID_ID, find_parent
 from lit_lazy.tracking.owner import OWNER_ID, read_owner
+from lit_lazy.tracking.run_address import RUN_ID, read_run_id
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracked_run import RUN_ID, ActiveRun
+from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.tracking.tracker import Tracker
 
-EXPERIMENT, GRID = "train-backcopy_tiny", "pair-backcopy_tiny"
+EXPERIMENT = "train-backcopy_tiny"
 TRAIN = ["train", "backcopy_tiny", "--train.steps=30", "--runs"]
 
 
@@ -51,7 +49,7 @@ def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypa
     assert other.returncode == 0, out
     runs = Tracker(shared, second, EXPERIMENT).find({"kind": "run"})
     assert {run.run_id for run in runs} == {
-        path.read_text() for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
+        read_run_id(path.parent) for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
     }
     assert [run.state for run in runs] == ["complete"] * 2
 
@@ -93,33 +91,3 @@ def test_a_runs_folder_has_one_owner(tmp_path: Path) -> None:
     assert read_owner(tmp_path) == owner
     (tmp_path / OWNER_ID).write_bytes(b"\xff' OR")
     assert read_owner(tmp_path) not in (owner, "")
-
-
-@pytest.mark.long
-def test_two_people_run_the_same_grid_with_one_mlflow(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = f"sqlite:///{runs / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared)
-    (tmp_path / "pair.py").write_text(two_rows("pair"))
-    for folder, rows in (("first", "softmax,lazy"), ("second", "softmax")):
-        grid = ["ablate", "run", str(tmp_path / "pair.py"), "--rows", rows, "--seeds", "0", "--workers", "1"]
-        assert main([*grid, "--runs", str(tmp_path / folder)]) == 0
-    tracker = Tracker(shared, tmp_path / "first", GRID)
-    assert [run.state for run in tracker.find({"kind": "cell"})] == ["complete"] * 3
-    table = tmp_path / "first" / GRID / "table.json"
-    table.unlink()
-    assert main(["ablate", "table", GRID, "--runs", str(tmp_path / "first")]) == 0
-    assert [row["variant"] for row in json.loads(table.read_text())["rows"]] == ["softmax", "lazy"]
-
-
-def test_a_table_is_of_the_grid_in_the_runs_folder(runs: Path) -> None:
-    """Else of the newest: someone who only reads has no grid of their own."""
-    tracker = Tracker(default_uri(runs), runs, GRID)
-    mine, theirs = [tracker.create_run(name, {"kind": "ablation", "grid": name}) for name in ("mine", "theirs")]
-    assert find_parent(tracker) == theirs
-    (runs / GRID).mkdir()
-    (runs / GRID / GRID_ID).write_text("mine")
-    assert find_parent(tracker) == mine
-    (runs / GRID / GRID_ID).write_bytes(b"\xff")
-    assert find_parent(tracker) == theirs

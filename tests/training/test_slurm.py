@@ -64,7 +64,7 @@ def test_a_signal_of_slurm_is_not_lightnings(task: str, tmp_path: Path, scontrol
     """The signal ends the process, and the run resumes bit-identically; nothing is requeued without the queue."""
     train(tmp_path / "elsewhere")
     assert in_job(task, scontrol, train, tmp_path / "here", Signalled()) == -signal.SIGUSR1
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"checkpoints", METRICS, "lock"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
     assert in_job(task, scontrol, train, tmp_path / "here") == 0
     assert not (scontrol / "called").exists()
     assert_same_run(tmp_path / "elsewhere", tmp_path / "here")

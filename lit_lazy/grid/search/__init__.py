@@ -1,1 +1,1 @@
-"""Searches for good values of continuous options: a queue whose cells are drawn late."""
+"""Searches for good values of continuous options: a grid whose cells are drawn late."""

@@ -1,29 +1,51 @@
-"""Runs a search: enqueues missing points, starts workers, shows progress, publishes the report."""
+"""Runs a search: Optuna's TPE draws each point from the results of the others when a worker is free for it."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar
 
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
+from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
-from lit_lazy.grid.jobs.job import LaunchOptions, Work
-from lit_lazy.grid.jobs.launch import execute_cells, is_finished, open_grid
-from lit_lazy.grid.jobs.parent_run import open_parent_run
-from lit_lazy.grid.search.definition import Definition
-from lit_lazy.grid.search.queue import SearchQueue
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.job import Ending, LaunchOptions, Work
+from lit_lazy.grid.mirror import Mirror, MirroredCell
+from lit_lazy.grid.run import execute_cells, is_finished, open_folder
+from lit_lazy.grid.search.definition import MONITORED, Definition, point_name
+from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import format_count, format_duration
-from lit_lazy.support.provenance import git_sha
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.locks import FileLock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import NOTE, TrackedRun, Tracker
+from lit_lazy.tracking.tracker import NOTE, Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import clear_failure, is_locked, locate_cell, read_failure, remove_checkpoints
 
-R = TypeVar("R")
-DEFINITION = "search.json"
+DEFINITION, COMPILED = "search.json", "compiled"
+"""File of a search's definition in its folder, and the attribute of its study that says whether it began so."""
+DRAWING = "draw.lock"
+"""File in a search's folder, held while a point is drawn."""
+NUMBER, KEY, REASON, DIVERGED = "number", "key", "reason", "diverged"
+"""Attributes of a trial."""
+GOOD_SHARE = 0.25
+"""Fraction of the complete points that counts as good in the importances."""
+FEWEST_FOR_IMPORTANCE = 5
+STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 
 
 @dataclass(frozen=True)
@@ -32,70 +54,251 @@ class SearchWork(Work):
 
     definition: Definition
     noun: ClassVar[str] = "points"
-    module: ClassVar[str] = "lit_lazy.grid.search.worker"
 
 
-Publish = Callable[[SearchWork, SearchQueue, Tracker, str], R]
-"""Writes the report of a search to its folder and to its parent run, whose id is the last argument."""
+class SearchDriver:
+    """The points of a search, as trials of a study."""
+
+    def __init__(self, work: SearchWork, storage: str | None) -> None:
+        self.work, self.storage, self.definition = work, storage, work.definition
+        self._held: dict[str, Trial] = {}
+        """Points that this process has given to workers, by key."""
+        self._failed: set[int] = set()
+        """Numbers of the points that failed for this command."""
+
+    @cached_property
+    def study(self) -> optuna.Study:
+        """The study, with the pruner of the search."""
+        study = open_study(self.storage, self.work.folder)
+        study.pruner = optuna.pruners.MedianPruner(self.definition.startup, n_warmup_steps=self.definition.min_steps)
+        return study
+
+    def _newest(self) -> dict[int, FrozenTrial]:
+        """The newest trial of each point by its number."""
+        trials = self.study.get_trials(deepcopy=False)
+        return {trial.user_attrs[NUMBER]: trial for trial in trials if NUMBER in trial.user_attrs}
+
+    def states(self) -> dict[str, str]:
+        newest = self._newest()
+        return {point_name(number): self._read_state(number, newest) for number in range(len(self.work.cells))}
+
+    def _read_state(self, number: int, newest: Mapping[int, FrozenTrial]) -> str:
+        trial = newest.get(number)
+        if trial is None:
+            return "waiting"
+        state = STATES[trial.state.name]
+        if state == "running":
+            key = trial.user_attrs.get(KEY, "")
+            return "running" if key in self._held or is_locked(locate_cell(self.work.folder, key)) else "waiting"
+        if state == "failed":
+            return "failed" if number in self._failed else "waiting"
+        return "diverged" if trial.user_attrs.get(DIVERGED) else state
+
+    def choose(self) -> Cell | None:
+        newest = self._newest()
+        for number in range(len(self.work.cells)):
+            if self._read_state(number, newest) == "waiting":
+                trial = newest.get(number)
+                new = trial is None or trial.state.is_finished()
+                cell = self._draw(number, trial) if new else self._resume(number, trial)
+                if cell is not None:
+                    return cell
+        return None
+
+    def _draw(self, number: int, former: FrozenTrial | None) -> Cell | None:
+        """A new point, after the former one of its number failed; None if another command has drawn one meanwhile.
+
+        The sampler is seeded by the number of points drawn: equal results of others give an equal point.
+        """
+        with FileLock(self.work.folder / DRAWING):
+            trials = self.study.get_trials(deepcopy=False)
+            for trial in trials:
+                if NUMBER not in trial.user_attrs and not trial.state.is_finished():  # its command died in here
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+            known = self._newest().get(number)
+            if known is not None and (former is None or known.number != former.number):
+                return None
+            return self._ask(number, sum(NUMBER in trial.user_attrs for trial in trials))
+
+    def _ask(self, number: int, drawn: int) -> Cell:
+        definition = self.definition
+        space: dict[str, BaseDistribution] = {
+            path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
+        }
+        seed = np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0]
+        self.study.sampler = optuna.samplers.TPESampler(
+            n_startup_trials=definition.startup, seed=int(seed), constant_liar=True
+        )
+        trial = self.study.ask(space)
+        cell = definition.make_cell(number, trial.params)
+        trial.set_user_attr(KEY, cell.key)
+        trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
+        clear_failure(locate_cell(self.work.folder, cell.key))
+        self._held[cell.key] = trial
+        return cell
+
+    def _resume(self, number: int, frozen: FrozenTrial) -> Cell | None:
+        """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
+        trial = Trial(self.study, frozen._trial_id)
+        cell = self.definition.make_cell(number, trial.params)
+        if reason := read_failure(locate_cell(self.work.folder, cell.key)):
+            self._fail(trial, number, reason)
+            return None
+        for step, value in [*frozen.intermediate_values.items()][-1:]:
+            if reason := self._describe_pruning(trial, step, value):  # its command died before it told
+                self._prune(trial, cell.key, reason, diverged=False)
+                return None
+        self._held[cell.key] = trial
+        return cell
+
+    def _fail(self, trial: Trial, number: int, reason: str) -> None:
+        self._failed.add(number)
+        self._tell(trial, TrialState.FAIL, {REASON: reason})
+
+    def _prune(self, trial: Trial, key: str, reason: str, diverged: bool) -> None:
+        folder = locate_cell(self.work.folder, key)
+        clear_failure(folder)
+        self._tell(trial, TrialState.PRUNED, {DIVERGED: diverged, REASON: reason})
+        remove_checkpoints(folder)
+
+    def _tell(
+        self, trial: Trial, state: TrialState, attributes: Mapping[str, object], value: float | None = None
+    ) -> None:
+        """Tell how a point ended, unless another command has."""
+        with suppress(UpdateFinishedTrialError):
+            for name, content in attributes.items():
+                trial.set_user_attr(name, content)
+            self.study.tell(trial, value, state=state, skip_if_finished=True)
+
+    def record(self, ending: Ending) -> None:
+        trial, key = self._held[ending.key], ending.key
+        result = RunResult.peek(locate_cell(self.work.folder, key)) if ending.kind == "done" else None
+        if result is not None:
+            self._tell(trial, TrialState.COMPLETE, {}, result.metrics[self.definition.objective])
+        elif ending.kind == "pruned":
+            self._prune(trial, key, ending.reason, diverged=False)
+        elif ending.kind == "failed" and ending.final:  # the loss is not finite any more
+            self._prune(trial, key, f"diverged: {ending.reason}", diverged=True)
+        elif ending.kind == "failed":
+            self._fail(trial, trial.user_attrs[NUMBER], ending.reason)
+        del self._held[key]
+
+    def judge(self, key: str, step: int, value: float) -> str:
+        """Report the objective at a validation; returns why the point is not worth its remaining steps, or ""."""
+        trial = self._held[key]
+        if step not in self.study.get_trials(deepcopy=False)[trial.number].intermediate_values:
+            trial.report(value, step)
+        return self._describe_pruning(trial, step, value)
+
+    def _describe_pruning(self, trial: Trial, step: int, value: float) -> str:
+        if step >= self.definition.steps or not trial.should_prune():
+            return ""
+        metric = MONITORED[self.definition.objective]
+        return f"{metric} {value:.4g} at step {step} is worse than the median of the points there"
+
+    def points(self) -> list[Point]:
+        """All points that were drawn, each from its newest trial."""
+        return [self._make_point(number, trial) for number, trial in sorted(self._newest().items())]
+
+    def _make_point(self, number: int, trial: FrozenTrial) -> Point:
+        attrs: dict[str, Any] = trial.user_attrs
+        complete = trial.state == TrialState.COMPLETE
+        return Point(
+            number=number,
+            run=attrs[KEY],
+            params={path: trial.params[path] for path in self.definition.axes},
+            state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
+            value=trial.value if complete else None,
+            reports={step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)},
+            reason="" if complete else attrs.get(REASON, ""),
+        )
+
+    def importances(self) -> dict[str, float]:
+        """Importances of the axes by dotted path, by PED-ANOVA (Watanabe et al., arXiv 2304.10255); sum to 1.
+
+        They compare the density of the best quarter of the complete points with the density of all. Empty with too few
+        points.
+        """
+        if len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < FEWEST_FOR_IMPORTANCE:
+            return {}
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=GOOD_SHARE)
+        return {path: float(share) for path, share in get_param_importances(self.study, evaluator=evaluator).items()}
+
+    def describe_best(self) -> list[str]:
+        """A line such as `best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`; none until a point is complete."""
+        complete = [point for point in self.points() if point.value is not None]
+        if not complete:
+            return []
+        best = min(complete, key=lambda point: point.value or 0.0)
+        names = self.definition.names
+        values = ", ".join(f"{names[path]} {value:.4g}" for path, value in best.params.items())
+        return [f"best {best.value:.4f} at point {best.number} ({values})"]
 
 
-def format_best(queue: SearchQueue) -> list[str]:
-    """A line such as `best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`; none until a point is complete."""
-    best = queue.best()
-    if best is None:
-        return []
-    names = queue.definition.names
-    values = ", ".join(f"{names[path]} {value:.4g}" for path, value in best.params.items())
-    return [f"best {best.value:.4f} at point {best.number} ({values})"]
+def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) -> bool:
+    """Execute the missing points of a search; returns whether every point is finished."""
+    work = driver.work
+    with open_folder(work, launch, console):
+        _require_same(work)
+        compiled = driver.study.user_attrs.get(COMPILED)
+        if compiled is None:
+            compiled = find_obstacle() is None
+            driver.study.set_user_attr(COMPILED, compiled)
+        monitored = MONITORED[work.definition.objective]
+        execute_cells(work, launch, driver, console, driver.describe_best, compiled=compiled, monitored=monitored)
+        return is_finished(driver.states())
 
 
-def run_search(work: SearchWork, launch: LaunchOptions, console: Console, publish: Publish[R]) -> tuple[R, bool]:
-    """Execute the missing points of a search; returns the report from `publish` and whether every point is finished."""
-    with open_grid(work, launch, SearchQueue, console) as opened:
-        queue, tracker = opened.queue, opened.tracker
-        with queue.lock():
-            parent_id = _ensure_parent(work, queue, tracker, console)
-        with execute_cells(work, launch, opened, parent_id, console, lambda: format_best(queue)):
-            _report_ends(queue.points(), tracker.find_children(parent_id), tracker)
-            report = publish(work, queue, tracker, parent_id)
-        return report, is_finished(work, queue)
-
-
-def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:
-    """Mark ended points in MLflow whose workers could not: they were killed, or MLflow was away."""
-    ends = {point.run: point for point in points}
-    for run in runs:
-        end = ends.get(run.tags["cell"])
-        if end and end.state in ("pruned", "diverged") and "optuna.state" not in run.tags:
-            tracker.prune(run.run_id, end.reason)
-        elif run.state == "running" and (end is None or end.state == "failed"):
-            tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn again")
-
-
-def _ensure_parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, console: Console) -> str:
-    """Start or resume the parent run of the search; returns its id. Raises ValueError if the search has changed."""
-    definition = work.definition
-    known = queue.facts.get("definition")
-    _reject_changed(work, None if known is None else Definition.from_json(known))
-    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), NOTE: format_command_line()}
-    params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
-    params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-    parent_id, former = open_parent_run(work, queue, tracker, tags, params, DEFINITION, Definition.from_json, console)
-    _reject_changed(work, former)
-    if former is None:
-        tracker.save_views(list(definition.names.values()), [definition.objective])
-        tracker.log_text(parent_id, definition.to_json(), DEFINITION)
-    queue.facts = queue.facts | {"definition": definition.to_json()}
-    return parent_id
-
-
-def _reject_changed(work: SearchWork, former: Definition | None) -> None:
-    changed = work.definition.find_differences(former) if former else []
-    if changed:
+def _require_same(work: SearchWork) -> None:
+    """Store the definition of a search in its folder. Raises ValueError if another one began it."""
+    file = work.folder / DEFINITION
+    try:
+        known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r}: is damaged ({error}); put a copy back, or start again by --fresh") from None
+    if changed := work.definition.find_differences(known):
         raise ValueError(
             f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former results "
             "away, another name of the search, or another --runs folder, keeps both"
         )
+    write_text(file, work.definition.to_json())
+
+
+class SearchMirror(Mirror):
+    """MLflow's copy of a search."""
+
+    kind = "search"
+
+    def __init__(self, driver: SearchDriver) -> None:
+        super().__init__(driver.work.folder)
+        self.driver, self.definition = driver, driver.definition
+
+    def has_begun(self) -> bool:
+        return (self.folder / DEFINITION).exists()
+
+    def list_cells(self) -> list[MirroredCell]:
+        names, seed = self.definition.names, self.definition.base["seed"]
+        return [
+            MirroredCell(
+                folder=locate_cell(self.folder, point.run),
+                variant=point_name(point.number),
+                source="ours",
+                seed=seed,
+                axes={names[path]: repr(value) for path, value in point.params.items()},
+                state="pruned" if point.state == "diverged" else point.state,
+                reason=point.reason,
+            )
+            for point in self.driver.points()
+        ]
+
+    def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
+        definition = self.definition
+        params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
+        params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
+        return {NOTE: format_command_line()}, params, self.driver.work.base_config
+
+    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:  # noqa: ARG002
+        tracker.save_views(list(self.definition.names.values()), [self.definition.objective])
 
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:

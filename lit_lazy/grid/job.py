@@ -1,21 +1,14 @@
-"""Descriptions of what to execute and how, for a command and for its workers."""
+"""What to execute and how: for a command, and for the workers that it starts."""
 
 import time
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.inside import join_name
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-
-DISK_FULL = 28
-"""Exit status of a worker that ran out of disk space: errno's ENOSPC."""
-FILE_TOO_LONG = 27
-"""Exit status of a worker that met a limit on the size of files: errno's EFBIG."""
-INTERRUPTED = 130
-"""Exit status of an interrupted worker that requeued its cells."""
 
 
 def is_over(until: float | None) -> bool:
@@ -36,8 +29,6 @@ class Work:
     """Python files that define classes of the cells' configs."""
     noun: ClassVar[str] = "cells"
     """The word for cells in messages."""
-    module: ClassVar[str] = "lit_lazy.grid.jobs.worker"
-    """Module that worker processes run."""
 
     @property
     def folder(self) -> Path:
@@ -54,9 +45,7 @@ class LaunchOptions:
     fresh: bool = False
     keep_checkpoints: bool = False
     storage: str | None = None
-    """URL of the queue's database; None for sqlite in the runs folder."""
-    only_these: bool = False
-    """Execute only the cells of this command, not other waiting cells of the same grid."""
+    """URL of Optuna's storage; None for a file in the grid's folder."""
     retry_failed: int = 0
     """Maximum number of retries of a failed cell."""
     launcher: Literal["local", "ray"] = "local"
@@ -71,41 +60,38 @@ class LaunchOptions:
     """Take results of another backend, torch or Python too."""
     until: float | None = None
     """Time, as by `time.time`, after which no cell starts; None for no limit."""
-    one_each: bool = False
-    """Let each worker execute one cell, whatever the time."""
 
 
 @dataclass(frozen=True)
 class Job:
     """The parameters of a grid's workers."""
 
-    storage: str = field(repr=False)  # may contain a password, like the other address
-    study: str
-    runs: Path
-    tracking_uri: str = field(repr=False)
-    parent_id: str
-    command: str | None
-    """Token of the command's membership; None if workers may run on other machines."""
+    folder: Path
+    """The grid's folder."""
+    mark: str
+    """Content of the file `grid_id` there, by which a worker sees whether it shares the folder."""
     threads: int
-    keep_checkpoints: bool
-    keys: Set[str] | None
-    """Claim only these cells; None for all."""
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
-    module: str = "lit_lazy.grid.jobs.worker"
-    """Module that worker processes on this machine run."""
+    keep_checkpoints: bool = False
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
-    until: float | None = None
-    """As in `LaunchOptions`."""
-    one_each: bool = False
-    """As in `LaunchOptions`."""
     compiled: bool | None = None
     """Whether cells are trained with the compiled backend of CPUs; None: if the machine has it."""
+    monitored: str | None = None
+    """Metric by which the points of a search are judged at each validation; None for no judgement."""
 
-    @property
-    def folder(self) -> Path:
-        """The grid's folder."""
-        return join_name(self.runs, self.study)
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt at a cell ended."""
+
+    key: str
+    kind: Literal["done", "failed", "pruned", "busy", "interrupted", "died", "disk_full", "file_too_long"]
+    reason: str = ""
+    final: bool = False
+    """Whether another attempt would fail again."""
+    files: Mapping[str, bytes] | None = None
+    """The run folder's files, by name, from a worker that does not share the folder."""

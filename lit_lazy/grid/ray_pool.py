@@ -1,7 +1,6 @@
 """Cells as tasks on a Ray cluster: a running one, or one on this machine that ends with the command.
 
-Ray places the tasks by their share of CPUs and GPUs. The queue decides which cell a task executes and which cells are
-retried, as for every worker; Ray itself retries nothing.
+Ray places the tasks by their share of CPUs and GPUs; it retries nothing.
 """
 
 import dataclasses
@@ -21,22 +20,27 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.pool import ReapResult, count_ends, read_last_log_line
-from lit_lazy.grid.jobs.worker import find_write_status, make_worker, prepare_process
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.plan import GRID_ID
+from lit_lazy.grid.pool import read_last_log_line
+from lit_lazy.grid.worker import execute, list_files, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores
 from lit_lazy.support.secrets import RedactingFormatter
+from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
+from lit_lazy.training.run_folder import SETTINGS, locate_cell
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
-"""Timeout for interrupted tasks to requeue their cells."""
+"""Timeout for interrupted tasks to write a checkpoint."""
 AGAIN_SECONDS = 5.0
 """Interval of repeated interrupts: a task that is just starting may miss the first."""
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Near Ray's minimum: results go through the queue and MLflow."""
+"""Near Ray's minimum: a cell's files are small."""
 
 log = logging.getLogger("lit_lazy.worker")
 
@@ -92,16 +96,6 @@ class Cluster:
                 f"Ray cluster has (they have {sizes}); ask for less"
             )
         return times
-
-    def check_stores(self, **urls: str | None) -> None:
-        """Raise ValueError if other machines cannot reach a store: an sqlite file, also the default one."""
-        local = [name for name, url in urls.items() if url is None or url.startswith("sqlite")]
-        if local and self.other_machines:
-            raise ValueError(
-                f"--launcher ray: the cluster has other machines ({', '.join(self.other_machines)}), which cannot use "
-                f"sqlite files of this one (here for {' and '.join(local)}); give --storage postgresql://... and set "
-                "MLFLOW_TRACKING_URI=http://..."
-            )
 
 
 @contextmanager
@@ -159,78 +153,83 @@ class RayPool:
     """Tasks on the Ray cluster that this process has joined; each executes one cell."""
 
     def __init__(self, job: Job, size: int, gpus: float) -> None:
-        self.job = dataclasses.replace(job, runs=job.runs.resolve())
-        self.size = size
+        self.job, self.size = job, size
         # A share without GPUs must not see the machine's GPUs.
         environment = {"env_vars": {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}}
         self._task = ray.remote(
             num_cpus=job.threads * job.execution.devices, num_gpus=gpus, max_retries=0, runtime_env=environment
-        )(execute)
-        self._tasks: list[Any] = []
+        )(execute_task)
+        self._tasks: dict[Any, str] = {}
         self._died = ""
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def reap(self) -> ReapResult:
-        if not self._tasks:
-            return ReapResult()
-        ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
-        return count_ends([self._get_exit_code(task) for task in ended])
+    @property
+    def free(self) -> int:
+        return self.size - len(self)
 
-    def start(self, most: int) -> None:
-        """Submit up to `most` tasks within the pool's size."""
-        for _ in range(min(most, self.size - len(self._tasks))):
-            self._tasks.append(self._task.remote(self.job, os.getcwd()))
+    def start(self, cell: Cell) -> None:
+        self._tasks[self._task.remote(cell, self.job, os.getcwd())] = cell.key
 
-    def stop(self) -> None:
-        """Let the tasks requeue or record their cells; kill those that do not. A second Ctrl-C kills all.
+    def poll(self) -> list[Ending]:
+        return self._collect(0.0)
+
+    def stop(self) -> list[Ending]:
+        """Let the tasks write a checkpoint; kill those that do not. A second Ctrl-C kills all.
 
         A task receives KeyboardInterrupt, which takes effect between Python instructions, not within a blocking call.
         """
+        endings = []
         try:
             give_up = time.monotonic() + ORDERLY_SECONDS
             while self._tasks and time.monotonic() < give_up:
                 # The last first: otherwise a pending task would start in place of a cancelled one.
                 for task in reversed(self._tasks):
                     ray.cancel(task)
-                _, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=AGAIN_SECONDS)
+                endings += self._collect(AGAIN_SECONDS)
         finally:
             for task in self._tasks:
                 ray.cancel(task, force=True)
-            if self._tasks:
-                ray.wait(self._tasks, num_returns=len(self._tasks), timeout=FORCED_SECONDS)
+            endings += self._collect(FORCED_SECONDS)
+        return endings
+
+    def close(self) -> None:
+        pass
 
     def describe_last_failure(self) -> str:
         """How the last task died, and the last line of this machine's log."""
         return f"{self._died}; {read_last_log_line(self.job.folder)}"
 
-    def _get_exit_code(self, task: Any) -> int:
+    def _collect(self, timeout: float) -> list[Ending]:
+        if not self._tasks:
+            return []
+        ended, _ = ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=timeout)
+        return [self._get_ending(task, self._tasks.pop(task)) for task in ended]
+
+    def _get_ending(self, task: Any, key: str) -> Ending:
         try:
             return ray.get(task)
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             self._died = describe_exception(cause)
-            return 1
+            return Ending(key, "died", self._died)
 
 
-def execute(job: Job, folder: str) -> int:
-    """Ray task that executes one waiting cell, if any; returns 0, DISK_FULL or FILE_TOO_LONG.
-
-    The process outlives its task, so the result reports a failed write, and opened files are closed.
-    """
+def execute_task(cell: Cell, job: Job, folder: str) -> Ending:
+    """Ray task that executes one cell, and sends its files where it does not share the grid's folder."""
     os.chdir(folder)
     # Ray cancels by SIGINT, which all processes of a cluster started in the background ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with _log_to_file(job):
-            prepare_process(job)
-            make_worker(job).work(most=1)
-    except Exception as error:
-        if (status := find_write_status(error)) is None:
-            raise
-        return status
-    return 0
+    with _log_to_file(job):
+        prepare_process(job)
+        with Interrupts(patient=True) as interrupts:
+            ending = execute(cell, job, interrupts, lambda *_: "")
+    mark = job.folder / GRID_ID
+    if mark.exists() and mark.read_text(encoding="utf-8") == job.mark:
+        return ending
+    names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, RESULT
+    return dataclasses.replace(ending, files=list_files(locate_cell(job.folder, cell.key), names))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lit_lazy.grid.queue.queue import FINISHED, Queue, State
 from lit_lazy.support.console import format_duration
 from lit_lazy.tracking.metric_records import MetricRecord, read_last_lines
 from lit_lazy.training.result import METRICS
@@ -21,19 +20,22 @@ PLAIN_EVERY_SECONDS = 15.0
 QUIET_SECONDS = 60.0
 """After which a line says what runs though no cell has ended, and how long ago a cell reported."""
 MOST_SHOWN = 12
+FINISHED = ("complete", "pruned", "diverged")
+"""States without remaining work; only a search prunes."""
 
 
 class Progress:
     """A live display on a terminal; otherwise a line when cells have ended, and each minute what runs."""
 
     def __init__(
-        self, queue: Queue, keys: Sequence[str], console: Console, notes: Callable[[], list[str]] = list
+        self, read_states: Callable[[], Mapping[str, str]], console: Console, notes: Callable[[], list[str]] = list
     ) -> None:
-        """notes: returns further parts of the summary."""
-        self.queue, self.keys, self.console, self.notes = queue, set(keys), console, notes
+        """read_states: the state of each cell by key. notes: returns further parts of the summary."""
+        self.read_states, self.console, self.notes = read_states, console, notes
         self._running: list[str] = []
         self.started = time.monotonic()
-        self.done_before = _count_finished(self._count_states(queue.states()))
+        states = read_states()
+        self.n, self.done_before = len(states), _count_finished(Counter(states.values()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_line, self._last_shown = self.started - PLAIN_EVERY_SECONDS, (-1, False)
 
@@ -46,13 +48,13 @@ class Progress:
         if self.live:
             self.live.stop()
             return
-        counts = self._count_states(self.queue.states())
+        counts = Counter(self.read_states().values())
         if _count_ended(counts) != self._last_shown:
             self._print_line(counts)
 
-    def update(self, states: Mapping[str, State]) -> None:
-        """Show the states of the queue's cells by key."""
-        counts = self._count_states(states)
+    def update(self, states: Mapping[str, str]) -> None:
+        """Show the states of the cells by key."""
+        counts = Counter(states.values())
         if self.live:
             self.live.update(self._build_panel(counts))
             return
@@ -72,11 +74,8 @@ class Progress:
         rest = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
         self._running = [*names[:MOST_SHOWN], *rest]
 
-    def _count_states(self, states: Mapping[str, State]) -> Counter[str]:
-        return Counter(states.get(key, "waiting") for key in self.keys)
-
     def _format_summary(self, counts: Counter[str]) -> str:
-        parts = [f"{_count_finished(counts)}/{len(self.keys)} cells done", f"{counts['running']} running"]
+        parts = [f"{_count_finished(counts)}/{self.n} cells done", f"{counts['running']} running"]
         parts += [f"{counts[state]} {state}" for state in ("pruned", "failed") if counts[state]]
         elapsed = time.monotonic() - self.started
         return ", ".join(
@@ -102,7 +101,7 @@ class Progress:
     def _build_panel(self, counts: Counter[str]) -> Group:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
-            ProgressBar(total=len(self.keys), completed=_count_finished(counts), width=40), self._format_summary(counts)
+            ProgressBar(total=self.n, completed=_count_finished(counts), width=40), self._format_summary(counts)
         )
         names = [Text(f"  {name}", style="dim") for name in self._running]
         return Group(bar, *names)

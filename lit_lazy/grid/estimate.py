@@ -7,7 +7,7 @@ from rich.console import Console
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
-from lit_lazy.grid.jobs.job import LaunchOptions
+from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.prepare import list_ineffective

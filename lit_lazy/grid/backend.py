@@ -1,22 +1,12 @@
 """Whether a grid's cells are trained with the compiled backend of CPUs: as the grid began, on whichever machine.
 
-The backends round differently, and a table should not mix them. A tag of the parent run, which outlives the queue,
-holds the choice; a grid without the tag was begun by a version that had no compiled backend.
+The backends round differently, and a table should not mix them. The plan holds the choice.
 """
 
 import os
 
 from flash_lazy.cpu.library import SWITCH, find_obstacle
 from lit_lazy.training.devices import find_missing_backend, select_training_device
-
-TAG = "cpu_backend"
-COMPILED, PORTABLE = "compiled", "portable"
-"""Values of the tag."""
-
-
-def choose_backend() -> str:
-    """The tag's value for a grid that begins on this machine."""
-    return PORTABLE if find_obstacle() else COMPILED
 
 
 def require_compiled_backend(grid: str) -> None:

@@ -1,0 +1,116 @@
+"""A cell's state is what its folder says: a result, a reason of failure, or the lock that its training holds."""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from filelock import BaseFileLock, Timeout
+
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.formats import parse_json
+from lit_lazy.training.result import RESULT
+from lit_lazy.training.run_folder import (
+    CHECKPOINTS,
+    LAST,
+    is_locked,
+    make_lock,
+    read_failure,
+    remove_checkpoints,
+    write_failure,
+)
+
+State = Literal["waiting", "running", "complete", "failed"]
+HOLDER = "holder.json"
+"""Who trains in a run folder; left behind by a process that died."""
+MOST_DEATHS = 3
+"""Deaths of a cell's workers, without progress in between, after which the cell has failed."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that trains, or trained, in a run folder."""
+
+    pid: int
+    host: str
+    since: float
+    """Start, in seconds since the epoch."""
+    deaths: int
+    """Holders before it that died without progress."""
+    progress: int
+    """Time of the checkpoint from which it resumed, in ns; 0 for none."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {time.strftime('%a %H:%M:%S', time.localtime(self.since))}"
+
+    @classmethod
+    def read(cls, folder: Path) -> "Holder | None":
+        """The holder that a run folder names; None if there is none."""
+        try:
+            return cls(**parse_json((folder / HOLDER).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def read_state(folder: Path) -> State:
+    """The state of the cell in a run folder."""
+    if (folder / RESULT).exists():
+        return "complete"
+    if read_failure(folder):
+        return "failed"
+    return "running" if is_locked(folder) else "waiting"
+
+
+def was_left(folder: Path) -> bool:
+    """Whether the last process that trained in a run folder died."""
+    return (folder / HOLDER).exists() and not is_locked(folder)
+
+
+def claim(folder: Path) -> BaseFileLock | None:
+    """Take the lock of a waiting cell's folder, which the caller releases by `give_back`; None if it does not wait.
+
+    Counts the deaths of former holders: after MOST_DEATHS without progress the cell has failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = make_lock(folder)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    former, progress = Holder.read(folder), _read_progress(folder)
+    died = former is not None and not (folder / RESULT).exists()
+    deaths = 0 if not died or former is None else former.deaths + 1 if former.progress == progress else 1
+    if deaths >= MOST_DEATHS:
+        write_failure(folder, f"its worker died {deaths} times without progress (out of memory?)")
+    if read_failure(folder):
+        give_back(folder, lock)
+        return None
+    holder = Holder(os.getpid(), socket.gethostname(), time.time(), deaths, progress)
+    write_text(folder / HOLDER, json.dumps(asdict(holder)))
+    return lock
+
+
+def give_back(folder: Path, lock: BaseFileLock) -> None:
+    """Release what `claim` took."""
+    with suppress(OSError):
+        (folder / HOLDER).unlink(missing_ok=True)
+    lock.release()
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a process that was killed after its result left beside it."""
+    if was_left(folder):
+        remove_checkpoints(folder)
+        (folder / HOLDER).unlink(missing_ok=True)
+
+
+def _read_progress(folder: Path) -> int:
+    """A number that changes whenever a training makes progress."""
+    try:
+        return (folder / CHECKPOINTS / LAST).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

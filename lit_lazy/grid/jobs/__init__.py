@@ -1,1 +1,0 @@
-"""How cells are executed: launch, workers, pools of them, progress and estimates."""

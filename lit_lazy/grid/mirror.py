@@ -1,0 +1,291 @@
+"""MLflow shows what a grid's folder holds; nothing of this project reads it again.
+
+Whatever MLflow has, `Mirror.sync` adds what it lacks: the parent run and a run for each cell that has begun, with its
+metrics and its end. It may be called at any time, by any process that shares the folder, and again after a kill.
+"""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rich.console import Console
+
+from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
+from lit_lazy.support.console import get_program_name
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.locks import FileLock
+from lit_lazy.support.provenance import git_sha
+from lit_lazy.support.stored_names import make_outcome_name
+from lit_lazy.table.document import Paragraph, to_markdown
+from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.table.records import Table
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracked_run import ActiveRun
+from lit_lazy.tracking.tracker import NOTE, Tracker, join_note
+from lit_lazy.tracking.views import run_link
+from lit_lazy.training.result import METRICS, RESULT, RunResult
+from lit_lazy.training.run_folder import is_locked, read_settings
+
+SYNC_SECONDS = 5.0
+FILES = ("plan.json", "search.json", "table.*", "*.png", "*.svg", "report.html")
+"""Files of a grid's folder that its parent run carries."""
+State = Literal["complete", "failed", "pruned", "running", "waiting"]
+End = tuple[str, str]
+"""How a training ended, and why: MLflow's tags `state` and `reason`."""
+INTERRUPTED: End = ("failed", "interrupted")
+FAILURES = (UnfinishedError, OSError, ValueError)
+"""MLflow is away, the disk is full, or a file of the grid is damaged or newer: none of them ends a grid."""
+
+log = logging.getLogger("lit_lazy.grid.mirror")
+
+
+@dataclass(frozen=True)
+class MirroredCell:
+    """A cell as MLflow shows it."""
+
+    folder: Path
+    variant: str
+    source: str
+    seed: int
+    axes: Mapping[str, str]
+    state: State
+    reason: str
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    @property
+    def has_begun(self) -> bool:
+        return self.state not in ("running", "waiting") or (self.folder / METRICS).exists()
+
+    def find_end(self, final: bool) -> End | None:
+        """How its training ended; None if it goes on. final: one that nobody trains was interrupted."""
+        if self.state not in ("running", "waiting"):
+            return self.state, self.reason
+        return INTERRUPTED if final and not is_locked(self.folder) else None
+
+
+class Mirror(ABC):
+    """MLflow's copy of one grid or search."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._parent_id = ""
+        self._runs: dict[str, ActiveRun] = {}
+        """Runs of the cells that are being trained, by key."""
+        self._shown: dict[str, End] = {}
+        """Ends of the cells that MLflow shows, by key."""
+        self._tracker: Tracker | None = None
+
+    @abstractmethod
+    def has_begun(self) -> bool:
+        """Whether the folder says what it is of."""
+
+    @abstractmethod
+    def list_cells(self) -> Sequence[MirroredCell]:
+        """The cells of the folder now."""
+
+    @abstractmethod
+    def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
+        """Tags, params and config of the parent run."""
+
+    @abstractmethod
+    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:
+        """Show the whole on the parent run: its views and, at the end, its outcome."""
+
+    @property
+    def tracker(self) -> Tracker:
+        """MLflow's experiment of the grid, created on first use."""
+        if self._tracker is None:
+            self._tracker = Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
+        return self._tracker
+
+    def sync(self, final: bool = False) -> None:
+        """Send what MLflow lacks, once the folder says what it is of. Raises TrackingError if MLflow is away.
+
+        final: nothing is being trained by this command any more, so that the parent run ends too.
+        """
+        if not self.has_begun():
+            return
+        with FileLock(self.folder / "mirror.lock"):
+            parent_id = self._open_parent(final)
+            cells = self.list_cells()
+            begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]
+            for cell, end in begun:
+                if end is None or end != self._shown.get(cell.key):
+                    self._shown.pop(cell.key, None)  # one that failed may go on
+                    self._send(cell, end, parent_id)
+            if final:
+                self._retire_former()
+                files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
+                self.tracker.log_files(parent_id, files)
+                self.show(self.tracker, parent_id, ended=True)
+                if all(end for _, end in begun):  # otherwise another command goes on
+                    self.tracker.set_ended(parent_id, find_status(cells))
+
+    def _open_parent(self, final: bool) -> str:
+        """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
+        grid_id = read_grid_id(self.folder)
+        tags, params, config = self.make_parent()
+        begun = self.tracker.find({"grid": grid_id, "kind": self.kind})
+        about = {"kind": self.kind, "ablation": self.folder.name, "grid": grid_id, "git_sha": git_sha()}
+        parent_id = begun[0].run_id if begun else self.tracker.create_run(self.folder.name, {**about, **tags})
+        if parent_id != self._parent_id:  # at first, after --fresh, and if MLflow lost it
+            if config:
+                self.tracker.log_config(parent_id, params, config)
+            self.show(self.tracker, parent_id, ended=False)
+            if not final:
+                self.tracker.set_running(parent_id)
+            children = [run for run in self.tracker.find_children(parent_id) if run.state != "running"]
+            self._shown = {run.tags["cell"]: (run.state, run.tags.get("reason", "")) for run in children}
+            self._runs.clear()
+            self._parent_id = parent_id
+        return parent_id
+
+    def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
+        """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
+        run = self._runs.get(cell.key)
+        if run is None:
+            run = self._runs[cell.key] = self._make_run(cell, parent_id)
+        if end is None:
+            run.send()
+            return
+        state, reason = end
+        if state == "complete":
+            result = RunResult.peek(cell.folder)
+            if result is None:  # damaged: the grid's command trains it again
+                return
+            run.finish(result)
+        elif state == "pruned":
+            run.send()
+            self.tracker.prune(run.get_run_id(), reason)
+        else:
+            run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
+        self._shown[cell.key] = end
+        del self._runs[cell.key]
+
+    def _make_run(self, cell: MirroredCell, parent_id: str) -> ActiveRun:
+        result = RunResult.peek(cell.folder)
+        config = result.config if result is not None else read_settings(cell.folder)
+        tags = {
+            "kind": "cell",
+            "ablation": self.folder.name,
+            "variant": cell.variant,
+            "source": cell.source,
+            "seed": str(cell.seed),
+            "cell": cell.key,
+            "git_sha": git_sha(),
+        }
+        name = f"{cell.variant} seed {cell.seed}"
+        return ActiveRun(self.tracker, cell.folder, name, tags, cell.axes, config, parent_id)
+
+    def _retire_former(self) -> None:
+        """Move the runs of results that --fresh moved aside to MLflow's deleted ones."""
+        for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
+            for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
+                self.tracker.retire(run.run_id)
+
+
+class GridMirror(Mirror):
+    """MLflow's copy of an ablation."""
+
+    kind = "ablation"
+
+    def has_begun(self) -> bool:
+        return GridFolder.read(self.folder) is not None
+
+    def list_cells(self) -> list[MirroredCell]:
+        grid = read_grid(self.folder)
+        sources = {row.variant: row.source for row in grid.plan.rows}
+        return [self._describe(cell, sources[cell.variant]) for cell in grid.cells]
+
+    def _describe(self, cell: CellRecord, source: str) -> MirroredCell:
+        # A result is parsed only when it is sent.
+        state: State = "complete" if (cell.folder / RESULT).exists() else "failed" if cell.reason else "waiting"
+        reason = cell.reason if state == "failed" else ""
+        return MirroredCell(cell.folder, cell.variant, source, cell.seed, cell.axes, state, reason)
+
+    def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
+        plan = read_grid(self.folder).plan
+        return {NOTE: join_note([plan.command], PLAN)}, {}, plan.config
+
+    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:
+        grid = read_grid(self.folder)
+        columns = grid.plan.columns
+        if ended:
+            table = grid.build_table()
+            columns = table.columns
+            if table.verdict:
+                tracker.tag(parent_id, "verdict", table.verdict.sentence)
+            page = "report.html" if (self.folder / "report.html").exists() else "table.html"
+            link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
+            findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
+            tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
+            tracker.log_after_end(parent_id, collect_outcomes(table))
+        plotted = [column.key for column in columns if column.plotted]
+        tracker.save_views(grid.plan.axes, [column.key for column in columns], plotted or None, ended)
+
+
+def collect_outcomes(table: Table) -> dict[str, float]:
+    """The mean of the primary outcome, or of the first main column, by `metric/row`, to four significant digits.
+
+    MLflow shows all digits of a metric, and takes only some characters in its name.
+    """
+    if not table.main_columns:
+        return {}
+    key = table.main_columns[0].key
+    found: dict[str, float] = {}
+    for row in table.rows:
+        if (mean := row.metrics[key].mean) is not None:
+            name = make_outcome_name(key, row.variant)
+            while name in found:  # rows may differ in other characters only
+                name += "_"
+            found[name] = float(f"{mean:.4g}")
+    return found
+
+
+def find_status(cells: Iterable[MirroredCell]) -> Literal["FINISHED", "FAILED", "KILLED"]:
+    """MLflow's status of a parent run whose command ends: KILLED while cells are missing."""
+    states = {cell.state for cell in cells}
+    if states & {"running", "waiting"}:
+        return "KILLED"
+    return "FAILED" if "failed" in states else "FINISHED"
+
+
+@contextmanager
+def follow(mirror: Mirror, console: Console) -> Iterator[None]:
+    """Keep MLflow up to date from a thread, and once more at the end. A failure undoes nothing and is said once."""
+    stop = threading.Event()
+    fix = f"`{get_program_name()} mirror {mirror.folder.name}` sends what it lacks"
+
+    def loop() -> None:
+        away = False
+        while not stop.wait(SYNC_SECONDS):
+            try:
+                mirror.sync()
+                away = False
+            except FAILURES as error:
+                if not away:
+                    log.warning("MLflow lacks the newest results (%s); they are in %s", error, mirror.folder)
+                away = True
+
+    thread = threading.Thread(target=loop, name="mirror", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        try:
+            mirror.sync(final=True)
+        except FAILURES as error:
+            console.print(f"MLflow lacks results ({error}); {fix}", highlight=False, markup=False, soft_wrap=True)

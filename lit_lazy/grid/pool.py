@@ -1,0 +1,155 @@
+"""Pools of workers: the interface, and the pool of processes on this machine, forked from one prepared process."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.job import Ending, Job
+
+
+class Pool(Protocol):
+    """Workers that execute the cells they are given."""
+
+    def __len__(self) -> int:
+        """Number of cells that are being executed."""
+
+    @property
+    def free(self) -> int:
+        """Number of cells that can be started now."""
+
+    def start(self, cell: Cell) -> None:
+        """Let a free worker execute a cell."""
+
+    def poll(self) -> list[Ending]:
+        """The attempts that have ended since the last call."""
+
+    def stop(self) -> list[Ending]:
+        """Let the workers write a checkpoint, and wait for them. A second Ctrl-C kills them."""
+
+    def close(self) -> None:
+        """End the idle workers."""
+
+    def describe_last_failure(self) -> str:
+        """The last line that a worker logged, and the log's path."""
+
+
+class LocalWorker:
+    """A worker process and the cell that it executes."""
+
+    def __init__(self, job: Job, slot: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lit_lazy.grid.worker"])
+        log_file = (job.folder / f"worker-{socket.gethostname()}-{slot}.log").resolve()
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
+        environment = {**os.environ, **threads, **_assign_gpus(slot, job.execution.devices)}
+        self.connection: Connection
+        self.connection, other = context.Pipe()
+        from lit_lazy.grid.worker import serve
+
+        arguments = other, job, log_file, environment
+        self.process: ForkServerProcess = context.Process(target=serve, args=arguments, name=f"worker {slot}")
+        self.process.start()
+        other.close()
+        self.key: str | None = None
+
+    def poll(self, judge: Callable[[str, int, float], str]) -> Ending | None:
+        """How the attempt at the cell ended; None if it goes on. Answers the questions of the training."""
+        assert self.key is not None
+        try:
+            while self.connection.poll():
+                message = self.connection.recv()
+                if isinstance(message, Ending):
+                    return message
+                self.connection.send(judge(self.key, *message))
+        except (EOFError, OSError):
+            self.process.join()
+        return None if self.process.is_alive() else Ending(self.key, "died", f"exit status {self.process.exitcode}")
+
+
+class LocalPool:
+    """Worker processes in slots."""
+
+    def __init__(self, job: Job, size: int, judge: Callable[[str, int, float], str]) -> None:
+        """judge: as `Driver.judge`."""
+        self.job, self.size, self.judge = job, size, judge
+        self._workers: dict[int, LocalWorker] = {}
+
+    def __len__(self) -> int:
+        return len(self._busy)
+
+    @property
+    def _busy(self) -> list[LocalWorker]:
+        return [worker for worker in self._workers.values() if worker.key is not None]
+
+    @property
+    def free(self) -> int:
+        return self.size - len(self)
+
+    def start(self, cell: Cell) -> None:
+        slot = next(slot for slot in range(self.size) if slot not in self._workers or self._workers[slot].key is None)
+        if slot not in self._workers:
+            self._workers[slot] = LocalWorker(self.job, slot)
+        self._workers[slot].key = cell.key
+        with suppress(OSError):  # it died: `poll` finds that
+            self._workers[slot].connection.send(cell)
+
+    def poll(self) -> list[Ending]:
+        endings = []
+        for slot, worker in list(self._workers.items()):
+            if worker.key is not None and (ending := worker.poll(self.judge)) is not None:
+                endings.append(ending)
+                worker.key = None
+            if not worker.process.is_alive():
+                del self._workers[slot]
+        return endings
+
+    def stop(self) -> list[Ending]:
+        busy = self._busy
+        for worker in busy:
+            worker.process.terminate()
+        try:
+            for worker in busy:
+                worker.process.join()
+        except KeyboardInterrupt:
+            for worker in busy:
+                worker.process.kill()
+                worker.process.join()
+            raise
+        return self.poll()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.connection.close()
+        for worker in self._workers.values():
+            worker.process.join()
+        self._workers.clear()
+
+    def describe_last_failure(self) -> str:
+        return read_last_log_line(self.job.folder)
+
+
+def read_last_log_line(folder: Path) -> str:
+    """The last line of the most recent worker log in a grid's folder, and the log's path."""
+    logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return "no worker wrote a log"
+    lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
+
+
+def _assign_gpus(slot: int, devices: int) -> Mapping[str, str]:
+    """Environment variables that assign GPUs to a worker; empty without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if not gpus or not torch.cuda.is_available():
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[(slot * devices + i) % len(gpus)] for i in range(devices))}

@@ -1,1 +1,0 @@
-"""The durable queue of cells, their holders, and its storage."""

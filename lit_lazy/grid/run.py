@@ -1,0 +1,531 @@
+"""Runs a grid: gives its missing cells to workers, shows progress, and writes the table."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rich.console import Console
+
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.backend import describe_portable_backend, keeps_another_backend, require_compiled_backend
+from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state, was_left
+from lit_lazy.grid.changed_rows import describe_changes
+from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.packed import TakenResult, find_shared, read_end
+from lit_lazy.grid.plan import ASIDE, PLAN, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
+from lit_lazy.grid.pool import LocalPool, Pool
+from lit_lazy.grid.progress import FINISHED, Progress, describe_training
+from lit_lazy.grid.study import GridStudy
+from lit_lazy.support.disk import (
+    WRITE_REFUSED,
+    describe_shortage,
+    is_disk_full,
+    quarantine,
+    write_atomically,
+    write_text,
+)
+from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.locks import FileLock, hold_shared, is_shared
+from lit_lazy.support.provenance import git_sha, is_earlier
+from lit_lazy.table.records import Table
+from lit_lazy.table.render import is_saved, save
+from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.training.result import RESULT, RunResult
+from lit_lazy.training.run_folder import (
+    CELLS,
+    CHECKPOINTS,
+    LAST,
+    clear_failure,
+    is_locked,
+    locate_cell,
+)
+
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 5.0
+"""Interval of searches for cells of dead workers."""
+MOST_CRASHES = 3
+"""Deaths per worker slot before a cell was begun, without one ending in between, after which the command gives up."""
+LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
+LONGEST_PAUSE_SECONDS = 60.0
+"""Upper bound on the pause between retries when writes fail although the disk reports free space."""
+IN_USE = "in_use.lock"
+"""File in a grid's folder, which every command on the grid holds."""
+
+
+class GridError(UnfinishedError):
+    """A grid cannot continue."""
+
+
+@dataclass(frozen=True)
+class Grid(Work):
+    """An ablation on an experiment, ready to run."""
+
+    plan: Plan
+    row_order: Sequence[str]
+    taken: Mapping[str, TakenResult] = field(default_factory=dict)
+    """Results by cell key from packed files."""
+
+
+class Outcome(NamedTuple):
+    """The table of a grid, whether all its cells are complete, and whether any was executed for it."""
+
+    table: Table
+    finished: bool
+    executed: bool
+
+
+class Driver(Protocol):
+    """Says which cells there are, in which state, and which comes next."""
+
+    def states(self) -> Mapping[str, State | str]:
+        """The state of each cell or point that is asked for, by key."""
+
+    def choose(self) -> Cell | None:
+        """A waiting cell to start now; None if none can be started."""
+
+    def record(self, ending: Ending) -> None:
+        """Record how an attempt ended."""
+
+    def judge(self, key: str, step: int, value: float) -> str:
+        """Why a training is not worth its remaining steps, by its monitored metric at a step; "" if it is."""
+
+
+class GridDriver:
+    """The cells of a grid: their folders say what is left, Optuna's study gives the order."""
+
+    def __init__(self, work: Work, storage: str | None) -> None:
+        self.work, self.study = work, GridStudy(storage, work.folder)
+        self.cells = {cell.key: cell for cell in work.cells}
+        for key in self.cells:
+            RunResult.read(locate_cell(work.folder, key))  # a damaged one is put aside, and its cell waits again
+        self._complete: set[str] = set()
+        self._held: set[str] = set()
+        """Cells that this process has given to workers."""
+
+    def states(self) -> dict[str, State]:
+        return {key: self._read_state(key) for key in self.cells}
+
+    def _read_state(self, key: str) -> State:
+        if key in self._held:
+            return "running"
+        if key in self._complete:
+            return "complete"
+        folder = locate_cell(self.work.folder, key)
+        state = read_state(folder)
+        if state == "complete":
+            self._complete.add(key)
+            clear_leftovers(folder)
+        return state
+
+    def choose(self) -> Cell | None:
+        waiting = next((key for key in self.cells if self._read_state(key) == "waiting"), None)
+        if waiting is None:
+            return None
+        cell = self.cells[waiting]
+        given = self.study.begin(cell.key, cell.variant, cell.seed)
+        if given not in self.cells or self._read_state(given) != "waiting":  # of another command, or done meanwhile
+            self.study.end(given, None)
+            given = waiting
+        self._held.add(given)
+        return self.cells[given]
+
+    def record(self, ending: Ending) -> None:
+        self._held.discard(ending.key)
+        folder = locate_cell(self.work.folder, ending.key)
+        if ending.files and not (folder / RESULT).exists():
+            _write_files(folder, ending.files)
+        result = RunResult.peek(folder) if ending.kind == "done" else None
+        self.study.end(ending.key, None if result is None else result.metrics["loss/val"])
+
+    def retry(self, key: str) -> None:
+        """Let a failed cell wait again."""
+        clear_failure(locate_cell(self.work.folder, key))
+
+    def judge(self, key: str, step: int, value: float) -> str:  # noqa: ARG002
+        return ""
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a run folder that a worker on another machine sent; the result comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(folder / name, lambda file, content=content: file.write(content))
+
+
+def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
+    """Execute the missing cells of a grid and write its table."""
+    with open_folder(grid, launch, console):
+        plan = save_plan(grid)
+        taken = _take_results(grid, launch, plan.compiled, console)
+        driver = GridDriver(grid, launch.storage)
+        for key, state in driver.states().items():
+            if state == "failed":
+                driver.retry(key)
+        executed = execute_cells(grid, launch, driver, console, compiled=plan.compiled, taken=len(taken))
+        table = read_grid(grid.folder).build_table()
+        if not is_saved(table, grid.folder / "table"):
+            save(table, grid.folder / "table")
+        return Outcome(table, is_finished(driver.states()), executed)
+
+
+@contextmanager
+def open_folder(work: Work, launch: LaunchOptions, console: Console) -> Iterator[None]:
+    """Make a grid's folder, which counts as in use until the context exits.
+
+    Other processes, on any machine that shares the folder, may execute the same work at the same time.
+    """
+    git_sha()
+    if launch.fresh:
+        reset_grid(work, console)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    read_grid_id(work.folder)
+    with hold_shared(work.folder / IN_USE):
+        yield
+
+
+def reset_grid(work: Work, console: Console) -> None:
+    """Start again without losing results: rename the folder."""
+    if not work.folder.exists():
+        return
+    if users := find_users(work.folder):
+        raise ValueError(f"--fresh: {work.id} is running ({', '.join(users)}); stop it first")
+    aside = work.folder.with_name(f"{work.id}{ASIDE}{datetime.now():%Y%m%d-%H%M%S}")
+    work.folder.rename(aside)
+    console.print(f"the former results are in {aside}", highlight=False)
+
+
+def find_users(folder: Path) -> list[str]:
+    """The processes that train cells of a grid's folder, and `a command` if one works on it."""
+    running = [path for path in (folder / CELLS).glob("*") if is_locked(path)]
+    found = {f"process {holder.pid} on {holder.host}" for path in running if (holder := Holder.read(path))}
+    return sorted(found) or ["a command"] * is_shared(folder / IN_USE)
+
+
+def execute_cells(
+    work: Work,
+    launch: LaunchOptions,
+    driver: Driver,
+    console: Console,
+    notes: Callable[[], list[str]] = list,
+    *,
+    compiled: bool,
+    taken: int = 0,
+    monitored: str | None = None,
+) -> bool:
+    """Execute the missing cells; returns whether any was missing.
+
+    notes: further lines of the progress display. compiled, monitored: as in `Job`. taken: how many of the finished
+    cells were missing before.
+    """
+    states, n = driver.states(), len(work.cells)
+    left = sum(state not in FINISHED for state in states.values())
+    if left and compiled:
+        require_compiled_backend(work.id)
+    if not left and not taken:
+        console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
+        return False
+    taken_part = [f"{taken} taken"] if taken else []
+    counts = [f"{n - left - taken} already finished", *taken_part, f"{left} to train"]
+    console.print(f"{n} {work.noun}, {', '.join(counts)}", highlight=False)
+    if not left:
+        return True
+    if not compiled and (line := describe_portable_backend(work.id)):
+        console.print(line, highlight=False, soft_wrap=True)
+    job = Job(
+        work.folder.resolve(),
+        read_grid_id(work.folder),
+        launch.threads,
+        [file.resolve() for file in work.files],
+        launch.keep_checkpoints,
+        launch.execution,
+        launch.loggers,
+        compiled,
+        monitored,
+    )
+    supervisor = Supervisor(work, launch, driver, console)
+    supervisor.work(make_pool(job, launch, driver), Progress(driver.states, console, notes))
+    return True
+
+
+def make_pool(job: Job, launch: LaunchOptions, driver: Driver) -> Pool:
+    """The pool for a grid's workers, without starting any."""
+    if launch.launcher == "local":
+        return LocalPool(job, launch.workers, driver.judge)
+    from lit_lazy.grid.ray_pool import RayPool
+
+    return RayPool(job, launch.workers, launch.gpus)
+
+
+def is_finished(states: Mapping[str, str]) -> bool:
+    """Whether all cells are finished, none of them failed."""
+    return all(state in FINISHED for state in states.values())
+
+
+def save_plan(grid: Grid) -> Plan:
+    """Write the plan of a grid, merged with the former one in its folder."""
+    with FileLock(grid.folder / f"{PLAN}.lock"):
+        try:
+            plan = _merge_plan(grid)
+        except DamagedPlanError as error:
+            quarantine(error.file, one_line(error))
+            plan = grid.plan
+        write_text(grid.folder / PLAN, plan.to_json())
+        return plan
+
+
+def _merge_plan(grid: Grid) -> Plan:
+    """The plan of a grid with what its folder holds."""
+    known = GridFolder.read(grid.folder)
+    if known is None:
+        return grid.plan
+    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known))
+
+
+def check_unchanged(grid: Grid) -> None:
+    """Raise ValueError, as `run_grid` does, if the trainings of rows changed since the grid began. Creates nothing."""
+    _merge_plan(grid)
+
+
+def _find_changes(grid: Grid, known: GridFolder, variant: str) -> str:
+    """What changed in a row since its first cell."""
+    begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
+    now = [cell.config for cell in grid.cells if cell.variant == variant]
+    if not (begun and now):
+        return "its settings, code or data changed"
+    return describe_changes(begun[0], now[0]) or "its code or data changed"
+
+
+def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Console) -> dict[str, TakenResult]:
+    """Write the results that packed files and other grids have of missing cells; returns them by key."""
+    place = {cell.key: locate_cell(grid.folder, cell.key) for cell in grid.cells}
+    untrained = [cell for cell in grid.cells if read_state(place[cell.key]) in ("waiting", "failed")]
+    taken = _find_results(grid, launch, untrained, compiled) if untrained else {}
+    _note_known_results(grid, taken.values())
+    for key, one in taken.items():
+        one.write(place[key])
+    for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
+        line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
+        console.print(line, highlight=False, soft_wrap=True)
+    return taken
+
+
+def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
+    """Note in the plan's declaration if a result cannot be shown to be younger than its commit.
+
+    Those are taken results, and those that --fresh moved aside, which the same trainings give again.
+    """
+    if grid.plan.declaration is None or not grid.plan.declaration.commit:
+        return
+    keys = {cell.key for cell in grid.cells}
+    aside = [folder for folder in grid.runs.glob(f"{escape(grid.id)}{ASIDE}*/cells/*") if folder.name in keys]
+    again = [(result, read_end(folder)) for folder in aside if (result := RunResult.peek(folder))]
+    known = [*((one.result, one.ended) for one in taken), *again]
+    made = {(result.environment.get("git_sha", ""), ended) for result, ended in known}
+    known = GridFolder.read(grid.folder) if made else None
+    declared = None if known is None else known.plan.declaration
+    if known is None or declared is None or declared.seen:
+        return
+    if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
+        write_text(known.path / PLAN, replace(known.plan, declaration=replace(declared, seen=True)).to_json())
+
+
+def _find_results(
+    grid: Grid, launch: LaunchOptions, untrained: Sequence[Cell], compiled: bool
+) -> dict[str, TakenResult]:
+    """The results by key. Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps."""
+    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
+    if not launch.mixed and keeps_another_backend(compiled):
+        if compiled:
+            require_compiled_backend(grid.id)
+        if taken:
+            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
+        return {}
+    if launch.fresh or launch.keep_checkpoints:  # both ask for a training
+        return taken
+    return taken | find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
+
+
+def count_waiting(work: Work) -> int:
+    """The number of cells that wait, as a time limit leaves them."""
+    return sum(read_state(locate_cell(work.folder, cell.key)) == "waiting" for cell in work.cells)
+
+
+class Supervisor:
+    """Gives cells to workers until none waits or runs."""
+
+    def __init__(self, work: Work, launch: LaunchOptions, driver: Driver, console: Console) -> None:
+        self.folder, self.launch, self.driver, self.console = work.folder, launch, driver, console
+        self.cells = {cell.key: cell for cell in work.cells}
+        self._retries = Counter[str]()
+        self._last_look = -LOOK_SECONDS
+        self._crashes = self._started = 0
+        self._reported_others = False
+        self._left: set[tuple[str, float]] = set()
+        """Attempts of dead workers that were said."""
+        self._pause = 0.0
+        self._endings: list[Ending] = []
+        """Attempts that ended and are not recorded yet, since that may fail for lack of space."""
+
+    def work(self, pool: Pool, progress: Progress) -> None:
+        """Return when every cell has ended, or this command's workers have after the time limit.
+
+        Ctrl-C stops the workers after they have written a checkpoint.
+        """
+        with progress:
+            try:
+                while self._step(pool, progress):
+                    time.sleep(POLL_SECONDS)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and len(pool):
+                    self._say("stopping: the workers write a checkpoint; Ctrl-C again kills them")
+                for ending in pool.stop():
+                    self.driver.record(ending)
+                raise
+            finally:
+                pool.close()
+
+    def _step(self, pool: Pool, progress: Progress) -> bool:
+        """Check workers and cells once; returns whether there is anything left to wait for."""
+        try:
+            self._endings += pool.poll()
+            while self._endings:
+                self.driver.record(self._endings[0])
+                self._take(self._endings.pop(0), pool)
+            states = self.driver.states()
+            if time.monotonic() - self._last_look > LOOK_SECONDS:
+                self._last_look = time.monotonic()
+                self._report_dead(states)
+                progress.show_running([self._describe_running(key) for key, at in states.items() if at == "running"])
+            progress.update(states)
+            over = is_over(self.launch.until) and self._started >= self.launch.workers
+            while not over and pool.free and (cell := self.driver.choose()):
+                pool.start(cell)
+                self._started += 1
+                over = is_over(self.launch.until) and self._started >= self.launch.workers
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._wait_for_space()
+            return True
+        if over or len(pool):
+            return bool(len(pool))
+        states = self.driver.states()
+        if "running" in states.values():
+            self._report_others(states)
+        return bool({"waiting", "running"} & set(states.values()))
+
+    def _take(self, ending: Ending, pool: Pool) -> None:
+        """Do what follows from the end of an attempt."""
+        if ending.kind == "file_too_long":
+            raise GridError(f"{WRITE_REFUSED}, then run the same command again; nothing is lost")
+        if ending.kind == "disk_full":
+            self._wait_for_space()
+            return
+        self._pause = 0.0
+        if ending.kind == "died":
+            self._take_death(ending)
+        else:
+            self._crashes = 0
+        if ending.kind == "failed" and not ending.final and self._retries[ending.key] < self.launch.retry_failed:
+            self._retries[ending.key] += 1
+            count = f"{self._retries[ending.key]}/{self.launch.retry_failed}"
+            self._say(f"{self._name(ending.key)} failed ({ending.reason}); retry {count}")
+            assert isinstance(self.driver, GridDriver)
+            self.driver.retry(ending.key)
+        if self._crashes >= MOST_CRASHES * self.launch.workers:
+            raise GridError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
+
+    def _take_death(self, ending: Ending) -> None:
+        """A cell counts the deaths of those that began it; here count those that began none."""
+        folder = locate_cell(self.folder, ending.key)
+        holder = Holder.read(folder) if was_left(folder) else None
+        if holder is None:
+            self._crashes += 1
+        else:
+            self._left.add((ending.key, holder.since))
+        self._say(f"{self._name(ending.key)}: its worker ({holder or ending.reason}) died; it waits again")
+
+    def _name(self, key: str) -> str:
+        cell = self.cells.get(key)
+        return key if cell is None else f"{cell.variant} seed {cell.seed}"
+
+    def _report_dead(self, states: Mapping[str, str]) -> None:
+        """Say once which waiting cells a dead worker has left."""
+        for key in [key for key, state in states.items() if state == "waiting"]:
+            folder = locate_cell(self.folder, key)
+            holder = Holder.read(folder) if was_left(folder) else None
+            if holder is not None and (key, holder.since) not in self._left:
+                self._left.add((key, holder.since))
+                self._say(f"{self._name(key)}: its worker ({holder}) died; it waits again")
+
+    def _describe_running(self, key: str) -> str:
+        """A running cell with its worker, step, loss and the time left."""
+        folder, cell = locate_cell(self.folder, key), self.cells.get(key)
+        steps = cell.config["train"]["steps"] if cell is not None and cell.config else None  # a point has none
+        by = f" by {holder}" if (holder := Holder.read(folder)) else ""
+        training = describe_training(folder, steps)
+        return f"{self._name(key)}{by}" + (f": {training}" if training else "")
+
+    def _report_others(self, states: Mapping[str, str]) -> None:
+        if not self._reported_others:
+            self._reported_others = True
+            held = [self._describe_running(key) for key, state in states.items() if state == "running"]
+            self._say(
+                f"waiting for workers that this process did not start: {'; '.join(held)}. If they die, their cells "
+                "wait again; Ctrl-C ends the wait, not the workers"
+            )
+
+    def _wait_for_space(self) -> None:
+        """Wait until results and databases have room; pause with exponential backoff if they seem to have it."""
+        if missing := self._describe_missing_space():
+            self._say(f"no space left: waiting until there is {missing}; nothing is lost")
+            while self._describe_missing_space():
+                time.sleep(POLL_SECONDS)
+            self._say("there is space again: resuming")
+            return
+        repeated = self._pause > 0  # the first time, space may have been freed since
+        self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
+        if repeated:
+            places = " and ".join(
+                map(str, {folder.stat().st_dev: folder for folder, _ in self._list_places()}.values())
+            )
+            self._say(
+                f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
+                f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
+            )
+        time.sleep(self._pause)
+
+    def _list_places(self) -> list[tuple[Path, int]]:
+        """The folders that this grid writes to, which may be on several disks, and the bytes that must be free."""
+        urls = [url for url in (self.launch.storage, default_uri(self.folder.parent)) if url]
+        files = [sqlite_file(url) for url in urls]
+        places = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
+        sizes = [path.stat().st_size for path in self.folder.glob(f"{CELLS}/*/{CHECKPOINTS}/{LAST}")]
+        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
+        states = self.driver.states()
+        running = [locate_cell(self.folder, key) for key, state in states.items() if state == "running"]
+        cells = [folder for folder in (*running, self.folder / CELLS) if folder.is_dir()]
+        return [*places, *((folder, needed) for folder in (*cells, self.folder))]
+
+    def _describe_missing_space(self) -> str:
+        """The missing space of each disk, by folder; "" if there is enough.
+
+        Every folder is tried, since a quota may be that of one.
+        """
+        lacks = {
+            folder.stat().st_dev: f"room for {what} in {folder}"
+            for folder, size in self._list_places()
+            if (what := describe_shortage(folder, size))
+        }
+        return " and ".join(lacks.values())
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False)

@@ -1,0 +1,93 @@
+"""A grid or a search is killed before every one of its effects on files; the same command then makes it whole.
+
+`tests/crash` does the same with real trainings, MLflow and libraries written in C, and for losses of power.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from instant import Lab, Training, make_lab
+from trap import WAYS, Trap
+
+from lit_lazy.grid.search.run import SearchDriver, SearchWork
+from lit_lazy.training.result import RESULT
+
+FEW = 5
+
+
+@dataclass(frozen=True)
+class State:
+    """What must be as if nothing had happened."""
+
+    table: str
+    points: Sequence[Any]
+    files: Sequence[str]
+
+    @classmethod
+    def of(cls, lab: Lab) -> "State":
+        is_search = isinstance(lab.work, SearchWork)
+        files = [str(path.relative_to(lab.folder)) for path in lab.folder.rglob("*") if path.suffix != ".log"]
+        points = SearchDriver(lab.work, None).points() if is_search else ()
+        return cls("" if is_search else lab.table(), points, sorted(files))
+
+
+def stat_results(lab: Lab) -> dict[Path, tuple[int, int]]:
+    """The results' identities on the disk."""
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in lab.folder.glob(f"cells/*/{RESULT}")}
+
+
+def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
+    """Kill before the effects that `points` chooses of so many; returns how many were tried."""
+    root = lab.runs.parent
+    peace = lab.move(root / "peace")
+    trap = Trap(peace.runs, way, 0)
+    assert trap.start(peace).wait() == 0
+    wanted, tried = State.of(peace), 0
+    for at in points(trap.count):
+        lab.training.log.unlink()
+        here = lab.move(root / f"{way} {at}")
+        trap = Trap(here.runs, way, at)
+        command = trap.start(here)
+        command.wait()
+        assert trap.is_sprung
+        done = stat_results(here)
+        said = here.run()
+        context = f"{way}, effect {at}\n{command.said}\n{said}"
+        assert State.of(here) == wanted, context
+        assert done.items() <= stat_results(here).items(), context
+        counts = lab.count_steps()
+        is_search = isinstance(here.work, SearchWork)
+        # One step that had no checkpoint yet; but the worker of a killed command finishes, unless it has to be judged.
+        assert sum(counts.values()) - len(counts) <= (is_search or way != "the command"), context
+        if not is_search:
+            here.check_done(steps_repeated=1)
+        tried += 1
+    return tried
+
+
+def choose_few(way: str) -> Callable[[int], Iterator[int]]:
+    """For each way others."""
+    return lambda n: iter(range(1 + 3 * WAYS.index(way), n + 1, max(n // FEW, 1)))
+
+
+def choose_all(_way: str) -> Callable[[int], Iterator[int]]:
+    return lambda n: iter(range(1, n + 1))
+
+
+@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_all, marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_grid_killed_anywhere_is_made_whole(
+    way: str, choose: Callable[[str], Any], tmp_path: Path, training: Training
+) -> None:
+    lab = make_lab(tmp_path, training, "--rows", "softmax")
+    assert try_all(lab, way, choose(way)) >= FEW
+
+
+@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_all, marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_search_killed_anywhere_has_the_same_points(way: str, choose: Callable[[str], Any], search_lab: Lab) -> None:
+    search_lab.work = replace(search_lab.work, cells=search_lab.work.cells[:4])
+    assert try_all(search_lab, way, choose(way)) >= FEW

@@ -1,0 +1,322 @@
+"""A grid from its cells to its table: workers, retries, deaths, limits, and several commands at once."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from chaos import check, run_killed
+from instant import INTERRUPTED, STEPS, Lab, hold, make_lab, read_pid, stop_while, wait_until
+
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid import worker
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import MOST_DEATHS, Holder
+from lit_lazy.grid.job import Ending, Job, is_over
+from lit_lazy.grid.plan import ASIDE, read_grid
+from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.module import DivergedError
+from lit_lazy.training.run_folder import read_failure
+
+
+@pytest.fixture
+def gate(lab: Lab, tmp_path: Path) -> Path:
+    """A file that stops every training while it is there; absent at first."""
+    lab.training.at_step = stop_while(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+def cells_of(lab: Lab, state: str) -> list[Path]:
+    return [lab.cell(key) for key, found in lab.states().items() if found == state]
+
+
+def test_a_grid_from_start_to_table_and_again(lab: Lab) -> None:
+    said = lab.run(workers=2)
+    assert "4 cells, 0 already finished, 4 to train" in said
+    assert "4/4 cells done, 0 running" in said
+    lab.check_done()
+    table = lab.table()
+    written = {path: path.stat().st_mtime_ns for path in lab.folder.rglob("*.json")}
+    assert lab.run().strip() == "4 cells, all finished: nothing to do"
+    assert (lab.table(), lab.count_steps()) == (table, dict.fromkeys(lab.count_steps(), 1))
+    changed = {path.name for path, then in written.items() if path.stat().st_mtime_ns != then}
+    assert changed <= {"plan.json"}
+
+
+def test_six_workers_train_every_cell_once(tmp_path: Path, lab: Lab) -> None:
+    """More workers than cells at the end, and all of them end."""
+    many = make_lab(tmp_path, lab.training, "--seeds", "0,1,2,3,4,5")
+    many.run(workers=6)
+    many.check_done()
+    alone = many.move(tmp_path / "alone")
+    many.training.log.unlink()
+    alone.run(workers=1)
+    assert alone.table() == many.table()
+
+
+def test_commands_that_share_a_folder_share_its_cells(lab: Lab, tmp_path: Path) -> None:
+    commands = [lab.start(workers=2) for _ in range(3)]
+    assert [command.wait() for command in commands] == [0] * 3, [command.said for command in commands]
+    lab.check_done()
+    table = lab.table()
+    lab.training.log.unlink()
+    alone = lab.move(tmp_path / "alone")
+    alone.run()
+    assert alone.table() == table
+
+
+def test_commands_with_other_rows_and_seeds_make_one_table(lab: Lab, tmp_path: Path) -> None:
+    parts = [("--rows", "softmax"), ("--rows", "lazy", "--seeds", "0"), ("--rows", "lazy", "--seeds", "1")]
+    labs = [make_lab(tmp_path, lab.training, *words) for words in parts]
+    commands = [part.start() for part in labs]
+    assert [command.wait() for command in commands] == [0] * 3, [command.said for command in commands]
+    lab.check_done()
+    assert "nothing to do" in lab.run()
+    assert [(row.variant, row.n) for row in read_grid(lab.folder).build_table().rows] == [("softmax", 2), ("lazy", 2)]
+
+
+def test_a_failed_cell_is_tried_again_by_the_next_command(lab: Lab, tmp_path: Path) -> None:
+    """And by the same one as often as it is asked to."""
+    tries = tmp_path / "tries"
+    tries.touch()
+
+    def fail_twice(cfg: RunConfig, step: int, _folder: Path) -> None:
+        if (cfg.seed, step) == (1, STEPS[0]) and "Softmax" in str(cfg.model) and tries.stat().st_size < 3:
+            tries.write_text(f"{tries.read_text()}x")
+            raise MemoryError("cannot allocate 3 TB")
+
+    lab.training.at_step = fail_twice
+    assert "3/4 cells done, 0 running, 1 failed" in lab.run(status=1)
+    (failed,) = cells_of(lab, "failed")
+    assert read_failure(failed) == "out of memory: cannot allocate 3 TB"
+    assert not (failed / "holder.json").exists()
+    said = lab.run(retry_failed=2)
+    assert "4 cells, 3 already finished, 1 to train" in said
+    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); retry 1/2" in said
+    assert "retry 2/2" in said
+    lab.check_done()
+
+
+def test_a_cell_that_diverged_is_not_retried_at_once(lab: Lab) -> None:
+    def diverge(cfg: RunConfig, step: int, _folder: Path) -> None:
+        if (cfg.seed, step) == (0, STEPS[1]):
+            raise DivergedError("training loss is nan")
+
+    lab.training.at_step = diverge
+    said = lab.run(status=1, retry_failed=5)
+    assert "2/4 cells done, 0 running, 2 failed" in said
+    assert "retry" not in said
+    assert "DivergedError: training loss is nan" in (lab.folder / "table.md").read_text()
+
+
+def die_at(step: int) -> object:
+    def die(cfg: RunConfig, at: int, _folder: Path) -> None:
+        if cfg.seed == 1 and "Softmax" in str(cfg.model) and at == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def test_a_cell_that_kills_its_workers_fails_alone(lab: Lab) -> None:
+    lab.training.at_step = die_at(STEPS[0])  # type: ignore[assignment]
+    said = lab.run(status=1)
+    assert said.count("died; it waits again") == MOST_DEATHS
+    assert "3/4 cells done, 0 running, 1 failed" in said
+    (failed,) = cells_of(lab, "failed")
+    assert read_failure(failed).startswith(f"its worker died {MOST_DEATHS} times without progress")
+    lab.training.at_step = lambda *_: None
+    lab.run()
+    lab.check_done()
+
+
+def test_deaths_with_progress_in_between_do_not_add_up(lab: Lab, tmp_path: Path) -> None:
+    """It dies twice at each of its steps, which are more deaths than fail a cell."""
+    deaths = tmp_path / "deaths"
+    deaths.touch()
+
+    def die_twice(cfg: RunConfig, step: int, _folder: Path) -> None:
+        size = deaths.stat().st_size
+        if cfg.seed == 1 and "Softmax" in str(cfg.model) and size < 2 * (STEPS.index(step) + 1):
+            deaths.write_text("x" * (size + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    lab.training.at_step = die_twice
+    assert lab.run().count("died; it waits again") == 2 * len(STEPS)
+    lab.check_done()
+
+
+def test_workers_that_cannot_start_end_the_command_with_their_reason(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_job: object) -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr("lit_lazy.grid.worker.prepare_process", refuse)
+    assert "lit-lazy: workers keep dying before they finish a cell: OSError: no such library (" in lab.run(status=1)
+    assert set(lab.states().values()) == {"waiting"}
+
+
+def test_a_killed_command_s_worker_finishes_its_cell(lab: Lab, gate: Path) -> None:
+    with hold(gate):
+        command = lab.start(workers=2)
+        wait_until(lambda: len(cells_of(lab, "running")) == 2)
+        command.send(signal.SIGKILL)
+        command.wait()
+        lab.training.at_step = lambda *_: None
+        again = lab.start()
+        wait_until(lambda: "waiting for workers that this process did not start" in again.said)
+    assert again.wait() == 0, again.said
+    lab.check_done()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_gives_its_cells_back(number: signal.Signals, lab: Lab) -> None:
+    """At whatever moment; whatever had a checkpoint goes on from it."""
+    for tenth in range(1, 8, 2):
+        command = lab.start(workers=2)
+        time.sleep(tenth / 10 / 2)
+        command.send(number)
+        assert command.wait() in (INTERRUPTED, 0, -number), command.said
+        assert "running" not in lab.states().values()
+        assert not list(lab.folder.glob("cells/*/holder.json"))
+    lab.run(workers=2)
+    lab.check_done()
+
+
+def test_an_interrupt_at_the_end_of_a_cell_is_not_waited_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has ended its cell, and no other arrives."""
+    execute = worker.execute
+
+    def execute_and_interrupt(cell: Cell, job: Job, interrupts: Interrupts, judge: worker.Judge) -> Ending:
+        ending = execute(cell, job, interrupts, judge)
+        os.kill(os.getppid(), signal.SIGINT)
+        wait_until(lambda: interrupts.arrived)
+        return ending
+
+    monkeypatch.setattr(worker, "execute", execute_and_interrupt)
+    lab.run(status=INTERRUPTED)
+    assert sorted(lab.states().values()) == ["complete", "waiting", "waiting", "waiting"]
+
+
+def test_a_second_interrupt_kills_the_workers(lab: Lab) -> None:
+    def linger(_cfg: RunConfig, _step: int, folder: Path) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        (folder / "lingers").touch()
+        time.sleep(600)
+
+    lab.training.at_step = linger
+    command = lab.start()
+    wait_until(lambda: list(lab.folder.glob("cells/*/lingers")))
+    command.send(signal.SIGINT)
+    wait_until(lambda: "Ctrl-C again kills them" in command.said)
+    command.send(signal.SIGINT)
+    assert command.wait() == INTERRUPTED
+    assert set(lab.states().values()) == {"waiting"}
+    lab.training.at_step = lambda *_: None
+    for path in lab.folder.glob("cells/*/lingers"):
+        path.unlink()
+    assert "its worker (process" in lab.run()
+    lab.check_done()
+
+
+def test_a_stopped_worker_keeps_its_cell_until_it_goes_on(lab: Lab, gate: Path) -> None:
+    """No other command trains it meanwhile, however long that takes."""
+    with hold(gate):
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        (held,) = cells_of(lab, "running")
+        pid = read_pid(held)
+        os.kill(pid, signal.SIGSTOP)
+    other = lab.start()
+    try:
+        wait_until(lambda: len(cells_of(lab, "complete")) == 3 and "did not start" in other.said)
+        assert cells_of(lab, "running") == [held]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (command.wait(), other.wait()) == (0, 0), command.said + other.said
+    lab.check_done()
+
+
+def test_fresh_moves_a_grid_aside_unless_it_is_in_use(lab: Lab, gate: Path) -> None:
+    with hold(gate):
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        pid = read_pid(cells_of(lab, "running")[0])
+        assert f"lit-lazy: --fresh: {lab.work.id} is running (process {pid} on " in lab.run(status=2, fresh=True)
+        command.send(signal.SIGKILL)  # its worker goes on
+        command.wait()
+        assert "--fresh:" in lab.run(status=2, fresh=True)
+    lab.run()
+    table, log = lab.table(), lab.training.log
+    log.unlink()
+    assert "the former results are in" in lab.run(fresh=True)
+    lab.check_done()
+    assert lab.table() == table
+    (aside,) = lab.runs.glob(f"{lab.work.id}{ASIDE}*")
+    assert len(list(aside.glob("cells/*/result.json"))) == 4
+
+
+def test_a_limit_starts_no_further_cell(lab: Lab) -> None:
+    """Each worker starts one, so that a command that is given again and again ends the grid."""
+    for left in (2, 0):
+        assert "cells done" in lab.run(workers=2, status=1 if left else 0, until=time.time() - 1)
+        assert len(cells_of(lab, "waiting")) == left
+    lab.check_done()
+    assert is_over(time.time() - 1)
+    assert not is_over(None)
+
+
+def test_a_grid_can_be_copied_while_it_runs_and_moved(lab: Lab, gate: Path, tmp_path: Path) -> None:
+    """The copy waits for nobody, and both end in the table of a grid that was left alone."""
+    with hold(gate):
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        copy = lab.move(tmp_path / "copy")
+        shutil.copytree(lab.runs, copy.runs)
+    assert command.wait() == 0
+    lab.check_done()
+    lab.training.log.unlink()
+    copy.run()
+    assert set(copy.states().values()) == {"complete"}
+    assert copy.table() == lab.table()
+    moved = lab.move(tmp_path / "moved")
+    lab.runs.rename(moved.runs)
+    assert "nothing to do" in moved.run()
+    assert moved.table() == copy.table()
+
+
+def test_a_clock_that_jumps_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a day, forth and back, at every call."""
+    now, jumps = time.time, itertools.cycle((86_400.0, -86_400.0))
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    assert "died" not in lab.run(workers=2)
+    lab.check_done()
+
+
+def test_a_dead_process_is_named_once(lab: Lab, gate: Path) -> None:
+    with hold(gate):
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        (held,) = cells_of(lab, "running")
+        pid = read_pid(held)
+        for victim in (command.process.pid, pid):
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+        command.wait()
+    holder = Holder.read(held)
+    assert holder is not None
+    said = lab.run()
+    assert said.count(f"its worker ({holder}) died; it waits again") == 1
+    lab.check_done(steps_repeated=1)
+
+
+def test_random_kills_lose_nothing(lab: Lab, tmp_path: Path) -> None:
+    """`make soak` kills a thousand times, in real trainings."""
+    lab.training.at_step = lambda *_: time.sleep(0.03)
+    peace = lab.move(tmp_path / "peace")
+    peace.run(workers=2)
+    killed = run_killed(lab, 12, 2, random.Random(0), (0.01, 0.15))
+    check(lab, peace)
+    assert killed["a worker"] + killed["the command"] > 6

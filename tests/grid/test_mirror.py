@@ -1,0 +1,431 @@
+"""MLflow shows what a grid's folder says, whatever it had, lacked or missed, and nothing reads it again."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_grid import MadeGrid
+from mlflow.entities import Run, ViewType
+from mlflow.tracking import MlflowClient
+from mlflow_server import MlflowServer
+from rich.console import Console
+from stores import forget_databases
+from two_rows import WILD, two_rows
+
+from lit_lazy import results
+from lit_lazy.command.main import main
+from lit_lazy.grid import mirror as mirror_module
+from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
+from lit_lazy.grid.plan import ASIDE, GRID_ID
+from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker, join_note
+from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
+from lit_lazy.training.run_folder import make_lock
+
+ID = "pair-backcopy_tiny"
+VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.source.git.commit", "mlflow.note.content")
+"""Tags that name a run, or the commit of the process that created it."""
+
+
+def find_runs(uri: str, name: str = ID) -> list[Run]:
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(name)
+    assert experiment is not None
+    return client.search_runs([experiment.experiment_id])
+
+
+def read_curve(client: MlflowClient, run: Run, metric: str) -> list[tuple[int, str]]:
+    """Steps and values; the last value of a parent run, whose table changes."""
+    points = client.get_metric_history(run.info.run_id, metric)
+    found = sorted((point.step, repr(point.value)) for point in points)
+    return found if "cell" in run.data.tags else [(0, repr(run.data.metrics[metric]))]
+
+
+def describe(uri: str, name: str = ID) -> dict[str, dict[str, Any]]:
+    """What a store shows of a grid, by run name, without ids and times."""
+    client, shown = MlflowClient(uri), {}
+    for run in find_runs(uri, name):
+        data = run.data
+        shown[run.info.run_name] = {
+            "status": run.info.status,
+            "tags": {name: text for name, text in data.tags.items() if name not in VOLATILE},
+            "params": data.params,
+            "curves": {metric: read_curve(client, run, metric) for metric in data.metrics},
+            "artifacts": sorted(artifact.path for artifact in client.list_artifacts(run.info.run_id)),
+        }
+    return shown
+
+
+def dump(runs: Path) -> tuple[list[str], dict[Path, bytes]]:
+    """Everything in MLflow's local store."""
+    with closing(sqlite3.connect(runs / "mlflow.db")) as database:
+        lines = list(database.iterdump())
+    return lines, {path: path.read_bytes() for path in (runs / "mlartifacts").rglob("*") if path.is_file()}
+
+
+def command(runs: Path, *more: str) -> list[str]:
+    return ["ablate", "run", str(runs.with_name("pair.py")), "--runs", str(runs), "--workers", "2", "--brief", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """The runs folder of a grid of two rows, and one that fails; `seed-0.db` is MLflow's store before seed 1."""
+    runs = tmp_path_factory.mktemp("mirror") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    runs.with_name("pair.py").write_text(two_rows("pair", more=WILD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        assert main(command(runs, "--rows", "softmax,lazy", "--seeds", "0")) == 0
+        shutil.copy(runs / "mlflow.db", runs / "seed-0.db")
+        assert main(command(runs)) == 1
+    return runs
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(trained.with_name("pair.py"), tmp_path)
+    return shutil.copytree(trained, tmp_path / "runs")
+
+
+def test_runs_are_what_the_folders_hold(copied: Path) -> None:
+    client = MlflowClient(default_uri(copied))
+    runs = {run.info.run_name: run for run in find_runs(default_uri(copied))}
+    parent = runs.pop(ID)
+    assert set(runs) == {"softmax seed 0", "softmax seed 1", "lazy seed 0", "lazy seed 1", "wild seed 0"}
+    for run in runs.values():
+        folder = copied / ID / "cells" / run.data.tags["cell"]
+        assert (folder / "mlflow_run_id").read_text() == f"{run.info.run_id} {run.info.experiment_id}"
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        for line in read_lines(folder / METRICS):
+            for name, value in line.metrics.items():
+                curve = read_curve(client, run, name)
+                assert (line.step, repr(value)) in curve
+                assert len(curve) == len({step for step, _ in curve})
+    wild = runs.pop("wild seed 0")
+    assert (wild.info.status, wild.data.tags["state"]) == ("FAILED", "failed")
+    failure = json.loads((copied / ID / "cells" / wild.data.tags["cell"] / "failed.json").read_text())
+    assert wild.data.tags["reason"] == failure["reason"]
+    for run in runs.values():
+        folder = copied / ID / "cells" / run.data.tags["cell"]
+        result = json.loads((folder / RESULT).read_text())
+        times = {f"time/{name}": value for name, value in result["timings"].items()}
+        assert (result["metrics"] | times).items() <= run.data.metrics.items()
+        assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "complete")
+        assert run.data.params["train.steps"] == str(result["config"]["train"]["steps"])
+        assert "reason" not in run.data.tags
+        artifacts = copied / "mlartifacts" / ID / run.info.run_id / "artifacts"
+        assert (artifacts / DIAGNOSTICS).read_bytes() == (folder / DIAGNOSTICS).read_bytes()
+    assert parent.info.status == "FAILED"
+    artifacts = copied / "mlartifacts" / ID / parent.info.run_id / "artifacts"
+    for name in ("table.md", "table.csv", "table.tex", "table.json", "table.html", "report.html", "plan.json"):
+        assert (artifacts / name).read_bytes() == (copied / ID / name).read_bytes()
+    assert "backcopy" in (artifacts / "config.yaml").read_text().lower()
+
+
+def test_what_is_right_stays_as_it_is(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = dump(copied)
+    for _ in range(2):
+        assert main(["mirror", "pair", "--runs", str(copied)]) == 0
+        assert capsys.readouterr().out.endswith(f"/mlflow.db shows {ID}\n")
+        assert dump(copied) == before
+
+
+def lose(runs: Path, _: pytest.MonkeyPatch) -> None:
+    (runs / "mlflow.db").unlink()
+    shutil.rmtree(runs / "mlartifacts")
+    forget_databases()
+
+
+def put_back_an_older(runs: Path, _: pytest.MonkeyPatch) -> None:
+    shutil.copy(runs / "seed-0.db", runs / "mlflow.db")
+    forget_databases()
+
+
+def name_another(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{runs.with_name('another.db')}")
+
+
+@pytest.mark.parametrize("change", [lose, put_back_an_older, name_another])
+def test_it_is_made_right(
+    change: Callable[[Path, pytest.MonkeyPatch], None], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = describe(default_uri(copied))
+    change(copied, monkeypatch)
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    found = describe(default_uri(copied))
+    for name in whole:
+        for part in whole[name]:
+            assert found[name][part] == whole[name][part], (name, part)
+    assert found == whole
+
+
+def test_nothing_but_people_reads_it(
+    copied: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = (copied / ID / "table.csv").read_bytes()
+    before = results("pair", runs=copied)
+    lose(copied, monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
+    for words in (["ablate", "table", "pair"], ["report", "pair"], ["ablate", "pack", "pair"]):
+        assert main([*words, "--runs", str(copied)]) == 0
+    assert main(["ablate", "compare", ID, ID, "--runs", str(copied)]) == 0
+    assert main([*command(copied), "--dry-run"]) == 0
+    assert "4 of 5 cells are finished already" in capsys.readouterr().out
+    assert (copied / ID / "table.csv").read_bytes() == table
+    found = results("pair", runs=copied)
+    assert found.table == before.table
+    assert found.cells.equals(before.cells)
+    assert not (copied / "mlflow.db").exists()
+
+
+def test_an_outage_undoes_nothing_and_is_said_with_its_remedy(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TrackingError("no answer", reachable=False)
+
+    whole = describe(default_uri(copied))
+    lose(copied, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(GridMirror, "_open_parent", refuse)
+        assert main(command(copied, "--rows", "softmax,lazy")) == 0
+    assert f"MLflow lacks results (no answer); `lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    assert describe(default_uri(copied)) == whole
+
+
+@pytest.mark.long
+def test_a_server_that_dies_during_a_grid_is_sent_the_rest(
+    mlflow_server: MlflowServer, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.2)
+    sync = GridMirror._open_parent
+
+    def open_and_stop(self: GridMirror, final: bool) -> str:
+        parent = sync(self, final)
+        mlflow_server.stop()
+        return parent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridMirror, "_open_parent", open_and_stop)
+        assert main(command(copied, "--rows", "softmax,lazy", "--seeds", "0,1,2")) == 0
+    assert f"`lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
+    mlflow_server.start()
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    on_server = describe(mlflow_server.url)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    assert on_server == describe(default_uri(copied))
+
+
+def test_fresh_retires_the_former_runs_whatever_changed(copied: Path) -> None:
+    former = {run.info.run_id for run in find_runs(default_uri(copied))}
+    copied.with_name("pair.py").write_text(two_rows("pair").replace("Elastic()", "Elastic(tau_init=0.5)"))
+    assert main(command(copied)) == 2, "the row changed"
+    assert main(command(copied, "--fresh", "--seeds", "0")) == 0
+    assert sorted(run.info.run_name for run in find_runs(default_uri(copied))) == ["lazy seed 0", ID, "softmax seed 0"]
+    client = MlflowClient(default_uri(copied))
+    number = client.get_experiment_by_name(ID).experiment_id
+    assert {run.info.run_id for run in client.search_runs([number], run_view_type=ViewType.DELETED_ONLY)} == former
+
+
+# One cell, step by step
+
+
+@pytest.fixture
+def made(runs: Path) -> MadeGrid:
+    return MadeGrid(runs)
+
+
+class Seen:
+    """The run of a made grid's first cell, after each sync."""
+
+    def __init__(self, runs: Path) -> None:
+        self.uri, self.ids = default_uri(runs), set[str]()
+
+    def look(self) -> tuple[str, str, str, list[int]]:
+        """Status, tags `state` and `reason`, and the steps of the curve."""
+        (run,) = (run for run in find_runs(self.uri, "made") if run.data.tags["kind"] == "cell")
+        self.ids.add(run.info.run_id)
+        history = MlflowClient(self.uri).get_metric_history(run.info.run_id, "train/loss")
+        steps = sorted(point.step for point in history)
+        return run.info.status, run.data.tags.get("state", ""), run.data.tags.get("reason", ""), steps
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["one mirror", "a mirror for each step"])
+def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid) -> None:
+    """Live curves, a failure with its reason, an interrupt, and all in one run, each point once."""
+    seen, kept = Seen(runs), GridMirror(made.folder)
+
+    def sync(final: bool = False) -> tuple[str, str, str, list[int]]:
+        (GridMirror(made.folder) if anew else kept).sync(final)
+        return seen.look()
+
+    folder = made.train("softmax", 0, range(1, 3))
+    assert sync() == ("RUNNING", "", "", [1, 2])
+    made.train("softmax", 0, range(1, 4))
+    assert sync() == ("RUNNING", "", "", [1, 2, 3])
+    with make_lock(folder).acquire():
+        assert sync(final=True) == ("RUNNING", "", "", [1, 2, 3]), "another command trains it"
+    made.fail("softmax", 0, "the loss is nan")
+    for _ in range(2):
+        assert sync() == ("FAILED", "failed", "the loss is nan", [1, 2, 3])
+    made.train("softmax", 0, range(3, 5))
+    assert sync()[::3] == ("RUNNING", [1, 2, 3, 4])
+    assert sync(final=True) == ("KILLED", "failed", "interrupted", [1, 2, 3, 4])
+    made.train("softmax", 0, range(5, 6))
+    assert sync()[::3] == ("RUNNING", [1, 2, 3, 4, 5])
+    made.finish("softmax", 0)
+    for final in (False, True):
+        assert sync(final) == ("FINISHED", "complete", "", [1, 2, 3, 4, 5])
+    assert len(seen.ids) == 1
+
+
+def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid) -> None:
+    def end() -> str:
+        GridMirror(made.folder).sync(final=True)
+        (parent,) = (run for run in find_runs(default_uri(runs), "made") if run.data.tags["kind"] == "ablation")
+        return parent.info.status
+
+    assert end() == "KILLED"
+    for variant, seed in (("softmax", 0), ("softmax", 1), ("lazy", 0)):
+        made.finish(variant, seed)
+    with make_lock(made.train("lazy", 1, range(1, 2))).acquire():
+        GridMirror(made.folder).sync()
+        assert end() == "RUNNING"
+    assert end() == "KILLED"
+    made.fail("lazy", 1, "out of memory")
+    assert end() == "FAILED"
+    made.finish("lazy", 1)
+    assert end() == "FINISHED"
+
+
+def test_a_run_that_died_half_complete_is_completed(
+    runs: Path, made: MadeGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process was killed between MLflow's tag and its status."""
+    made.finish("softmax", 0)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "set_terminated", die)
+        with pytest.raises(KeyboardInterrupt):
+            GridMirror(made.folder).sync()
+    seen = Seen(runs)
+    assert seen.look()[:2] == ("RUNNING", "complete")
+    GridMirror(made.folder).sync()
+    assert seen.look()[:2] == ("FINISHED", "complete")
+
+
+def test_a_grid_that_mlflow_loses_meanwhile_is_shown_again(runs: Path, made: MadeGrid) -> None:
+    mirror, tracker = GridMirror(made.folder), Tracker(default_uri(runs), runs, "made")
+    made.finish("softmax", 0)
+    mirror.sync()
+    whole = describe(default_uri(runs), "made")
+    for run in find_runs(default_uri(runs), "made"):
+        if run.data.tags["kind"] == "ablation":
+            tracker.retire(run.info.run_id)
+    mirror.sync()
+    assert describe(default_uri(runs), "made") == whole
+
+
+def test_a_damaged_result_is_not_shown_as_an_end(runs: Path, made: MadeGrid) -> None:
+    (made.train("softmax", 0, range(1, 3)) / RESULT).write_text("{")
+    GridMirror(made.folder).sync()
+    assert find_runs(default_uri(runs), "made")[0].data.tags["kind"] == "ablation"
+
+
+def test_one_who_ran_the_same_grid_with_the_same_mlflow_keeps_their_runs(runs: Path, made: MadeGrid) -> None:
+    made.finish("softmax", 0)
+    GridMirror(made.folder).sync(final=True)
+    theirs = MadeGrid(runs.with_name("theirs"))
+    theirs.finish("softmax", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", default_uri(runs))
+        GridMirror(theirs.folder).sync(final=True)
+        aside = theirs.folder.rename(theirs.folder.with_name(f"made{ASIDE}20260101-000000"))
+        MadeGrid(runs.with_name("theirs"))
+        GridMirror(theirs.folder).sync(final=True)
+    kept = {run.data.tags["grid"] for run in find_runs(default_uri(runs), "made") if "grid" in run.data.tags}
+    assert kept == {(folder / GRID_ID).read_text() for folder in (made.folder, theirs.folder)}
+    assert (aside / GRID_ID).read_text() not in kept
+
+
+def test_a_damaged_plan_ends_no_grid(made: MadeGrid, capsys: pytest.CaptureFixture[str]) -> None:
+    (made.folder / "plan.json").write_text("{")
+    with follow(GridMirror(made.folder), Console()):
+        pass
+    assert "MLflow lacks results (" in capsys.readouterr().out
+
+
+# The parent run's page
+
+
+def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path) -> None:
+    table = results(ID, runs=copied).table
+    client = MlflowClient(default_uri(copied))
+    experiment = client.get_experiment_by_name(ID)
+    described = []
+    for page in ("report.html", "table.html"):
+        GridMirror(copied / ID).sync(final=True)
+        (run,) = (run for run in find_runs(default_uri(copied)) if run.data.tags["kind"] == "ablation")
+        described.append(run.data.tags["mlflow.note.content"])
+        assert client.get_experiment_by_name(ID).tags["mlflow.note.content"] == described[-1]
+        link = f"#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}/artifacts/{page}"
+        assert f"\n[{page}]({link}?workflowType=machine_learning)\n" in described[-1], page
+        (copied / ID / "report.html").unlink(missing_ok=True)
+    assert described[0].startswith(describe_findings(table)[0])
+    key = table.main_columns[0].key
+    shown = {name.removeprefix(f"{key}/"): value for name, value in run.data.metrics.items()}
+    means = {row.variant: row.metrics[key].mean for row in table.rows}
+    assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items() if mean is not None}
+    assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
+
+
+def test_rows_whose_names_mlflow_cannot_tell_apart_keep_a_metric_each(runs: Path) -> None:
+    made = MadeGrid(runs, rows=("a+b", "a*b"))
+    for variant in ("a+b", "a*b"):
+        made.finish(variant, 0, {"loss/excess": 0.5})
+    assert set(collect_outcomes(made.read().build_table())) == {"loss/excess/a_b", "loss/excess/a_b_"}
+
+
+def test_a_description_that_mlflow_would_cut_ends_after_a_row() -> None:
+    """Long paragraphs are shortened and name the file with the rest; short ones and the command are kept."""
+    rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))
+    command = "lit-lazy ablate run table2"
+    note = join_note([f"Not separated: {rows}.", f"Undecided: {rows}.", command], "table.md")
+    assert 7900 < len(note) <= 8000
+    first, second, last = note.split("\n\n")
+    for paragraph in (first, second):
+        assert paragraph.endswith(" tau_init=1.0 ... (shortened; the whole is in table.md)")
+    assert last == command
+    assert join_note(["x" * 9000], "table.md").startswith("x" * 7900)
+
+
+@pytest.mark.parametrize(
+    ("variables", "user"), [({"LOGNAME": "ada", "USER": "bob"}, "ada"), ({"USER": "bob"}, "bob"), ({}, None)]
+)
+def test_a_run_names_the_user_of_the_environment(
+    variables: dict[str, str], user: str | None, monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    for name in ("LOGNAME", "USER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tracker = Tracker(default_uri(runs), runs, "probe")
+    tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
+    assert tags.get("mlflow.user") == user
+    assert tags["mlflow.source.name"] == "lit-lazy"

@@ -108,7 +108,6 @@ def default_workers(threads: int, devices: int = 1) -> int:
 
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
-    from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.support.named_files import find
 
     name = options.ablation
@@ -126,6 +125,8 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
             near = did_you_mean(name, [*known, *list_available("ablations")])
             fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
             raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
+        from lit_lazy.grid.question import load_ablation_or_question
+
         ablation, _ = load_ablation_or_question(file)
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_lazy.config.serialisation import flatten
-from lit_lazy.data.base import compute_learned_nats, list_doubts
-from lit_lazy.grid.ablation import Cell
+from lit_lazy.data.facts import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
@@ -25,6 +24,9 @@ from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.ablation import Cell
 
 PLAN = "plan.json"
 """File in a grid's folder."""
@@ -362,7 +364,7 @@ def list_grids(runs: Path) -> list[str]:
     return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder / PLAN))
 
 
-def group_keys(cells: Iterable[Cell]) -> dict[str, dict[str, str]]:
+def group_keys(cells: "Iterable[Cell]") -> dict[str, dict[str, str]]:
     """The keys of cells by row and seed."""
     keys: dict[str, dict[str, str]] = {}
     for cell in cells:

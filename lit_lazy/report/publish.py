@@ -1,11 +1,10 @@
 """Write the table and report of an ablation."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lit_lazy import figures
-from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.plan import GridFolder, read_grid
-from lit_lazy.grid.question import Question
 from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import recompute_statistics
@@ -14,6 +13,10 @@ from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import add_verdict
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.ablation import Ablation
+    from lit_lazy.grid.question import Question
 
 
 def draw_report(folder: Path, table: Table) -> None:
@@ -33,7 +36,7 @@ def save_table(grid: GridFolder, folder: Path) -> Table:
     return table
 
 
-def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:
+def recompute_table(path: Path, ablation: "Ablation", question: "Question | None") -> Table:
     """Recompute the statistics of a table.json by what an ablation declares; rewrite it, and the table.md beside it.
 
     Raises a one-line ValueError if the file is not a table of this ablation, or if its declaration differs from the
@@ -68,7 +71,7 @@ def write_table_report(source: Path, file: Path) -> None:
         figures.save_figure(figure, file.parent / name)
 
 
-def _check_declaration(path: Path, declared: Declaration | None, question: Question | None) -> None:
+def _check_declaration(path: Path, declared: Declaration | None, question: "Question | None") -> None:
     """Raise ValueError if file and question differ in their declaration, which must precede the run."""
     if declared is None and question is None:
         return

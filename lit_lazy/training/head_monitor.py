@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_lazy import Stats
 from lit_lazy.data import DataSource
-from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.data.facts import compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers

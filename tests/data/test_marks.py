@@ -7,8 +7,9 @@ import pytest
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import DataConfig, compute_learned_nats
+from lit_lazy.data.base import DataConfig
 from lit_lazy.data.distractors import Distractors
+from lit_lazy.data.facts import compute_learned_nats
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.recall import Recall
 from lit_lazy.data.stdlib import Stdlib

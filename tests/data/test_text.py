@@ -30,7 +30,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import text
-from lit_lazy.data.base import list_doubts
+from lit_lazy.data.facts import list_doubts
 from lit_lazy.data.pipeline import documents, tokens
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.text import Text, measure_ngrams

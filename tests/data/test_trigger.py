@@ -9,7 +9,7 @@ import torch
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig
-from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.data.facts import compute_learned_nats
 from lit_lazy.data.trigger import Trigger, _build_source
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll

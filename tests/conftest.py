@@ -50,7 +50,7 @@ def _cheap_grids() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "POLL_SECONDS", 0.1)
         patch.setattr(run, "LOOK_SECONDS", 0.5)
-        patch.setattr(page, "MOST_VARIANTS", 0)
+        patch.setattr(page, "SHOWN_VARIANTS", 0)
         yield
 
 

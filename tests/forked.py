@@ -89,7 +89,7 @@ def make_cheap() -> None:
     training.list_imported_files = list
     grid.POLL_SECONDS = 0.1
     grid.LOOK_SECONDS = 1.0
-    page.MOST_VARIANTS = 0
+    page.SHOWN_VARIANTS = 0
 
 
 def start_fork_server() -> int:

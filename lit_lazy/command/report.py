@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
         metavar="A,B",
         type=name_list,
         default=[],
-        help="show figures of only these rows (default: the first 30)",
+        help="show the figures of these rows, or of `all` (default: the baseline and the first other row)",
     )
     parser.add_argument(
         "--out",

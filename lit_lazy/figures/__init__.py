@@ -4,7 +4,7 @@ from lit_lazy.figures.ablation import loss_against_sparsity, sink_over_training,
 from lit_lazy.figures.canvas import save_figure
 from lit_lazy.figures.effects import effects_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, draw_run_figures
-from lit_lazy.figures.images import Image, render_image, render_runs
+from lit_lazy.figures.images import Image, render_image
 from lit_lazy.figures.verdict import verdict_figure
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "effects_figure",
     "loss_against_sparsity",
     "render_image",
-    "render_runs",
     "save_figure",
     "sink_over_training",
     "tau_over_training",

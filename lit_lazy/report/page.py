@@ -33,8 +33,10 @@ from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS, METRICS
 
 REPORT = "report.html"
-MOST_VARIANTS = 30
-"""Maximum number of variants with figures by default: each takes a second and 0.1 MB."""
+SHOWN_VARIANTS = 2
+"""Variants with figures by default, the baseline first: those of each take two seconds."""
+EVERY = "all"
+"""In place of variants: figures of every one."""
 FEW = 3
 """Up to this number of variants, their figures are unfolded."""
 CSS_DPI = 96
@@ -66,8 +68,9 @@ def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping
 def render_report(grid: GridFolder, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
     """The report of a grid: an ASCII page that is deterministic in its cells.
 
-    ui_url: address of the MLflow UI, to whose experiment the page then links. drawn: variants with figures; by default
-    the first 30. Raises ValueError if ui_url is not the address of a server, or if `drawn` names an unknown variant.
+    ui_url: address of the MLflow UI, to whose experiment the page then links. drawn: variants with figures, or `all`;
+    by default the baseline and the first other one. Raises ValueError if ui_url is not the address of a server, or if
+    `drawn` names an unknown variant.
     """
     address = None if ui_url is None else _parse_ui_url(ui_url)
     data = _load_data(grid, grid.build_table(), address, drawn)
@@ -150,11 +153,14 @@ class _ReportData:
 
 def _load_data(grid: GridFolder, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:
     variants = [row.variant for row in table.rows]
+    if list(drawn) == [EVERY]:
+        drawn = variants
     if unknown := set(drawn) - set(variants):
         name = min(unknown)
         hint = f"{did_you_mean(name, variants)}; there are {', '.join(variants)}"
         raise ValueError(f"--figures {name!r}: is no row of this table{hint}")
-    return _ReportData(grid, table, ui_url, drawn or variants[:MOST_VARIANTS])
+    baseline_first = sorted(variants, key=lambda name: name != table.baseline)
+    return _ReportData(grid, table, ui_url, drawn or baseline_first[:SHOWN_VARIANTS])
 
 
 def _parse_ui_url(ui_url: str) -> str:
@@ -229,13 +235,16 @@ def _render_variant_figures(data: _ReportData) -> str:
     chosen, without = _choose_runs(data)
     opened = " open" if len(data.drawn) <= FEW else ""
     parts = [f"<p>{ONE_SEED}</p>"] if chosen else []
-    runs = [(f"{variant}, seed {seed}", arrays) for (variant, seed), arrays in chosen.items()]
-    for (variant, seed), (name, _), images in zip(chosen, runs, figures.render_runs(runs), strict=True):
-        body = _render_grid("".join(_render_image(kind, image, name) for kind, image in images.items()))
+    for (variant, seed), arrays in chosen.items():
+        name = f"{variant}, seed {seed}"
+        body = _render_grid(_render_figures(figures.draw_run_figures(arrays, name), name))
         summary = f"<summary>{escape_html(variant)} <small>seed {seed}</small></summary>"
         parts.append(f"<details{opened}>{summary}\n{body}</details>")
     if without:
         parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
+    if others := [escape_html(row.variant) for row in data.table.rows if row.variant not in data.drawn]:
+        command = escape_html(f"lit-lazy report {data.grid.path.name} --figures {EVERY}")
+        parts.append(f"<p><code>{command}</code>, or a list of rows, draws those of {', '.join(others)}.</p>")
     return "\n".join(parts)
 
 
@@ -247,7 +256,6 @@ def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, int], dict[str, np.
         if not complete:
             without.append(f"{escape_html(row.variant)}: no cell is complete")
         if row.variant not in data.drawn:
-            without.append(f"{escape_html(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
             continue
         for cell in complete:
             if (stored := cell.folder / DIAGNOSTICS).exists():

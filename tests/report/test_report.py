@@ -70,7 +70,7 @@ def remove_pages(grid: Path) -> None:
 def figures_of_variants(most: int) -> Iterator[None]:
     """Reports draw these many variants; elsewhere in these tests none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_lazy.report.page.MOST_VARIANTS", most)
+        patch.setattr("lit_lazy.report.page.SHOWN_VARIANTS", most)
         yield
 
 
@@ -376,14 +376,15 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
     assert browser.errors == []
 
 
-def test_of_very_many_variants_the_first_have_figures(tmp_path: Path) -> None:
+def test_the_baseline_and_another_variant_have_figures(tmp_path: Path) -> None:
     made = MadeGrid(tmp_path, rows=("softmax", ODD))
     for name in ("softmax", ODD):
         made.finish(name, 0, diagnostics=TAU)
     page = read_report(made, most=1)
     assert page.count("</small></summary>") == 1
     assert "<summary>softmax" in page
-    assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
+    asked = f"<code>lit-lazy report {made.folder.name} --figures all</code>"
+    assert f"{asked}, or a list of rows, draws those of {escape(ODD)}." in page
 
 
 @pytest.mark.long
@@ -394,10 +395,11 @@ def test_the_variants_that_are_asked_for_have_figures(
     assert main([*command, ODD]) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("</small></summary>") == 1
-    assert "softmax: <code>lit-lazy report --figures</code>" in page
+    assert "draws those of softmax." in page
+    assert main([*command, "all"]) == 0
+    assert (tmp_path / "report.html").read_text().count("</small></summary>") == 2
     assert main([*command, "softmx"]) == 2
     assert "there are softmax" in capsys.readouterr().err
-    assert (tmp_path / "report.html").read_text() == page
 
 
 class TestFromPython:

@@ -1,5 +1,5 @@
 # Every target makes .venv itself when it is missing, in some minutes. TINY=1 runs the same path on a tiny model, one seed,
-# within a minute.
+# in two minutes.
 PYTHON ?= python3
 RUNS ?= runs
 BIN := .venv/bin
@@ -30,7 +30,7 @@ help:
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
-	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
+	@echo "TINY=1 makes table2 and table2-text a matter of two minutes once installed; WORKERS, RUNS and PYTHON can be set too"
 
 install: .venv/.complete
 

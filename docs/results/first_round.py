@@ -23,7 +23,7 @@ Commit 03268cd2 is the last with the rules, questions, tables, figures and repor
 03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings were
 not kept, so their figures cannot be drawn again. [first-round.json.xz](first-round.json.xz) has every metric of every
 row and seed; [first_round.py](first_round.py) makes this page from it: means are recomputed, intervals, which are
-simultaneous, are as published. `undecided: 11 seeds` means that 11 would have been enough, if means and spreads stayed.
+simultaneous, are as published. `undecided: 11 seeds` means that 11 would have sufficed with the same means and spreads.
 """
 
 

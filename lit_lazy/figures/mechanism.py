@@ -36,11 +36,11 @@ def mechanism_figure() -> Figure:
         panel[0].axhline(TAU / KEYS, color="black", linestyle="--", linewidth=1)
         _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
-    titles = "softmax: the weights sum to 1", "Lazy: minus θ = τ / n, clipped at 0"
+    titles = "softmax: the weights sum to 1", "Lazy: minus a threshold θ, clipped at 0"
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title)
     panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", va="bottom")
-    remarks = "the mass must go somewhere: training\nputs it on the first key, a sink", "all weights may be 0"
+    remarks = "the sum must be 1: training puts\nmuch of it on the first key, a sink", "the sum may fall to 0"
     for axes, text in zip(panels[1], remarks, strict=True):
         axes.set_xlabel("key")
         axes.text(0.98, 0.94, text, transform=axes.transAxes, ha="right", va="top")
@@ -53,7 +53,7 @@ def _draw_bars(axes: Axes, kept: np.ndarray, before: np.ndarray, colour: str) ->
     axes.bar(keys, before, color="none", edgecolor=NEUTRAL, linewidth=0.6, alpha=0.6)
     axes.bar(keys, kept, color=colour)
     axes.set_xticks(keys)
-    axes.text(0.02, 0.94, f"mass {kept.sum():.2f}", transform=axes.transAxes, va="top", fontweight="bold")
+    axes.text(0.02, 0.94, f"sum {kept.sum():.2f}", transform=axes.transAxes, va="top", fontweight="bold")
 
 
 if __name__ == "__main__":

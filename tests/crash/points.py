@@ -461,8 +461,8 @@ its folder and in MLflow; results, params and every point of every curve equal t
 for byte; nothing running, no file and no process left over, exit status 0. Where fewer were tried than a grid has, each
 way took every N-th effect, from another one on.
 
-A loss of power is replayed from a record of all operations: what was written and not fsynced is gone; names of files
-are kept at once, or with the next fsync of anything. Then the command is given on what is left.
+A loss of power is replayed from a record of all operations: what was written and not fsynced is gone; one simulated
+disk keeps file names at once, another from the next fsync anywhere. Then the command is given on what is left.
 """
 
 

@@ -51,7 +51,7 @@ def check_destinations(options: argparse.Namespace) -> None:
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.store import check_store, default_uri
 
-    check_writable_folder("--runs", options.runs, locks=True)
+    check_writable_folder("--runs", options.runs)
     if options.storage:
         check_storage(options.storage)
     check_store(default_uri(options.runs))

@@ -124,7 +124,7 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
     from lit_lazy.tracking.store import check_store, default_uri
 
     if writes:
-        check_writable_folder("--runs", options.runs, locks=True)
+        check_writable_folder("--runs", options.runs)
     with open_readable(default_uri(options.runs)) as uri:
         check_store(uri)
         yield RunsFolder(options.runs, uri)

@@ -19,7 +19,7 @@ from rich.console import Console
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.document import Paragraph, to_markdown
@@ -116,7 +116,7 @@ class Mirror(ABC):
         """
         if not self.has_begun():
             return
-        with FileLock(self.folder / "mirror.lock"):
+        with make_file_lock(self.folder / "mirror.lock"):
             parent_id = self._open_parent(final)
             cells = self.list_cells()
             begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]

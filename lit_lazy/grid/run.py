@@ -32,7 +32,7 @@ from lit_lazy.support.disk import (
     write_text,
 )
 from lit_lazy.support.errors import UnfinishedError, one_line
-from lit_lazy.support.locks import FileLock, hold_shared, is_shared
+from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make_file_lock
 from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
@@ -186,6 +186,8 @@ def open_folder(work: Work, launch: LaunchOptions, console: Console) -> Iterator
     if launch.fresh:
         reset_grid(work, console)
     work.folder.mkdir(parents=True, exist_ok=True)
+    if line := describe_leases(work.folder):
+        console.print(line, highlight=False, soft_wrap=True)
     read_grid_id(work.folder)
     with hold_shared(work.folder / IN_USE):
         yield
@@ -271,7 +273,7 @@ def is_finished(states: Mapping[str, str]) -> bool:
 
 def save_plan(grid: Grid) -> Plan:
     """Write the plan of a grid, merged with the former one in its folder."""
-    with FileLock(grid.folder / f"{PLAN}.lock"):
+    with make_file_lock(grid.folder / f"{PLAN}.lock"):
         try:
             plan = _merge_plan(grid)
         except DamagedPlanError as error:

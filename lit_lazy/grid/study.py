@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lit_lazy.grid.plan import read_grid_id
 from lit_lazy.support.disk import check_writable_folder, is_disk_full, is_file_too_long, quarantine
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import StorageError, check_sqlite, make_engine_options, query_database, sqlite_file
 
@@ -42,7 +42,7 @@ class _JournalLock:
     """Lock of a journal for a write. Optuna's own locks outlive a process that is killed; this one does not."""
 
     def __init__(self, journal: Path) -> None:
-        self._journal, self._lock = journal, FileLock(journal.with_name(f"{journal.name}.lock"))
+        self._journal, self._lock = journal, make_file_lock(journal.with_name(f"{journal.name}.lock"))
 
     def acquire(self) -> bool:
         self._lock.acquire()

@@ -255,16 +255,8 @@ def check_writable_file(option: str, file: Path) -> None:
     check_writable_folder(option, file.parent)
 
 
-def describe_missing_locks(folder: str, error: OSError) -> str:
-    """What is missing in a folder whose file system locks no files, and the fix."""
-    return f"{folder!r}: no file can be locked there ({error.strerror}); mount it with locks, or name another folder"
-
-
-def check_writable_folder(option: str, folder: Path, locks: bool = False) -> None:
-    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent.
-
-    locks: whether they must also be locked.
-    """
+def check_writable_folder(option: str, folder: Path) -> None:
+    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent."""
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
@@ -272,12 +264,9 @@ def check_writable_folder(option: str, folder: Path, locks: bool = False) -> Non
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with suppress(FileNotFoundError):
             whole.stat()
-        with TemporaryFile(dir=there) as probe:  # it has no name, so nothing is left behind
-            if locks:
-                fcntl.flock(probe, fcntl.LOCK_EX)
+        with TemporaryFile(dir=there):  # it has no name, so nothing is left behind
+            pass
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            raise ValueError(f"{option} {describe_missing_locks(str(folder), error)}") from None
         raise ValueError(
             f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
         ) from None

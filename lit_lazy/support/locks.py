@@ -1,28 +1,89 @@
-"""Lock files, where files can be locked."""
+"""Lock files, and leases where no file can be locked."""
 
 import fcntl
+import functools
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
 
 import filelock
 
-from lit_lazy.support.disk import NO_LOCKS, describe_missing_locks
+from lit_lazy.support.disk import NO_LOCKS
+
+LEASE_SECONDS = 60.0
+"""Time after which a lease that nobody renews can be taken over."""
 
 
-class FileLock(filelock.FileLock):
-    """A lock file, freed when its process ends. Raises a one-line ValueError where no file can be locked."""
+def make_file_lock(path: Path) -> filelock.BaseFileLock:
+    """A lock file, freed when its process ends. Where no file can be locked, a lease: a file renewed every 20 s.
 
-    def acquire(self, *args: Any, **kwargs: Any) -> filelock.AcquireReturnProxy:
-        try:
-            return super().acquire(*args, **kwargs)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            folder = os.path.dirname(self.lock_file) or "."
-            raise ValueError(describe_missing_locks(folder, error)) from None
+    A process that was stopped for longer than `LEASE_SECONDS` loses its lease, and is interrupted when it goes on.
+    """
+    if can_lock(path.parent):
+        return filelock.FileLock(path)
+    return filelock.SoftFileLease(_locate_lease(path), lease_duration=LEASE_SECONDS, on_compromise=_interrupt)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock of this path."""
+    lease = not can_lock(path.parent)
+    if not os.access(_locate_lease(path) if lease else path, os.W_OK):  # none, or one that nobody here can take
+        return False
+    try:
+        with (_watch_lease(path) if lease else make_file_lock(path)).acquire(timeout=0):
+            return False
+    except filelock.Timeout:
+        return True
+
+
+def can_lock(folder: Path) -> bool:
+    """Whether files in a folder can be locked: on some NFS they cannot."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return not os.access(there, os.W_OK) or _has_locks(there.stat().st_dev, there)
+
+
+def describe_leases(folder: Path) -> str:
+    """One line on what replaces locks in a folder; "" where files can be locked."""
+    if can_lock(folder):
+        return ""
+    return (
+        f"no file can be locked in {folder}: leases replace locks, so the cell of a dead machine waits for "
+        f"{LEASE_SECONDS:.0f} s"
+    )
+
+
+_known: dict[int, bool] = {}
+
+
+def _has_locks(device: int, folder: Path) -> bool:
+    if device not in _known:
+        with TemporaryFile(dir=folder) as probe:
+            try:
+                fcntl.flock(probe, fcntl.LOCK_EX)
+                _known[device] = True
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                _known[device] = False
+    return _known[device]
+
+
+def _locate_lease(path: Path) -> Path:
+    """A file of its own: one that was locked elsewhere would be none."""
+    return path.with_name(f"{path.name}.lease")
+
+
+@functools.cache
+def _watch_lease(path: Path) -> filelock.SoftFileLease:
+    """A lease that remembers for how long it saw no renewal."""
+    return filelock.SoftFileLease(_locate_lease(path), lease_duration=LEASE_SECONDS)
+
+
+def _interrupt(_lost: filelock.LeaseCompromise) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -35,8 +96,8 @@ def hold_shared(path: Path) -> Iterator[None]:
 
 
 def is_shared(path: Path) -> bool:
-    """Whether a process holds a lock file by `hold_shared`."""
-    if not os.access(path, os.W_OK):
+    """Whether a process holds a lock file by `hold_shared`; False where no file can be locked."""
+    if not (os.access(path, os.W_OK) and can_lock(path.parent)):
         return False
     with path.open("ab") as file:
         try:

@@ -23,7 +23,7 @@ from sqlalchemy.exc import OperationalError
 
 from lit_lazy.support.disk import check_writable_folder, describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, iter_causes, one_line
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking.databases import (
@@ -166,7 +166,8 @@ def _find_server_error(uri: str) -> str | None:
 def open_store(uri: str) -> MlflowClient:
     """A client of the store; creates a local database that is missing or empty."""
     file = sqlite_file(uri)
-    with FileLock(f"{file}.lock") if file else nullcontext():  # two processes must not create the database at once
+    # Two processes must not create the database at once.
+    with make_file_lock(file.with_name(f"{file.name}.lock")) if file else nullcontext():
         if file is not None and not has_content(file):
             _create_database(file)
         return make_client(uri)

@@ -21,6 +21,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.loggers import train_logged
@@ -251,7 +252,7 @@ def train_tracked(
     check_init_from(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
     require_unedited_code(cfg)
-    check_writable_folder("--runs", runs, locks=True)
+    check_writable_folder("--runs", runs)
     uri = default_uri(runs)
     check_store(uri)
     experiment = f"train-{name}"
@@ -260,6 +261,8 @@ def train_tracked(
     folder = tracker.folder / key
     active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
+    if line := describe_leases(folder):
+        log.warning("%s", line)
     lock, begin = make_lock(folder), _Begin()
     with _acquire(lock):
         known = read_finished(folder)

@@ -2,17 +2,16 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, Timeout
+from filelock import BaseFileLock
 
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.inside import delete, join_name
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import is_held, make_file_lock
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 """Folder of a run's checkpoints, and the one to resume from."""
@@ -29,18 +28,12 @@ log = logging.getLogger("lit_lazy.training.run_folder")
 
 def make_lock(folder: Path) -> BaseFileLock:
     """The lock of a run folder. One process holds it; it is released when the process ends."""
-    return FileLock(folder / "lock")
+    return make_file_lock(folder / "lock")
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a run folder."""
-    if not os.access(folder / "lock", os.W_OK):  # none, or one that nobody here can take
-        return False
-    try:
-        with make_lock(folder).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
+    return is_held(folder / "lock")
 
 
 def write_settings(folder: Path, key: str, fingerprint: str, config: Mapping[str, Any]) -> None:

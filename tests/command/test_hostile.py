@@ -3,8 +3,6 @@
 What asks the most of a machine is refused by an estimate; nothing here is large.
 """
 
-import errno
-import fcntl
 import json
 import os
 import tempfile
@@ -354,18 +352,3 @@ def test_json_of_a_result_is_read_back(place: Path) -> None:
     result = RunResult("k", {"train": {"steps": 1}}, {"n": 1}, {"loss/val": 1}, {}, {"s": 1.0}, {"git_sha": "a"}, "f")
     (place / RESULT).write_text(json.dumps(result.__dict__))
     assert RunResult.read(place) == result
-
-
-@pytest.mark.parametrize("words", [TRAIN, RUN, SEARCH, ["runs", "gc"]])
-def test_where_no_file_can_be_locked(
-    words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As on some NFS."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    if words[0] == "runs":
-        (place / "runs").mkdir()
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert "no file can be locked there (No locks available)" in expect_refusal(words, capsys)

@@ -167,13 +167,12 @@ def test_a_quota_shows_when_something_is_written(tmp_path: Path, monkeypatch: py
     assert describe_shortage(tmp_path, 1) == "1 MB (Disk quota exceeded)"
 
 
-def test_where_nothing_can_be_locked_a_grid_ends_in_one_line(lab: Lab) -> None:
-    """Without locks two commands would train one cell."""
+def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab) -> None:
     command = Trap(lab.runs, "all", 1, errno.ENOLCK, most=10**9, pattern="^fcntl.flock").start(lab)
-    assert command.wait() == 2
-    assert command.said.startswith(f"lit-lazy: '{lab.folder}': no file can be locked there (No locks available); mount")
-    assert command.said.count("\n") == 1
-    assert not lab.training.log.exists()
+    assert command.wait() == 0
+    assert f"no file can be locked in {lab.folder}: leases replace locks" in command.said
+    lab.check_done()
+    assert not [*lab.runs.rglob("*.lease")]
 
 
 def test_a_read_only_folder_can_be_looked_at(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:

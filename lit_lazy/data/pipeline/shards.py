@@ -23,7 +23,7 @@ from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_atomically, write_text
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import make_file_lock
 
 LAYOUT = 2
 """Part of the names of shards and corpora: increase it when a change gives the same documents other tokens."""
@@ -196,7 +196,7 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
 def remove_shard(folder: Path, name: str, *, keep_finished: bool = False) -> None:
     """Remove a shard and what killed processes left of it, unless another process holds its lock."""
     path = folder / f"{name}.lock"
-    held = FileLock(path)
+    held = make_file_lock(path)
     try:
         held.acquire(timeout=0)
     except Timeout:
@@ -240,7 +240,7 @@ def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray, place: str) -> n
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold a file lock; its file is removed at the end, and waiting processes lock a new one."""
-    held = FileLock(path)
+    held = make_file_lock(path)
     try:
         held.acquire(timeout=0)
     except Timeout:

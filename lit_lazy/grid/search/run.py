@@ -26,7 +26,7 @@ from lit_lazy.grid.search.definition import MONITORED, Definition, point_name
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.locks import FileLock
+from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import NOTE, Tracker
@@ -110,7 +110,7 @@ class SearchDriver:
 
         The sampler is seeded by the number of points drawn: equal results of others give an equal point.
         """
-        with FileLock(self.work.folder / DRAWING):
+        with make_file_lock(self.work.folder / DRAWING):
             trials = self.study.get_trials(deepcopy=False)
             for trial in trials:
                 if NUMBER not in trial.user_attrs and not trial.state.is_finished():  # its command died in here

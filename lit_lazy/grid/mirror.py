@@ -7,7 +7,7 @@ metrics and its end. It may be called at any time, by any process that shares th
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -82,8 +82,8 @@ class Mirror(ABC):
         self._parent_id = ""
         self._runs: dict[str, ActiveRun] = {}
         """Runs of the cells that are being trained, by key."""
-        self._shown: dict[str, End] = {}
-        """Ends of the cells that MLflow shows, by key."""
+        self._shown: dict[str, tuple[End, Set[str]]] = {}
+        """Ends of the cells that MLflow shows, and the names of their params, by key."""
         self._tracker: Tracker | None = None
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Mirror(ABC):
             cells = self.list_cells()
             begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]
             for cell, end in begun:
-                if end is None or end != self._shown.get(cell.key):
+                if end is None or not self._is_shown(cell, end):
                     self._shown.pop(cell.key, None)  # one that failed may go on
                     self._send(cell, end, parent_id)
             if final:
@@ -146,15 +146,21 @@ class Mirror(ABC):
             if not final:
                 self.tracker.set_running(parent_id)
             children = [run for run in self.tracker.find_children(parent_id) if run.state != "running"]
-            self._shown = {run.tags["cell"]: (run.state, run.tags.get("reason", "")) for run in children}
+            self._shown = {
+                run.tags["cell"]: ((run.state, run.tags.get("reason", "")), run.params.keys()) for run in children
+            }
             self._runs.clear()
             self._parent_id = parent_id
         return parent_id
 
+    def _is_shown(self, cell: MirroredCell, end: End) -> bool:
+        shown, params = self._shown.get(cell.key, (None, ()))
+        return end == shown and cell.axes.keys() <= {*params}
+
     def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
         """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
         run = self._runs.get(cell.key)
-        if run is None:
+        if run is None or run.params != cell.axes:  # another command may add axes
             run = self._runs[cell.key] = self._make_run(cell, parent_id)
         if end is None:
             run.send()
@@ -170,7 +176,7 @@ class Mirror(ABC):
             self.tracker.prune(run.get_run_id(), reason)
         else:
             run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
-        self._shown[cell.key] = end
+        self._shown[cell.key] = end, cell.axes.keys()
         del self._runs[cell.key]
 
     def _make_run(self, cell: MirroredCell, parent_id: str) -> ActiveRun:

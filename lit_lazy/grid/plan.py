@@ -192,7 +192,8 @@ class Plan:
             axes=axes,
             declaration=self._merge_declaration(former.declaration),
             keys={name: former.keys.get(name, {}) | self.keys.get(name, {}) for name in order if name in rows},
-            axis_values=former.axis_values | self.axis_values,
+            # A row's values stay: MLflow takes new ones only.
+            axis_values={name: self.axis_values.get(name, {}) | former.axis_values.get(name, {}) for name in rows},
             compiled=former.compiled,
         )
 

@@ -148,14 +148,11 @@ def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    with open(log_file, "ab", opener=open_private) as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if full := _log_to(log_file):
+            connection.send(Ending(connection.recv().key, "disk_full", full))
+            return
         prepare_process(job)
         with Interrupts(patient=True) as interrupts:
             _serve(connection, job, interrupts)
@@ -164,6 +161,22 @@ def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping
     except UnfinishedError as error:
         log.error("%s", error)
         sys.exit(1)
+
+
+def _log_to(file: Path) -> str:
+    """Send to a file what this process says; returns why there is no room for it, "" if there is."""
+    try:
+        with open(file, "ab", opener=open_private) as opened:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(opened.fileno(), stream.fileno())
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return describe_exception(error)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    return ""
 
 
 def _serve(connection: Connection, job: Job, interrupts: Interrupts) -> None:

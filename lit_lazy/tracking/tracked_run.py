@@ -73,30 +73,27 @@ class ActiveRun:
         """The id of the MLflow run: that of the folder, or of the same cell, or of a new one. Raises TrackingError."""
         if self._run_id is None:
             begun = read_run_id(self.folder)
-            self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run()
+            run_id = begun if begun and self.tracker.has_run(begun) else self._find_or_create_run()
+            self.tracker.log_config(run_id, self.params, self.config)
+            self._run_id = run_id
         return self._run_id
 
-    def _start_run(self) -> str:
-        """Take over the run of the same cell, or start one; retires one's own others, which would hold its curves.
+    def _find_or_create_run(self) -> str:
+        """Take over the run of the same cell, or create one; retires one's own others, which would hold its curves.
 
         Of a training, a run that was begun from another folder is retired too: its metrics have other times.
         """
         same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
         if self.parent_id:
-            begun, *others = self.tracker.find({**same, "mlflow.parentRunId": self.parent_id}) or [None]
-            tags = self.tags
+            mark = {"mlflow.parentRunId": self.parent_id}
+            begun, *others = self.tracker.find({**same, **mark}) or [None]
         else:
-            owner = read_owner(self.tracker.runs)
-            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, owner, self.tracker)]
-            tags = {**self.tags, OWNER: owner}
+            mark = {OWNER: read_owner(self.tracker.runs)}
+            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, mark[OWNER], self.tracker)]
         for other in others:
             assert other is not None
             self.tracker.retire(other.run_id)
-        if begun is None:
-            run_id = self.tracker.start_run(self.name, tags, self.params, self.config, self.parent_id)
-        else:
-            run_id = begun.run_id
-            self.tracker.log_config(run_id, self.params, self.config)  # it may have been killed before
+        run_id = begun.run_id if begun else self.tracker.create_run(self.name, {**self.tags, **mark})
         self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
         write_run_address(self.folder, run_id, self.tracker.experiment_id)
         return run_id

@@ -70,6 +70,7 @@ class TrackedRun:
     state: str
     """Its tag `state`: complete, failed or pruned; "running" while it runs."""
     tags: dict[str, str]
+    params: dict[str, str]
 
 
 class Tracker:
@@ -108,24 +109,19 @@ class Tracker:
         return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
 
     def start_run(
-        self,
-        name: str,
-        tags: Mapping[str, str],
-        params: Mapping[str, str],
-        config: Mapping[str, Any],
-        parent_id: str | None = None,
+        self, name: str, tags: Mapping[str, str], params: Mapping[str, str], config: Mapping[str, Any]
     ) -> str:
         """Create a run and log its config; returns its id."""
-        linked = {"mlflow.parentRunId": parent_id} if parent_id else {}
-        run_id = self.create_run(name, {**tags, **linked})
+        run_id = self.create_run(name, tags)
         self.log_config(run_id, params, config)
         return run_id
 
     @translate_errors
     def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
-        """Log a run's config as params and as an artifact; idempotent."""
+        """Log a run's config as an artifact and as params, of which the run keeps those that it has."""
         every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
-        self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items()])
+        known = self.client.get_run(run_id).data.params
+        self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items() if key not in known])
         self._log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
 
     @translate_errors
@@ -149,7 +145,7 @@ class Tracker:
             tags=[RunTag(name, value) for name, value in tags.items()],
         )
         self.client.set_tag(run_id, "state", "complete")
-        self.client.set_terminated(run_id, "FINISHED")
+        self.set_ended(run_id, "FINISHED")
 
     @translate_errors
     def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
@@ -323,4 +319,4 @@ def _describe_origin() -> dict[str, str]:
 def _make_tracked_run(run: Run) -> TrackedRun:
     tags = dict(run.data.tags)
     state = "running" if run.info.status == "RUNNING" else tags.get("state", "failed")
-    return TrackedRun(run.info.run_id, state, tags)
+    return TrackedRun(run.info.run_id, state, tags, dict(run.data.params))

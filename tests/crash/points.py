@@ -416,7 +416,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be given again")
-    parser.add_argument("--report", type=Path, metavar="FILE.md", help="write there what came of all that was tried")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.md", help="page in which to fill what came of all that was tried"
+    )
     parser.add_argument("--match", metavar="REGEX", action="append", help="only the first effect that matches")
     parser.add_argument(
         "--every",
@@ -448,26 +450,23 @@ def main() -> int:
         for outcome in try_all(options.out, scenario, way, points):
             append_outcome(path, outcome)
     if options.report:
-        write_text(options.report, report(read_outcomes(path)))
+        fill_report(options.report, read_outcomes(path))
     return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 
-ABOUT = """# What a grid survives at every effect on the disk
+_MARKED = re.compile(r"(<!-- attempts -->\n)(?:.*\n)*?(<!-- end -->)")
 
-A tiny grid is ended at its k-th effect, for every k, and the same command is given again. An effect is a file or folder
-made, written, emptied, renamed or removed below the runs folder by any of its processes; a kill before each of them, in
-the order of the program, covers every state that a kill can leave. In the end every cell has to be complete once, in
-its folder and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
-for byte; nothing running, no file and no process left over, exit status 0. Where fewer were tried than a grid has, each
-way took every N-th effect, from another one on.
 
-A loss of power is replayed from a record of all operations: what was written and not fsynced is gone; one simulated
-disk keeps file names at once, another from the next fsync anywhere. Then the command is given on what is left.
-"""
+def fill_report(page: Path, every: Sequence[AttemptOutcome]) -> None:
+    """Write what came of all attempts between a page's markers. Raises SystemExit if it has none."""
+    filled, n = _MARKED.subn(lambda match: f"{match[1]}{report(every)}{match[2]}", page.read_text())
+    if not n:
+        raise SystemExit(f"--report {page}: lacks <!-- attempts -->, and <!-- end --> after it")
+    write_text(page, filled)
 
 
 def report(every: Sequence[AttemptOutcome]) -> str:
-    """A page on the attempts and their outcomes."""
+    """The attempts and their outcomes in Markdown."""
     met = [outcome for outcome in every if outcome.where]
     rows = Counter((outcome.scenario, outcome.way) for outcome in met)
     effects = {(outcome.scenario, outcome.way): outcome.at - 1 for outcome in every if not outcome.where}
@@ -475,7 +474,6 @@ def report(every: Sequence[AttemptOutcome]) -> str:
     kinds = Counter(outcome.where.partition(" ")[0] for outcome in met)
     commits = Counter(outcome.commit for outcome in every)
     lines = [
-        ABOUT,
         "| grid | ended by | tried | of about | violations |",
         "| --- | --- | --: | --: | --: |",
         *(

@@ -26,13 +26,12 @@ from points import (
     adopt_orphans,
     append_outcome,
     end_all,
+    fill_report,
     make_store,
     prepare_preload,
     read_outcomes,
-    report,
 )
 
-from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
 RECORD = "EFFECTS_RECORD"
@@ -180,7 +179,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th moment (default 1)")
-    parser.add_argument("--report", type=Path, metavar="FILE.md", help="write there what came of all that was tried")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.md", help="page in which to fill what came of all that was tried"
+    )
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def main() -> int:
                 path, AttemptOutcome(ONE_CELL.name, format_way(disk), len(operations) + 1, "", git_sha(), 0.0, [])
             )
     if options.report:
-        write_text(options.report, report(read_outcomes(path)))
+        fill_report(options.report, read_outcomes(path))
     return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 

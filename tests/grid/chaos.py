@@ -1,7 +1,7 @@
-"""Kills the commands and workers of grids at random; then checks that nothing was lost.
+"""Kills the commands, workers and ranks of grids at random, and at chosen moments; then checks that nothing was lost.
 
 `PYTHONPATH=tests:tests/grid python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes a report, and
-resumes what a former call began. Workers are forks with all imports done, so that a killed one is replaced quickly.
+resumes what a former call began. Commands are forks with all imports done, so that a killed one is replaced quickly.
 """
 
 import argparse
@@ -10,60 +10,190 @@ import os
 import platform
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
+import forked
 import instant
-import pytest
-from instant import Command, Lab
+import psutil
+from instant import Lab, parse
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+from two_rows import two_rows
 
+from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.store import default_uri
 from lit_lazy.training.result import METRICS, RunResult
 
 SEEDS = 12
-BETWEEN = 0.2, 3.0
+BETWEEN = 0.5, 3.0
 """Range of seconds between kills."""
+EVERY = {"train/loss": 50, "val/loss": 100}
+"""Steps between the points of each curve."""
+TRAPS = '''
+import os
+import signal
+import sys
+from multiprocessing import parent_process
+
+TRAPS = Path(__file__).parent / "traps"
 
 
-def kill_one(lab: Lab, command: Command, chance: random.Random) -> str:
-    """Kill a worker in training or, one time in six, the command; returns which."""
+def sprung(point):
+    """Whether this process is the one that the trap catches."""
+    try:
+        (TRAPS / point).rename(TRAPS / f"{point} by {os.getpid()}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def before(cls, name, point, when=lambda *_: True):
+    method = getattr(cls, name)
+
+    def die_first(self, *args, **kwargs):
+        if when(self) and sprung(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **kwargs)
+
+    setattr(cls, name, die_first)
+
+
+def halfway(module, write, point):
+    from lit_lazy.support.disk import write_atomically
+
+    def die(file):
+        file.write(b"half of it")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_or_write(path, content, write=getattr(module, write)):
+        if sprung(point):
+            write_atomically(path, die)
+        write(path, content)
+
+    setattr(module, write, die_or_write)
+
+
+if parent_process():  # a worker
+    from lit_lazy.training import checkpoints, result
+    from lit_lazy.training.module import LitLM
+
+    before(LitLM, "training_step", "a worker in training", lambda module: module.global_step == 37)
+    halfway(checkpoints, "write_atomically", "a worker in the write of a checkpoint")
+    halfway(result, "write_text", "a worker in the write of a result")
+elif "command" in Path(sys.argv[0]).parts:
+    from lit_lazy.tracking.tracked_run import ActiveRun
+
+    before(ActiveRun, "finish", "the command between a result and MLflow")
+'''
+POINTS = (
+    "a worker in training",
+    "a worker in the write of a checkpoint",
+    "a worker in the write of a result",
+    "the command between a result and MLflow",
+)
+"""Moments at which a process kills itself if a file of that name is in the folder of traps."""
+
+
+class RealCommand:
+    """A command as users give it; interface of `instant.Command`."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = forked.Popen(
+                [sys.executable, "-P", "-m", "lit_lazy.command", *words],
+                stdout=file,
+                stderr=file,
+                stdin=forked.DEVNULL,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self) -> int:
+        return self.process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@dataclass
+class RealLab(Lab):
+    """A grid of real trainings that MLflow shows."""
+
+    words: tuple[str, ...] = ()
+    """Of its command, without folder and workers."""
+
+    def start(self, workers: int = 1, **_: Any) -> Any:
+        where = ["--runs", str(self.runs), "--workers", str(workers)]
+        return RealCommand([*self.words, *where], self.training.log.with_name("command.log"))
+
+
+def make_real_lab(folder: Path, steps: int, devices: int, seeds: int) -> RealLab:
+    """Two rows with so many seeds, that validate and checkpoint; each training has so many processes."""
+    (folder / "pair.py").write_text(two_rows("pair", code=TRAPS))
+    options = ("ablate", "run", str(folder / "pair.py"), "--seeds", ",".join(map(str, range(seeds))))
+    every = f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"
+    overrides = [f"--train.steps={steps}", "--train.checkpoint_every=20", "--train.warmup_steps=2", *every]
+    work = make_grid(parse(*options, "--runs", str(folder / "runs")), [*overrides])
+    training = instant.Training(folder / "steps.log")
+    return RealLab(folder / "runs", training, work, words=(*options, "--devices", str(devices), *overrides))
+
+
+def kill_one(lab: Lab, command: Any, chance: random.Random) -> str:
+    """Kill a worker in training, one of its ranks or, one time in six, the command; returns which."""
     if chance.random() < 1 / 6:
         command.send(signal.SIGKILL)
         command.wait()
-        return "the command"
+        return "the command, at random"
     running = [lab.cell(key) for key in lab.keys if read_state(lab.cell(key)) == "running"]
     holders = [holder for folder in running if (holder := Holder.read(folder))]
     if not holders:
         return ""
-    with suppress(ProcessLookupError):
-        os.kill(chance.choice(holders).pid, signal.SIGKILL)
-    return "a worker"
+    with suppress(psutil.NoSuchProcess):
+        worker = psutil.Process(chance.choice(holders).pid)
+        ranks = worker.children() if chance.random() < 1 / 3 else []
+        (chance.choice(ranks) if ranks else worker).kill()
+        return "a rank, at random" if ranks else "a worker, at random"
+    return ""
 
 
 def run_killed(lab: Lab, kills: int, workers: int, chance: random.Random, between: tuple[float, float]) -> Counter[str]:
     """Give the command until the grid is complete, with so many kills at most; returns what was killed."""
     done = Counter[str]()
-    while True:
+    for n in range(1, 2 * kills + 10):
         command = lab.start(workers)
         while done.total() < kills and command.is_alive:
             time.sleep(chance.uniform(*between))
             done.update(filter(None, [kill_one(lab, command, chance)]))
         status = command.wait()
-        done["commands"] += 1
         if status == 0:
-            break
+            return done + Counter({"commands": n})
         assert status in (-signal.SIGKILL, 1), command.said  # 1: a cell whose workers died too often
-    done["commands"], commands = 0, done["commands"]
-    return +done + Counter({"commands given": commands})
+    raise AssertionError(f"the grid does not end: {command.said}")
 
 
-def read_metrics(lab: Lab) -> dict[str, object]:
-    """The metrics of each cell; all must be there."""
+def read_metrics(lab: Lab) -> dict[str, dict[str, float]]:
+    """The metrics of each cell that has some."""
     results = {key: RunResult.peek(lab.cell(key)) for key in lab.keys}
     return {key: result.metrics for key, result in results.items() if result is not None}
 
@@ -79,34 +209,98 @@ def check(lab: Lab, peace: Lab) -> None:
         assert len(set(steps)) == len(steps), "a validation was logged twice"
 
 
-def soak(folder: Path, kills: int, workers: int, steps: int, seed: int) -> str:
-    """Kill grids of real trainings until there were enough kills; returns a report. Resumes."""
-    training = instant.Training(folder / "steps.log")
-    settings = [f"--train.steps={steps}", "--train.checkpoint_every=20", "--train.val_every=100"]
-    lab = instant.make_lab(folder, training, "--seeds", ",".join(map(str, range(SEEDS))), overrides=settings)
-    peace, kept, started = lab.move(folder / "peace"), folder / "outcome.json", time.monotonic()
-    peace.run(workers)
-    outcome = Counter(json.loads(kept.read_text())) if kept.exists() else Counter[str]()
-    while outcome["a worker"] + outcome["the command"] < kills:
-        chance = random.Random(f"{seed} {outcome['grids']}")
-        here = lab.move(folder / f"grid-{outcome['grids'] + 1}")
-        left = kills - outcome["a worker"] - outcome["the command"]
-        outcome += run_killed(here, left, workers, chance, BETWEEN)
-        check(here, peace)
-        outcome["grids"] += 1
-        write_text(kept, json.dumps(outcome))
-        print(dict(outcome), f"{time.monotonic() - started:.0f} s", flush=True)
-    return f"""# What a grid survives
+def check_mlflow(lab: Lab, steps: int) -> None:
+    """MLflow shows every cell once, ended well, with every point of every curve once and the metrics of its result."""
+    client = MlflowClient(default_uri(lab.runs))
+    number = client.get_experiment_by_name(lab.work.id).experiment_id
+    runs: list[Run] = client.search_runs([number], "tags.kind = 'cell'", max_results=1000)
+    assert sorted(run.data.tags["cell"] for run in runs) == sorted(lab.keys)
+    assert {(run.info.status, run.data.tags["state"]) for run in runs} == {("FINISHED", "complete")}
+    results = read_metrics(lab)
+    for run in runs:
+        for name, every in EVERY.items():
+            points = [point.step for point in client.get_metric_history(run.info.run_id, name)]
+            assert points == list(range(every - 1, steps, every)), (name, points)
+        assert results[run.data.tags["cell"]].items() <= run.data.metrics.items()
 
-{len(lab.keys)} cells that train, validate and checkpoint (every 20 of {steps} steps), run by {workers} worker(s),
-{outcome["grids"]} time(s) from the beginning. SIGKILL ended a worker in training {outcome["a worker"]} times and the
-command {outcome["the command"]} times, at random. It was given {outcome["commands given"]} times in all. In the
-end of each grid every cell was complete once, its results bit-equal to those of the same grid undisturbed, and so was
-the table.
 
-Made by `make soak` at {git_sha()} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()},
-{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.
+def check_no_process_is_left() -> None:
+    """Workers of killed commands have ended their cells, and no rank outlives its worker."""
+    spared = {forked.start_fork_server(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    every = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
+    _, left = psutil.wait_procs(every, timeout=30)
+    assert not left
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What is killed how often."""
+
+    kills: int
+    seed: int = 0
+    workers: int = 2
+    steps: int = 5000
+    devices: int = 1
+    seeds: int = SEEDS
+
+    def run(self, folder: Path) -> Counter[str]:
+        """Kill grids until there were enough kills; returns what was killed. Resumes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lab = make_real_lab(folder, self.steps, self.devices, self.seeds)
+        peace, kept = lab.move(folder / "peace"), folder / "outcome.json"
+        peace.run(self.workers)
+        outcome = Counter(json.loads(kept.read_text())) if kept.exists() else Counter[str]()
+        while (left := self.kills - count_kills(outcome)) > 0:
+            here = lab.move(folder / f"grid-{outcome['grids'] + 1}")
+            here.runs.mkdir(exist_ok=True)
+            traps = folder / "traps"
+            traps.mkdir(exist_ok=True)
+            for point in POINTS:
+                (traps / point).touch()
+            started = time.monotonic()
+            chance = random.Random(f"{self.seed} {outcome['grids']}")
+            killed = run_killed(here, left, self.workers, chance, BETWEEN)
+            killed.update(path.name.partition(" by ")[0] for path in traps.glob("* by *"))
+            for path in traps.iterdir():
+                path.unlink()
+            check(here, peace)
+            forked.run_in_fork(lambda: check_mlflow(here, self.steps))  # noqa: B023
+            check_no_process_is_left()
+            outcome += killed + Counter({"grids": 1, "seconds": round(time.monotonic() - started)})
+            write_text(kept, json.dumps(outcome))
+            print(dict(outcome), flush=True)
+        return outcome
+
+    def report(self, outcome: Counter[str]) -> str:
+        """A page on what was killed."""
+        killed = sorted((what, n) for what, n in outcome.items() if what not in COUNTS)
+        rows = "\n".join(f"| {what} | {n} |" for what, n in killed)
+        asked = " ".join(f"--{name} {number}" for name, number in vars(self).items())
+        return f"""# What a grid survives
+
+{2 * self.seeds} cells that train on {self.devices} device(s), validate and checkpoint (every 20 of {self.steps} steps),
+run by {self.workers} worker(s), {outcome["grids"]} time(s) from the beginning; SIGKILL, without warning,
+{count_kills(outcome)} times:
+
+| killed | times |
+| --- | --: |
+{rows}
+
+The command was given {outcome["commands"]} times in all, again whenever it had been killed or had ended early. In the
+end of each grid every cell was complete once, in its folder and in MLflow, where every curve had each point once; all
+results were bit-equal to those of the same grid undisturbed, and so was the table; no process was left. That took
+{outcome["seconds"]} s.
+
+Made by `python tests/grid/chaos.py {asked}` (`make soak`) at {git_sha()} on {time.strftime("%Y-%m-%d")}: Python
+{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.
 """
+
+
+COUNTS = ("grids", "commands", "seconds")
+
+
+def count_kills(outcome: Counter[str]) -> int:
+    return outcome.total() - sum(outcome[name] for name in COUNTS)
 
 
 if __name__ == "__main__":
@@ -115,15 +309,15 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5000, help="of a cell (default 5000: some seconds)")
+    parser.add_argument("--devices", type=int, default=1, help="processes of a cell (default 1)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of each of two rows (default {SEEDS})")
     parser.add_argument("--folder", type=Path, required=True, help="keeps the grids, and what happened to them so far")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        instant.use_forks(patch)
-        patch.setattr(instant, "MOST_SECONDS", 3600.0)
-        found = soak(folder, options.kills, options.workers, options.steps, options.seed)
+    options = vars(parser.parse_args())
+    folder, out = options.pop("folder"), options.pop("out")
+    forked.make_cheap()
+    asked = Soak(**options)
+    found = asked.report(asked.run(folder.resolve()))
     print(found)
-    if options.out:
-        options.out.write_text(found)
+    if out:
+        out.write_text(found)

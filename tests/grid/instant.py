@@ -140,7 +140,7 @@ class Lab:
 
     def move(self, runs: Path) -> "Lab":
         """The same grid in another runs folder."""
-        return Lab(runs, self.training, replace(self.work, runs=runs), self.commands)
+        return replace(self, runs=runs, work=replace(self.work, runs=runs))
 
     def start(self, workers: int = 1, **options: Any) -> "Command":
         launch = LaunchOptions(workers=workers, threads=1, **options)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import check, run_killed
+from chaos import POINTS, Soak, check, count_kills, run_killed
 from instant import INTERRUPTED, STEPS, Lab, hold, make_lab, read_pid, stop_while, wait_until
 
 from lit_lazy.config.schema import RunConfig
@@ -319,4 +319,13 @@ def test_random_kills_lose_nothing(lab: Lab, tmp_path: Path) -> None:
     peace.run(workers=2)
     killed = run_killed(lab, 12, 2, random.Random(0), (0.01, 0.15))
     check(lab, peace)
-    assert killed["a worker"] + killed["the command"] > 6
+    assert count_kills(killed) > 6
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_cheap_grids")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_kills_of_real_trainings_lose_nothing(devices: int, tmp_path: Path) -> None:
+    """At random and at chosen moments, of commands, workers and ranks; MLflow shows every point once."""
+    killed = Soak(12, steps=1000, devices=devices, seeds=2).run(tmp_path)
+    assert all(killed[point] for point in POINTS), killed

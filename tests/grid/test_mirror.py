@@ -23,6 +23,7 @@ from lit_lazy.grid import mirror as mirror_module
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.grid.plan import ASIDE, GRID_ID
 from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.tracking.artifacts import open_artifacts
 from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note
@@ -58,7 +59,7 @@ def describe(uri: str, name: str = ID) -> dict[str, dict[str, Any]]:
             "tags": {name: text for name, text in data.tags.items() if name not in VOLATILE},
             "params": data.params,
             "curves": {metric: read_curve(client, run, metric) for metric in data.metrics},
-            "artifacts": sorted(artifact.path for artifact in client.list_artifacts(run.info.run_id)),
+            "artifacts": sorted(file.path for file in open_artifacts(client, run.info.artifact_uri).list_artifacts()),
         }
     return shown
 

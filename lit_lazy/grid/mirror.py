@@ -25,8 +25,8 @@ from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
+from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.tracking.tracker import NOTE, Tracker, join_note
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import METRICS, RESULT, RunResult

@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,16 +47,14 @@ class LocalWorker:
 
     def __init__(self, job: Job, slot: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lit_lazy.grid.worker"])
+        context.set_forkserver_preload(["lit_lazy.grid.worker", "lit_lazy.grid.pool"])
         log_file = (job.folder / f"worker-{socket.gethostname()}-{slot}.log").resolve()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
         environment = {**os.environ, **threads, **_assign_gpus(slot, job.execution.devices)}
         self.connection: Connection
         self.connection, other = context.Pipe()
-        from lit_lazy.grid.worker import serve
-
         arguments = other, job, log_file, environment
-        self.process: ForkServerProcess = context.Process(target=serve, args=arguments, name=f"worker {slot}")
+        self.process: ForkServerProcess = context.Process(target=_serve, args=arguments, name=f"worker {slot}")
         self.process.start()
         other.close()
         self.key: str | None = None
@@ -73,6 +71,13 @@ class LocalWorker:
         except (EOFError, OSError):
             self.process.join()
         return None if self.process.is_alive() else Ending(self.key, "died", f"exit status {self.process.exitcode}")
+
+
+def _serve(*arguments: Any) -> None:
+    """`lit_lazy.grid.worker.serve`, imported in the worker: the command itself needs no Lightning."""
+    from lit_lazy.grid.worker import serve
+
+    serve(*arguments)
 
 
 class LocalPool:

@@ -43,7 +43,7 @@ logging.getLogger("mlflow.store.db.utils").addFilter(lambda record: record.exc_i
 warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# Calls should fail soon: `lit_lazy.tracking.tracked_run` retries them later.
+# Calls should fail soon: `lit_lazy.tracking.active_run` retries them later.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 

@@ -1,14 +1,12 @@
-"""A run tracked in MLflow: a cell of a grid, or the training of `lit-lazy train`."""
+"""The training of `lit-lazy train`, tracked in MLflow."""
 
 import logging
 import shlex
-import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -23,11 +21,9 @@ from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.provenance import git_sha
+from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.loggers import train_logged
-from lit_lazy.tracking.owner import OWNER, is_own, read_owner
-from lit_lazy.tracking.run_address import read_run_id, write_run_address
-from lit_lazy.tracking.spool import METRICS, read_lines
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
@@ -35,129 +31,12 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import read_finished
 from lit_lazy.training.run_folder import make_lock
 from lit_lazy.training.trainer import AtStart
 
-SEND_SECONDS = 5.0
-
 log = logging.getLogger("lit_lazy.tracking.tracked_run")
-
-
-class ActiveRun:
-    """A run of MLflow that shows a run folder: its metrics while it is trained, and its result.
-
-    Training never waits for MLflow, and an outage loses nothing: whoever sends next, now or later, sends what is
-    missing.
-    """
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        folder: Path,
-        name: str,
-        tags: Mapping[str, str],
-        params: Mapping[str, str],
-        config: Mapping[str, Any],
-        parent_id: str | None = None,
-    ) -> None:
-        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path."""
-        self.tracker, self.folder, self.name = tracker, folder, name
-        self.tags, self.params, self.config, self.parent_id = tags, params, config, parent_id
-        self._run_id: str | None = None
-        self._sent = 0
-        self._set_running = False
-
-    def get_run_id(self) -> str:
-        """The id of the MLflow run: that of the folder, or of the same cell, or of a new one. Raises TrackingError."""
-        if self._run_id is None:
-            begun = read_run_id(self.folder)
-            run_id = begun if begun and self.tracker.has_run(begun) else self._find_or_create_run()
-            self.tracker.log_config(run_id, self.params, self.config)
-            self._run_id = run_id
-        return self._run_id
-
-    def _find_or_create_run(self) -> str:
-        """Take over the run of the same cell, or create one; retires one's own others, which would hold its curves.
-
-        Of a training, a run that was begun from another folder is retired too: its metrics have other times.
-        """
-        same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
-        if self.parent_id:
-            mark = {"mlflow.parentRunId": self.parent_id}
-            begun, *others = self.tracker.find({**same, **mark}) or [None]
-        else:
-            mark = {OWNER: read_owner(self.tracker.runs)}
-            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, mark[OWNER], self.tracker)]
-        for other in others:
-            assert other is not None
-            self.tracker.retire(other.run_id)
-        run_id = begun.run_id if begun else self.tracker.create_run(self.name, {**self.tags, **mark})
-        self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
-        write_run_address(self.folder, run_id, self.tracker.experiment_id)
-        return run_id
-
-    def send(self) -> None:
-        """Send the metrics that were not sent yet. Raises TrackingError."""
-        run_id = self.get_run_id()
-        if not self._set_running:
-            self.tracker.set_running(run_id)
-            self._set_running = True
-        lines = read_lines(self.folder / METRICS)
-        self.tracker.log(run_id, lines[self._sent :])
-        self._sent = len(lines)
-
-    @contextmanager
-    def send_in_background(self, on_begin: Callable[[], None]) -> Iterator[None]:
-        """Send every few seconds from a thread, which logs an outage once. on_begin: called once the run exists."""
-        stop = threading.Event()
-
-        def loop() -> None:
-            warned = begun = False
-            while True:
-                try:
-                    self.send()
-                    if not begun:
-                        on_begin()
-                    warned, begun = False, True
-                except (UnfinishedError, OSError) as error:
-                    if not warned:
-                        log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)
-                    warned = True
-                if stop.wait(SEND_SECONDS):
-                    return
-
-        thread = threading.Thread(target=loop, name="spool", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-    def finish(self, result: RunResult) -> None:
-        """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""
-        self._set_running = True  # a run that is complete already must not be set to running again
-        self.send()
-        if (kept := self.folder / DIAGNOSTICS).exists():
-            self.tracker.log_files(self.get_run_id(), [kept])
-        timings = {f"time/{name}": value for name, value in result.timings.items()}
-        tags = {**result.labels, "git_sha": result.environment["git_sha"]}
-        tags["environment"] = result.made_in
-        if result.taken_from:
-            tags["taken_from"] = result.taken_from
-        if result.execution:
-            tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
-        self.tracker.finish(
-            self.get_run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"]
-        )
-
-    def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
-        """Mark the MLflow run as failed, or as interrupted (KILLED). Raises TrackingError."""
-        self.send()
-        self.tracker.fail(self.get_run_id(), reason, status)
-        self._set_running = False
 
 
 @dataclass(frozen=True)

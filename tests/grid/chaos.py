@@ -93,7 +93,7 @@ if parent_process():  # a worker
     halfway(checkpoints, "write_atomically", "a worker in the write of a checkpoint")
     halfway(result, "write_text", "a worker in the write of a result")
 elif "command" in Path(sys.argv[0]).parts:
-    from lit_lazy.tracking.tracked_run import ActiveRun
+    from lit_lazy.tracking.active_run import ActiveRun
 
     before(ActiveRun, "finish", "the command between a result and MLflow")
 '''

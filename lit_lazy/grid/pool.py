@@ -62,6 +62,7 @@ class LocalWorker:
     def poll(self, judge: Callable[[str, int, float], str]) -> Ending | None:
         """How the attempt at the cell ended; None if it goes on. Answers the questions of the training."""
         assert self.key is not None
+        is_alive = self.process.is_alive()  # asked first: a process may end after its last message
         try:
             while self.connection.poll():
                 message = self.connection.recv()
@@ -70,7 +71,8 @@ class LocalWorker:
                 self.connection.send(judge(self.key, *message))
         except (EOFError, OSError):
             self.process.join()
-        return None if self.process.is_alive() else Ending(self.key, "died", f"exit status {self.process.exitcode}")
+            is_alive = False
+        return None if is_alive else Ending(self.key, "died", f"exit status {self.process.exitcode}")
 
 
 def _serve(*arguments: Any) -> None:

@@ -150,9 +150,8 @@ def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping
     os.environ.update(environment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if full := _log_to(log_file):
+        while full := _log_to(log_file):
             connection.send(Ending(connection.recv().key, "disk_full", full))
-            return
         prepare_process(job)
         with Interrupts(patient=True) as interrupts:
             _serve(connection, job, interrupts)

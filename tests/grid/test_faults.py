@@ -112,6 +112,13 @@ def test_a_write_may_fail_anywhere(error: int, whole: bool, lab: Lab) -> None:
         assert here.table() == table, f"effect {at}: {command.said}"
 
 
+def test_a_worker_without_room_for_its_log_did_not_die(lab: Lab) -> None:
+    command = Trap(lab.runs, "all", 1, errno.ENOSPC, pattern=r"^open .*/worker-").start(lab)
+    assert command.wait() == 0, command.said
+    assert "died" not in command.said
+    lab.check_done()
+
+
 def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(lab: Lab) -> None:
     """Nothing died, and no cell failed."""
     tries = lab.training.log.with_name("tries")

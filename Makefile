@@ -64,17 +64,18 @@ dashboard: .venv/.complete
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long"
 
-test-all: lint test-tritons
+test-all: lint
+	$(MAKE) -j 2 test-tritons
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 # The kernels on the oldest and the newest triton they support, each in an environment of its own: in the interpreter, and
-# every configuration compiled.
+# compiled.
 TRITONS := 3.6.0 3.9.0
-test-tritons: $(TRITONS:%=.venv-triton-%/.complete)
-	for version in $(TRITONS); do \
-	  TRITON_INTERPRET=1 .venv-triton-$$version/bin/pytest -q --noconftest -m "not long" tests/kernels/test_triton.py && \
-	  .venv-triton-$$version/bin/python3 -m bench --all-configurations || exit 1; \
-	done
+test-tritons: $(TRITONS:%=test-triton-%)
+
+$(TRITONS:%=test-triton-%): test-triton-%: .venv-triton-%/.complete
+	TRITON_INTERPRET=1 .venv-triton-$*/bin/pytest -q --noconftest -m "not long" tests/kernels/test_triton.py
+	.venv-triton-$*/bin/pytest -q --noconftest tests/kernels/test_compile_report.py -k default_configurations
 
 lint: .venv/.complete-test
 	$(BIN)/ruff format --check .

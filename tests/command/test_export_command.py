@@ -143,7 +143,7 @@ def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = exported(checkpoint, tmp_path / "out")
     found, logits = json.loads(run_alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
     model, prompts = load(Path(checkpoint)).model.eval(), [[*TEXT.encode()], [*b"x"]]
-    assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=0)] == found
+    assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=[0])] == found
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(logits), model(torch.tensor(prompts[:1])), rtol=1e-5, atol=1e-5)
 

@@ -252,12 +252,9 @@ def test_only_tiles_without_weight_are_skipped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sign", "renormalise"),
-    [(1, False), (-1, True), *(pytest.param(*later, marks=pytest.mark.long) for later in ((1, True), (-1, False)))],
+    "setting", pairwise_cover({"threshold": THRESHOLDS, "sign": [1, -1], "renormalise": [False, True]}), ids=str
 )
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_causality(threshold, sign, renormalise, backend):
-    setting = {"threshold": threshold, "sign": sign, "renormalise": renormalise}
+def test_causality(setting, backend):
     case = draw(13, length=20, batch=1, bias_width=6, **setting).to(torch.float32)
     token = 11
     changed = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
@@ -353,8 +350,7 @@ def assert_rows_are_zero(found):
     assert found["dq"][0].count_nonzero() == found["dk"][0].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(("rows", "threshold"), zip((3, 1, 2, 1), THRESHOLDS, strict=True))
 def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
     case = draw(19, threshold=threshold, length=21, batch=1, group=2, bias_width=6, renormalise=True)
     case = case.to(widest_dtype(backend))

@@ -57,21 +57,18 @@ AXES = {
     "dtype": DTYPES,
 }
 WIDTHS = [16, 24, 80, 96, 128, 256]
-COVER, ANOTHER_COVER = (
-    [setting | {"skip": index // 2 % 2 == 0} for index, setting in enumerate(pairwise_cover(AXES, seed))]
-    for seed in (0, 1)
-)
+COVER = [setting | {"skip": index // 2 % 2 == 0} for index, setting in enumerate(pairwise_cover(AXES))]
 LONGER = [
     {"length": 64, "bias_width": 20, "block": (32, 32), "dtype": torch.float16},
     {"length": 127, "threshold": "per_token", "slopes": True, "window": 50, "block": (64, 32), "dtype": torch.bfloat16},
     {"length": 130, "renormalise": True, "bias_width": 40, "width": 24, "block": (32, 64), "dtype": torch.float32},
     {"length": 257, "sign": -1, "bias_width": 100, "block": (64, 64), "dtype": torch.float32},
 ]
-MATRIX = [
+SHAPES = [
     # Each case takes the next option setting of the cover.
-    {**COVER[index % len(COVER)], "length": length, "width": width, "dtype": dtype, "block": (32, 64)}
-    | ({"heads": (1, 1)} if length > 65 else {})  # with more weights, hardly ever all avoid the kink
-    for index, (length, width, dtype) in enumerate(product([1, 2, 63, 64, 65, 127, 130, 257], WIDTHS, DTYPES))
+    {**COVER[index % len(COVER)], **shape, "block": (32, 64)}
+    | ({"heads": (1, 1)} if shape["length"] > 65 else {})  # with more weights, hardly ever all avoid the kink
+    for index, shape in enumerate(pairwise_cover({"length": [1, 64, 127, 257], "width": WIDTHS, "dtype": DTYPES}))
 ]
 
 
@@ -185,7 +182,7 @@ def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
 
 SETTINGS = [
     pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % 4 or index >= len(COVER) else ())
-    for index, setting in enumerate(COVER + LONGER + ANOTHER_COVER)
+    for index, setting in enumerate(COVER + LONGER)
 ]
 
 
@@ -196,7 +193,7 @@ def test_equals_reference(setting, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", MATRIX, ids=str)
+@pytest.mark.parametrize("setting", SHAPES, ids=str)
 def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
     rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype, seed=32)
@@ -594,7 +591,7 @@ def draw_setting(seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_options(seed, monkeypatch):
     setting, dtype = apply_setting(draw_setting(seed), monkeypatch)
     case = draw(seed, **setting).to(dtype)

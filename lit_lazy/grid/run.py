@@ -49,8 +49,8 @@ from lit_lazy.training.run_folder import (
 )
 
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 5.0
-"""Interval of searches for cells of dead workers."""
+LOOK_SECONDS, LOOK_SHARE = 5.0, 20.0
+"""Interval of looks at what other processes do: so many seconds, and at least so many times as long as a look takes."""
 MOST_CRASHES = 3
 """Deaths per worker slot before a cell was begun, without one ending in between, after which the command gives up."""
 LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
@@ -106,35 +106,42 @@ class GridDriver:
         self.cells = {cell.key: cell for cell in work.cells}
         for key in self.cells:
             RunResult.read(locate_cell(work.folder, key))  # a damaged one is put aside, and its cell waits again
-        self._complete: set[str] = set()
+        self._states: dict[str, State] = {}
+        self._next_look = 0.0
         self._held: set[str] = set()
         """Cells that this process has given to workers."""
 
     def states(self) -> dict[str, State]:
-        return {key: self._read_state(key) for key in self.cells}
+        """What other processes did is seen after LOOK_SECONDS, later where a look at all cells takes long."""
+        begun = time.monotonic()
+        if begun >= self._next_look:
+            for key in self.cells:
+                self._look(key)
+            now = time.monotonic()
+            self._next_look = now + max(LOOK_SECONDS, LOOK_SHARE * (now - begun))
+        return dict(self._states)
 
-    def _read_state(self, key: str) -> State:
-        if key in self._held:
-            return "running"
-        if key in self._complete:
-            return "complete"
-        folder = locate_cell(self.work.folder, key)
-        state = read_state(folder)
-        if state == "complete":
-            self._complete.add(key)
-            clear_leftovers(folder)
-        return state
+    def _look(self, key: str) -> State:
+        """The state of a cell now."""
+        if self._states.get(key) != "complete":
+            folder = locate_cell(self.work.folder, key)
+            self._states[key] = "running" if key in self._held else read_state(folder)
+            if self._states[key] == "complete":
+                clear_leftovers(folder)
+        return self._states[key]
 
     def choose(self) -> Cell | None:
-        waiting = next((key for key in self.cells if self._read_state(key) == "waiting"), None)
+        seen = self.states()
+        waiting = next((key for key in seen if seen[key] == "waiting" and self._look(key) == "waiting"), None)
         if waiting is None:
             return None
         cell = self.cells[waiting]
         given = self.study.begin(cell.key, cell.variant, cell.seed)
-        if given not in self.cells or self._read_state(given) != "waiting":  # of another command, or done meanwhile
+        if given not in self.cells or self._look(given) != "waiting":  # of another command, or done meanwhile
             self.study.end(given, None)
             given = waiting
         self._held.add(given)
+        self._states[given] = "running"
         return self.cells[given]
 
     def record(self, ending: Ending) -> None:
@@ -142,12 +149,14 @@ class GridDriver:
         folder = locate_cell(self.work.folder, ending.key)
         if ending.files and not (folder / RESULT).exists():
             _write_files(folder, ending.files)
+        self._look(ending.key)
         result = RunResult.peek(folder) if ending.kind == "done" else None
         self.study.end(ending.key, None if result is None else result.metrics["loss/val"])
 
     def retry(self, key: str) -> None:
         """Let a failed cell wait again."""
         clear_failure(locate_cell(self.work.folder, key))
+        self._look(key)
 
     def judge(self, key: str, step: int, value: float) -> str:  # noqa: ARG002
         return ""

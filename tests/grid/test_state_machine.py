@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from instant import make_console
 
+from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, give_back, read_state, was_left
 from lit_lazy.grid.job import Ending, Work
@@ -240,5 +241,28 @@ MANY = settings(OPTIONS, max_examples=500, stateful_step_count=60, print_blob=Tr
 
 
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
-def test_every_order_of_events_is_the_models(options: settings, tmp_path: Path) -> None:
+def test_every_order_of_events_is_the_models(
+    options: settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(run, "LOOK_SHARE", 0.0)
     explore(tmp_path, options)
+
+
+def test_what_others_do_is_looked_at_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at thousands of cells would take a core; what this command's workers do it knows at once."""
+    looks: list[Path] = []
+    monkeypatch.setattr(run, "read_state", lambda folder: (looks.append(folder), read_state(folder))[1])
+    driver = GridDriver(Work("grid", tuple(CELLS.values()), {}, tmp_path, ()), None)
+    for _ in range(100):
+        assert set(driver.states().values()) == {"waiting"}
+    assert len(looks) == len(CELLS)
+    given = driver.choose()
+    assert given is not None
+    assert driver.states()[given.key] == "running"
+    driver.record(Ending(given.key, "interrupted"))
+    assert driver.states()[given.key] == "waiting"
+    assert len(looks) == len(CELLS) + 3, "one before and one after Optuna is asked, one at the end"
+    monkeypatch.setattr(driver, "_next_look", 0.0)
+    assert driver.states()
+    assert len(looks) == 2 * len(CELLS) + 3

@@ -75,7 +75,7 @@ test-tritons: $(TRITONS:%=test-triton-%)
 
 $(TRITONS:%=test-triton-%): test-triton-%: .venv-triton-%/.complete
 	TRITON_INTERPRET=1 .venv-triton-$*/bin/pytest -q --noconftest -m "not long" tests/kernels/test_triton.py
-	.venv-triton-$*/bin/pytest -q --noconftest tests/kernels/test_compile_report.py -k default_configurations
+	.venv-triton-$*/bin/pytest -q --noconftest tests/kernels/test_compile_report.py::test_default_configurations
 
 lint: .venv/.complete-test
 	$(BIN)/ruff format --check .

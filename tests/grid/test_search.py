@@ -22,7 +22,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cells import HOLDER, claim, read_state
 from lit_lazy.grid.job import Ending
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
@@ -249,10 +249,15 @@ def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -
         cell = take(driver)
         driver.judge(cell.key, 3, loss)
         complete(driver, cell, loss)
-    reason = driver.judge(take(driver).key, 3, 9.0)
+    cell = take(driver)
+    lock = claim(folder := locate_cell(driver.work.folder, cell.key))
+    assert lock is not None
+    reason = driver.judge(cell.key, 3, 9.0)
+    lock.release(force=True)  # its worker died too
     again = begun(tmp_path, 3, prune_from=0.5)
     assert again.choose() is None
     assert (again.points()[2].state, again.points()[2].reason) == ("pruned", reason)
+    assert not (folder / HOLDER).exists()
 
 
 def test_a_failed_point_is_drawn_anew_by_the_next_command(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import clear_leftovers
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import Mirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
@@ -160,6 +161,7 @@ class SearchDriver:
         clear_failure(folder)
         self._tell(trial, TrialState.PRUNED, {DIVERGED: diverged, REASON: reason})
         remove_checkpoints(folder)
+        clear_leftovers(folder)
 
     def _tell(
         self, trial: Trial, state: TrialState, attributes: Mapping[str, object], value: float | None = None

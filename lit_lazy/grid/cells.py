@@ -87,7 +87,8 @@ def claim(folder: Path) -> BaseFileLock | None:
     if deaths >= MOST_DEATHS:
         write_failure(folder, f"its worker died {deaths} times without progress (out of memory?)")
     if read_failure(folder):
-        give_back(folder, lock)
+        (folder / HOLDER).unlink(missing_ok=True)
+        lock.release()
         return None
     holder = Holder(os.getpid(), socket.gethostname(), time.time(), deaths, progress)
     write_text(folder / HOLDER, json.dumps(asdict(holder)))
@@ -96,8 +97,10 @@ def claim(folder: Path) -> BaseFileLock | None:
 
 def give_back(folder: Path, lock: BaseFileLock) -> None:
     """Release what `claim` took."""
-    with suppress(OSError):
-        (folder / HOLDER).unlink(missing_ok=True)
+    holder = Holder.read(folder)
+    if holder is not None and (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):  # a lease may be lost
+        with suppress(OSError):
+            (folder / HOLDER).unlink(missing_ok=True)
     lock.release()
 
 

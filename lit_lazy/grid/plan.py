@@ -22,7 +22,7 @@ from lit_lazy.table.columns import COLUMNS, STARTS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Plan:
     """Values of the axes, by row; none in plans of formats 1 and 2."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config of the experiment; none in plans of formats 1 and 2."""
-    compiled: bool = False
-    """Whether the grid began with the compiled backend of CPUs."""
+    compiled: bool | None = None
+    """Whether the grid began with the compiled backend of CPUs; None in plans of formats 1 and 2."""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -194,7 +194,7 @@ class Plan:
             keys={name: former.keys.get(name, {}) | self.keys.get(name, {}) for name in order if name in rows},
             # A row's values stay: MLflow takes new ones only.
             axis_values={name: self.axis_values.get(name, {}) | former.axis_values.get(name, {}) for name in rows},
-            compiled=former.compiled,
+            compiled=self.compiled if former.compiled is None else former.compiled,
         )
 
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
@@ -323,7 +323,10 @@ class GridFolder:
             raise DamagedPlanError(file, one_line(error)) from None
         if former is not None:
             plan = replace(plan, keys=former.keys, axis_values=former.axis_values)
-        return cls(path, plan)
+        grid = cls(path, plan)
+        if former is None:
+            return grid
+        return cls(path, replace(plan, compiled=was_compiled(cell.result for cell in grid.cells)))
 
     @cached_property
     def cells(self) -> list[CellRecord]:

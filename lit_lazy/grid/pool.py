@@ -58,20 +58,29 @@ class LocalWorker:
         self.process.start()
         other.close()
         self.key: str | None = None
+        self._question: tuple[int, float] | None = None
+        """Of its training, as long as it is not answered, since that may fail for lack of space."""
 
     def poll(self, judge: Callable[[str, int, float], str]) -> Ending | None:
         """How the attempt at the cell ended; None if it goes on. Answers the questions of the training."""
         assert self.key is not None
         is_alive = self.process.is_alive()  # asked first: a process may end after its last message
-        try:
-            while self.connection.poll():
-                message = self.connection.recv()
-                if isinstance(message, Ending):
-                    return message
-                self.connection.send(judge(self.key, *message))
-        except (EOFError, OSError):
-            self.process.join()
-            is_alive = False
+        while True:
+            try:
+                if self._question is None and not self.connection.poll():
+                    break
+                message = self._question or self.connection.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                is_alive = False
+                break
+            if isinstance(message, Ending):
+                return message
+            self._question = message
+            answer = judge(self.key, *message)
+            self._question = None
+            with suppress(OSError):  # it died: the next look finds that
+                self.connection.send(answer)
         return None if is_alive else Ending(self.key, "died", f"exit status {self.process.exitcode}")
 
 
@@ -89,6 +98,7 @@ class LocalPool:
         """judge: as `Driver.judge`."""
         self.job, self.size, self.judge = job, size, judge
         self._workers: dict[int, LocalWorker] = {}
+        self._ended: list[Ending] = []
 
     def __len__(self) -> int:
         return len(self._busy)
@@ -110,13 +120,13 @@ class LocalPool:
             self._workers[slot].connection.send(cell)
 
     def poll(self) -> list[Ending]:
-        endings = []
         for slot, worker in list(self._workers.items()):
             if worker.key is not None and (ending := worker.poll(self.judge)) is not None:
-                endings.append(ending)
+                self._ended.append(ending)  # kept if the judgement of the next one fails
                 worker.key = None
             if not worker.process.is_alive():
                 del self._workers[slot]
+        endings, self._ended = self._ended, []
         return endings
 
     def stop(self) -> list[Ending]:

@@ -31,7 +31,7 @@ from lit_lazy.support.machine import count_cores
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
-from lit_lazy.training.run_folder import SETTINGS, locate_cell
+from lit_lazy.training.run_folder import SETTINGS, clear_failure, locate_cell
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
@@ -221,12 +221,16 @@ def execute_task(cell: Cell, job: Job, folder: str) -> Ending:
     os.chdir(folder)
     # Ray cancels by SIGINT, which all processes of a cluster started in the background ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    mark = job.folder / GRID_ID
+    shared = mark.exists() and mark.read_text(encoding="utf-8") == job.mark
+    if not shared:  # a folder of this grid alone: after --fresh there is another, and the head decides who tries again
+        job = dataclasses.replace(job, folder=job.folder.parent / f"ray-{job.mark[:8]}" / job.folder.name)
+        clear_failure(locate_cell(job.folder, cell.key))
     with _log_to_file(job):
         prepare_process(job)
         with Interrupts(patient=True) as interrupts:
             ending = execute(cell, job, interrupts, lambda *_: "")
-    mark = job.folder / GRID_ID
-    if mark.exists() and mark.read_text(encoding="utf-8") == job.mark:
+    if shared:
         return ending
     names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, RESULT
     return dataclasses.replace(ending, files=list_files(locate_cell(job.folder, cell.key), names))

@@ -46,6 +46,7 @@ from lit_lazy.training.run_folder import (
     clear_failure,
     is_locked,
     locate_cell,
+    write_failure,
 )
 
 POLL_SECONDS = 0.2
@@ -149,6 +150,8 @@ class GridDriver:
         folder = locate_cell(self.work.folder, ending.key)
         if ending.files and not (folder / RESULT).exists():
             _write_files(folder, ending.files)
+        if ending.files is not None and ending.kind == "failed":
+            write_failure(folder, ending.reason, ending.final)
         self._look(ending.key)
         result = RunResult.peek(folder) if ending.kind == "done" else None
         self.study.end(ending.key, None if result is None else result.metrics["loss/val"])
@@ -173,12 +176,13 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
         plan = save_plan(grid)
-        taken = _take_results(grid, launch, plan.compiled, console)
+        compiled = bool(plan.compiled)
+        taken = _take_results(grid, launch, compiled, console)
         driver = GridDriver(grid, launch.storage)
         for key, state in driver.states().items():
             if state == "failed":
                 driver.retry(key)
-        executed = execute_cells(grid, launch, driver, console, compiled=plan.compiled, taken=len(taken))
+        executed = execute_cells(grid, launch, driver, console, compiled=compiled, taken=len(taken))
         table = read_grid(grid.folder).build_table()
         if not is_saved(table, grid.folder / "table"):
             save(table, grid.folder / "table")
@@ -378,7 +382,7 @@ class Supervisor:
         self._retries = Counter[str]()
         self._last_look = -LOOK_SECONDS
         self._crashes = self._started = 0
-        self._reported_others = False
+        self._reported_others = self._found_none = False
         self._left: set[tuple[str, float]] = set()
         """Attempts of dead workers that were said."""
         self._pause = 0.0
@@ -416,11 +420,13 @@ class Supervisor:
                 self._report_dead(states)
                 progress.show_running([self._describe_running(key) for key, at in states.items() if at == "running"])
             progress.update(states)
-            over = is_over(self.launch.until) and self._started >= self.launch.workers
-            while not over and pool.free and (cell := self.driver.choose()):
-                pool.start(cell)
+            while not (over := self._is_over()) and pool.free and (cell := self._choose()):
+                try:
+                    pool.start(cell)
+                except Exception:
+                    self.driver.record(Ending(cell.key, "interrupted"))
+                    raise
                 self._started += 1
-                over = is_over(self.launch.until) and self._started >= self.launch.workers
         except Exception as error:
             if not is_disk_full(error):
                 raise
@@ -432,6 +438,15 @@ class Supervisor:
         if "running" in states.values():
             self._report_others(states)
         return bool({"waiting", "running"} & set(states.values()))
+
+    def _is_over(self) -> bool:
+        """Whether the time limit keeps this command from starting cells."""
+        return is_over(self.launch.until) and (self._started >= self.launch.workers or self._found_none)
+
+    def _choose(self) -> Cell | None:
+        cell = self.driver.choose()
+        self._found_none |= cell is None and is_over(self.launch.until)
+        return cell
 
     def _take(self, ending: Ending, pool: Pool) -> None:
         """Do what follows from the end of an attempt."""

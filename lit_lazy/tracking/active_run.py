@@ -79,6 +79,8 @@ class ActiveRun:
             self.tracker.set_running(run_id)
             self._set_running = True
         lines = read_lines(self.folder / METRICS)
+        if len(lines) < self._sent:  # damaged ones were removed
+            self._sent = 0
         self.tracker.log(run_id, lines[self._sent :])
         self._sent = len(lines)
 

@@ -1,7 +1,7 @@
 """Result file of a finished run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from lit_lazy.support.typecheck import check_kinds
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
 FORMAT = 1
+COMPILED = "cpu"
+"""Label `backend` of results of the compiled backend of CPUs."""
 """Format of result.json; raised when a field is added, removed or changes its meaning."""
 
 LARGEST = 1e150
@@ -105,3 +107,9 @@ class RunResult:
     def write(self, folder: Path) -> None:
         """Write the result into a run folder, which finishes the run."""
         write_text(folder / RESULT, json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False))
+
+
+def was_compiled(results: Iterable[RunResult | None]) -> bool | None:
+    """Whether trainings used the compiled backend of CPUs; None if none has a result."""
+    backends = {result.labels.get("backend") for result in results if result is not None}
+    return COMPILED in backends if backends else None

@@ -6,6 +6,7 @@ finished cell, and a cell with a checkpoint; `results-3b7b986.json` holds the me
 
 import json
 import platform
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import torch
 
 from lit_lazy import results
 from lit_lazy.command.main import main
+from lit_lazy.grid.plan import read_grid
 from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RunResult
 
 HERE = Path(__file__).parent
 ID = "table2-backcopy_tiny-5b1867"
@@ -68,6 +71,20 @@ def test_a_grid_of_an_earlier_version_is_read(runs: Path, tmp_path: Path, capsys
         "lazy": "waiting",
     }
     assert {path for path in runs.rglob("*") if path.is_file()} == before
+
+
+def test_a_grid_of_an_earlier_version_keeps_its_backend(runs: Path) -> None:
+    """Its plan does not say which it was: its results do."""
+    unpack(runs)
+    grid = read_grid(runs / ID)
+    assert grid.plan.compiled is False
+    result = RunResult.peek(grid.cells[0].folder if grid.cells[0].result else grid.cells[1].folder)
+    assert result is not None
+    result.labels["backend"] = "cpu"
+    result.write(runs / ID / "cells" / result.key)
+    assert read_grid(runs / ID).plan.compiled is True
+    shutil.rmtree(runs / ID / "cells" / result.key)
+    assert read_grid(runs / ID).plan.compiled is None
 
 
 def test_fresh_begins_another_than_the_earlier_version_s(runs: Path) -> None:

@@ -1,12 +1,16 @@
 """A grid from its cells to its table: workers, retries, deaths, limits, and several commands at once."""
 
+import errno
 import itertools
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chaos import POINTS, Soak, check, count_kills, run_killed
@@ -18,6 +22,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import MOST_DEATHS, Holder
 from lit_lazy.grid.job import Ending, Job, is_over
 from lit_lazy.grid.plan import ASIDE, read_grid
+from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.run_folder import read_failure
@@ -182,7 +187,7 @@ def test_an_interrupted_command_gives_its_cells_back(number: signal.Signals, lab
         assert "running" not in lab.states().values()
         assert not list(lab.folder.glob("cells/*/holder.json"))
     lab.run(workers=2)
-    lab.check_done()
+    lab.check_done(steps_repeated=4)  # of two workers, twice: real trainings end after their step, these anywhere
 
 
 def test_an_interrupt_at_the_end_of_a_cell_is_not_waited_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +271,61 @@ def test_a_limit_starts_no_further_cell(lab: Lab) -> None:
     lab.check_done()
     assert is_over(time.time() - 1)
     assert not is_over(None)
+
+
+def test_a_limit_ends_a_command_that_finds_nothing_to_start(lab: Lab, gate: Path) -> None:
+    """More workers than cells are left, as in the second job of a cluster: it does not wait for the first."""
+    gate.touch()
+    command = lab.start(workers=4)
+    wait_until(lambda: len(cells_of(lab, "running")) == 4)
+    lab.run(workers=2, status=1, until=time.time() - 1)
+    assert command.is_alive
+    gate.unlink()
+    assert command.wait() == 0
+    lab.check_done()
+
+
+def test_a_worker_that_cannot_start_for_lack_of_space_is_started_later(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of forks needs a socket in a temporary folder, for instance."""
+    start, left = LocalPool.start, [2]
+
+    def start_later(pool: LocalPool, cell: Cell) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        start(pool, cell)
+
+    monkeypatch.setattr(LocalPool, "start", start_later)
+    lab.run()
+    lab.check_done()
+
+
+def test_a_question_that_meets_a_full_disk_is_answered_later() -> None:
+    """Of a search's training at a validation. What another worker ended with meanwhile is kept."""
+    pool = LocalPool(Job(Path("x"), "", 1, ()), 2, lambda *_: answers.pop()())
+    ends = []
+    for slot in range(2):
+        worker = object.__new__(LocalWorker)
+        worker.connection, other = multiprocessing.Pipe()
+        worker.process = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+        worker.key, worker._question = f"cell {slot}", None
+        pool._workers[slot] = worker
+        ends.append(other)
+
+    def fail() -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    answers: list[Callable[[], str]] = [lambda: "go on", fail]
+    ends[0].send(Ending("cell 0", "done"))
+    ends[1].send((10, 2.5))
+    with pytest.raises(OSError, match="No space"):
+        pool.poll()
+    assert not ends[1].poll()
+    assert pool.poll() == [Ending("cell 0", "done")]
+    assert ends[1].recv() == "go on"
+    assert pool.poll() == []
 
 
 def test_a_grid_can_be_copied_while_it_runs_and_moved(lab: Lab, gate: Path, tmp_path: Path) -> None:

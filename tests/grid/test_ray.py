@@ -1,5 +1,6 @@
 """Cells as Ray tasks on a cluster of two nodes on this machine."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -10,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.plan import read_grid, read_grid_id
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.table.stored import read_table
+from lit_lazy.training.run_folder import read_failure
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
@@ -102,7 +103,7 @@ def test_the_table_is_that_of_local_workers(
     assert "4/5 cells done, 0 running, 1 failed" in out
     folder = again / "pair-backcopy_tiny"
     rows, theirs = (
-        [replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
+        [dataclasses.replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
         for of in (read_table(folder / "table.json"), local)
     )
     assert rows == theirs
@@ -248,8 +249,10 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_files(
     monkeypatch.chdir(tmp_path)
     lab.folder.mkdir(parents=True)
     cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
-    elsewhere = lab.move(tmp_path / "elsewhere")
-    ending = ray_pool.execute_task(cell, Job(elsewhere.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
+    mark = read_grid_id(lab.folder)
+    there = tmp_path / "elsewhere"
+    ending = ray_pool.execute_task(cell, Job(lab.move(there).folder, mark, 1, ()), str(tmp_path))
+    elsewhere = lab.move(there / f"ray-{mark[:8]}")
     assert (ending.kind, [*(ending.files or {})]) == ("done", ["cell.json", "metrics.jsonl", "result.json"])
     assert read_state(lab.cell(cell.key)) == "waiting"
     driver.record(ending)
@@ -258,6 +261,29 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_files(
     assert all((sent / name).read_bytes() == (kept / name).read_bytes() for name in ending.files or {})
     here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
     assert (here.kind, here.files) == ("done", None)
+
+
+def test_a_cell_that_fails_elsewhere_has_failed_here(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command decides who tries again, and a grid that starts anew finds nothing of the former one there."""
+    monkeypatch.chdir(tmp_path)
+    lab.folder.mkdir(parents=True)
+    cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
+    job = Job(lab.move(tmp_path / "elsewhere").folder, read_grid_id(lab.folder), 1, ())
+
+    def fail(*_: object) -> None:
+        raise ValueError("why")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.training, "at_step", fail)
+        driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
+    assert driver.states()[cell.key] == "failed"
+    assert "why" in read_failure(lab.cell(cell.key))
+    driver.retry(cell.key)
+    driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
+    assert driver.states()[cell.key] == "complete"
+    steps = sum(lab.count_steps().values())
+    ray_pool.execute_task(cell, dataclasses.replace(job, mark="another"), str(tmp_path))
+    assert sum(lab.count_steps().values()) == 2 * steps
 
 
 @pytest.mark.long

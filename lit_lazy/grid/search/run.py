@@ -34,8 +34,8 @@ from lit_lazy.tracking.tracker import NOTE, Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import clear_failure, is_locked, locate_cell, read_failure, remove_checkpoints
+from lit_lazy.training.result import RunResult, was_compiled
+from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell, read_failure, remove_checkpoints
 
 DEFINITION, COMPILED = "search.json", "compiled"
 """File of a search's definition in its folder, and the attribute of its study that says whether it began so."""
@@ -244,7 +244,8 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
         _require_same(work)
         compiled = driver.study.user_attrs.get(COMPILED)
         if compiled is None:
-            compiled = find_obstacle() is None
+            known = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
+            compiled = find_obstacle() is None if known is None else known
             driver.study.set_user_attr(COMPILED, compiled)
         monitored = MONITORED[work.definition.objective]
         execute_cells(work, launch, driver, console, driver.describe_best, compiled=compiled, monitored=monitored)

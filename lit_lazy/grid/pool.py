@@ -69,15 +69,15 @@ class LocalWorker:
             try:
                 if self._question is None and not self.connection.poll():
                     break
-                message = self._question or self.connection.recv()
+                message: Ending | tuple[int, float] = self._question or self.connection.recv()
             except (EOFError, OSError):
                 self.process.join()
                 is_alive = False
                 break
             if isinstance(message, Ending):
                 return message
-            self._question = message
-            answer = judge(self.key, *message)
+            self._question = step, value = message
+            answer = judge(self.key, step, value)
             self._question = None
             with suppress(OSError):  # it died: the next look finds that
                 self.connection.send(answer)

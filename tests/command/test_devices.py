@@ -77,9 +77,10 @@ def wait_for(holds, seconds: float = 60.0):
 
 SLOW = """
 import time
+from multiprocessing import parent_process
 HERE = Path(__file__).parent
 
-if Path(sys.argv[0]).stem == "worker":
+if parent_process():  # a worker
     from lit_lazy.training.module import LitLM
     train = LitLM.training_step
 

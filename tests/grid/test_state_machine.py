@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         if cell.left and cell.state != "complete":
             deaths = cell.deaths + 1 if cell.progress == cell.written else 1
         lock = claim(self.folder(key))
-        if cell.state == "running":
+        if key in self.locks:
             assert lock is None
             return
         cell.left = False
@@ -209,6 +209,7 @@ class Machine(RuleBasedStateMachine):
         GridDriver(self.work, None)
         if (name, cell.state) in ((RESULT, "complete"), (FAILURE, "failed")):
             cell.state = "waiting"
+            cell.left = was_left(self.folder(key))  # a command may have cleared what was left beside a result
 
     @rule(content=DAMAGE | st.none(), at=st.integers(0, 400))
     def damage_journal(self, content: bytes | None, at: int) -> None:

@@ -1,8 +1,11 @@
-"""A grid or a search is killed before every one of its effects on files; the same command then makes it whole.
+"""A grid or a search is killed before its effects on files; the same command then makes it whole.
+
+Before every one: `make crash-points`, half an hour of these; the long tests take every sixth.
 
 `tests/crash` does the same with real trainings, MLflow and libraries written in C, and for losses of power.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.result import RESULT
 
 FEW = 5
+EVERY = int(os.environ.get("EVERY_EFFECT", "6"))
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,11 @@ def choose_few(way: str) -> Callable[[int], Iterator[int]]:
     return lambda n: iter(range(1 + 3 * WAYS.index(way), n + 1, max(n // FEW, 1)))
 
 
-def choose_all(_way: str) -> Callable[[int], Iterator[int]]:
-    return lambda n: iter(range(1, n + 1))
+def choose_more(way: str) -> Callable[[int], Iterator[int]]:
+    return lambda n: iter(range(1 + WAYS.index(way) % EVERY, n + 1, EVERY))
 
 
-@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_all, marks=pytest.mark.long)])
+@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_more, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grid_killed_anywhere_is_made_whole(
     way: str, choose: Callable[[str], Any], tmp_path: Path, training: Training
@@ -86,7 +90,7 @@ def test_a_grid_killed_anywhere_is_made_whole(
     assert try_all(lab, way, choose(way)) >= FEW
 
 
-@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_all, marks=pytest.mark.long)])
+@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_more, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_search_killed_anywhere_has_the_same_points(way: str, choose: Callable[[str], Any], search_lab: Lab) -> None:
     search_lab.work = replace(search_lab.work, cells=search_lab.work.cells[:4])

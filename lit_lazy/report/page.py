@@ -60,9 +60,10 @@ def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping
     """
     data = _load_data(grid, table)
     of_trainings = _draw_training_figures(data)
-    write_text(folder / REPORT, _render_report_page(data, of_table, of_trainings))
     for name, figure in of_trainings.items():
         figures.save_figure(figure, folder / name)
+    # The page comes last: with it all is drawn, also after a kill.
+    write_text(folder / REPORT, _render_report_page(data, of_table, of_trainings))
 
 
 def render_report(grid: GridFolder, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -224,9 +225,9 @@ def check_mlflow(lab: Lab, steps: int) -> None:
         assert results[run.data.tags["cell"]].items() <= run.data.metrics.items()
 
 
-def check_no_process_is_left() -> None:
-    """Workers of killed commands have ended their cells, and no rank outlives its worker."""
-    spared = {forked.start_fork_server(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+def check_no_process_is_left(before: Set[int]) -> None:
+    """Workers of killed commands have ended their cells, and no rank outlives its worker. before: other processes."""
+    spared = {*before, forked.start_fork_server(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     every = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
     _, left = psutil.wait_procs(every, timeout=30)
     assert not left
@@ -246,6 +247,7 @@ class Soak:
     def run(self, folder: Path) -> Counter[str]:
         """Kill grids until there were enough kills; returns what was killed. Resumes."""
         folder.mkdir(parents=True, exist_ok=True)
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
         lab = make_real_lab(folder, self.steps, self.devices, self.seeds)
         peace, kept = lab.move(folder / "peace"), folder / "outcome.json"
         peace.run(self.workers)
@@ -265,7 +267,7 @@ class Soak:
                 path.unlink()
             check(here, peace)
             forked.run_in_fork(lambda: check_mlflow(here, self.steps))  # noqa: B023
-            check_no_process_is_left()
+            check_no_process_is_left(before)
             outcome += killed + Counter({"grids": 1, "seconds": round(time.monotonic() - started)})
             write_text(kept, json.dumps(outcome))
             print(dict(outcome), flush=True)

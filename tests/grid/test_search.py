@@ -278,6 +278,7 @@ def test_a_point_that_another_command_told_is_left_as_it_is(tmp_path: Path) -> N
     two = SearchDriver(one.work, None)
     assert take(two) == cell
     complete(one, cell, 0.5)
+    assert two.judge(cell.key, 2, 0.7) == "another command has ended it"
     two.record(Ending(cell.key, "failed", "why"))
     (point,) = SearchDriver(one.work, None).points()
     assert (point.state, point.value, point.reason) == ("complete", 0.5, "")

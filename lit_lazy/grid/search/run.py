@@ -189,7 +189,10 @@ class SearchDriver:
         """Report the objective at a validation; returns why the point is not worth its remaining steps, or ""."""
         trial = self._held[key]
         if step not in self.study.get_trials(deepcopy=False)[trial.number].intermediate_values:
-            trial.report(value, step)
+            try:
+                trial.report(value, step)
+            except UpdateFinishedTrialError:  # its worker began it before this one's did
+                return "another command has ended it"
         return self._describe_pruning(trial, step, value)
 
     def _describe_pruning(self, trial: Trial, step: int, value: float) -> str:

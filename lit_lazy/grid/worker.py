@@ -109,7 +109,8 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
         return Ending(cell.key, "busy")
     except PrunedError as error:
         log.info("pruned %s: %s", name, error)
-        return Ending(cell.key, "pruned", str(error))
+        write_failure(folder, str(error), final=True)  # another command may have given it to a worker too
+        return Ending(cell.key, "pruned", str(error), final=True)
     except RankLostError as error:  # end like a killed worker, so that the death is counted and the cell resumes
         log.error("%s", error)
         os._exit(1)

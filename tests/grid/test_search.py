@@ -7,12 +7,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from instant import Lab, hold, read_pid, stop_while, wait_until
+from instant import Lab, Training, hold, read_pid, stop_while, wait_until
 from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
@@ -23,14 +24,15 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import HOLDER, claim, read_state
-from lit_lazy.grid.job import Ending
+from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
-from lit_lazy.grid.worker import PrunedError, Pruning
+from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.search_points import Point
+from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import locate_cell
@@ -237,7 +239,7 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(tmp_path: P
     assert driver.judge(bad.key, 3, 2.6) == worse
     # A resumed run repeats the step: it is judged again, and the earlier report stays.
     assert driver.judge(bad.key, 3, 2.6) == worse
-    driver.record(Ending(bad.key, "pruned", worse))
+    driver.record(Ending(bad.key, "pruned", worse, final=True))
     (*_, point) = driver.points()
     assert (point.state, point.value, point.reports, point.reason) == ("pruned", None, {2: 99.0, 3: 2.6}, worse)
     assert not driver.judge(good.key, 6, 99.0), "after the last step there is nothing to save"
@@ -282,6 +284,25 @@ def test_a_point_that_another_command_told_is_left_as_it_is(tmp_path: Path) -> N
     two.record(Ending(cell.key, "failed", "why"))
     (point,) = SearchDriver(one.work, None).points()
     assert (point.state, point.value, point.reason) == ("complete", 0.5, "")
+
+
+def test_a_pruned_point_that_two_commands_gave_to_workers_is_trained_once(tmp_path: Path, training: Training) -> None:
+    """The second worker may begin when the first one has ended, and its command has not told yet."""
+    one = begun(tmp_path, 3, prune_from=0.5)
+    for loss in (-2.0, -3.0):
+        cell = take(one)
+        one.judge(cell.key, 4, loss)
+        complete(one, cell, loss)
+    cell, two = take(one), begun(tmp_path, 3, prune_from=0.5)
+    assert take(two) == cell
+    job = Job(one.work.folder, "", 1, (), monitored="val/loss")
+    endings = [execute(cell, job, Interrupts(), partial(driver.judge, cell.key)) for driver in (one, two)]
+    assert [ending.kind for ending in endings] == ["pruned", "busy"]
+    assert training.log.read_text().splitlines() == [f"{cell.key} 2", f"{cell.key} 4"]
+    for driver, ending in zip((two, one), reversed(endings), strict=True):
+        driver.record(ending)
+        assert driver.choose() is None
+        assert (driver.points()[2].state, driver.points()[2].reason) == ("pruned", endings[0].reason)
 
 
 # Commands with workers, and trainings of an instant

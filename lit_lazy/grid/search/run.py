@@ -35,7 +35,15 @@ from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline
 from lit_lazy.training.result import RunResult, was_compiled
-from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell, read_failure, remove_checkpoints
+from lit_lazy.training.run_folder import (
+    CELLS,
+    clear_failure,
+    is_final,
+    is_locked,
+    locate_cell,
+    read_failure,
+    remove_checkpoints,
+)
 
 DEFINITION, COMPILED = "search.json", "compiled"
 """File of a search's definition in its folder, and the attribute of its study that says whether it began so."""
@@ -43,6 +51,7 @@ DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""
 NUMBER, KEY, REASON, DIVERGED = "number", "key", "reason", "diverged"
 """Attributes of a trial."""
+HOPELESS = "is worse than the median of the points there"
 GOOD_SHARE = 0.25
 """Fraction of the complete points that counts as good in the importances."""
 FEWEST_FOR_IMPORTANCE = 5
@@ -142,24 +151,27 @@ class SearchDriver:
         """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
         trial = Trial(self.study, frozen._trial_id)
         cell = self.definition.make_cell(number, trial.params)
-        if reason := read_failure(locate_cell(self.work.folder, cell.key)):
-            self._fail(trial, number, reason)
+        folder = locate_cell(self.work.folder, cell.key)
+        if reason := read_failure(folder):  # its command died before it told
+            self._fail(trial, cell.key, reason, is_final(folder))
             return None
         for step, value in [*frozen.intermediate_values.items()][-1:]:
-            if reason := self._describe_pruning(trial, step, value):  # its command died before it told
-                self._prune(trial, cell.key, reason, diverged=False)
+            if reason := self._describe_pruning(trial, step, value):
+                self._fail(trial, cell.key, reason, final=True)
                 return None
         self._held[cell.key] = trial
         return cell
 
-    def _fail(self, trial: Trial, number: int, reason: str) -> None:
-        self._failed.add(number)
-        self._tell(trial, TrialState.FAIL, {REASON: reason})
-
-    def _prune(self, trial: Trial, key: str, reason: str, diverged: bool) -> None:
+    def _fail(self, trial: Trial, key: str, reason: str, final: bool) -> None:
+        """Tell a point without a result. final: it was hopeless, or its loss is not finite any more."""
+        if not final:
+            self._failed.add(trial.user_attrs[NUMBER])
+            self._tell(trial, TrialState.FAIL, {REASON: reason})
+            return
+        diverged = HOPELESS not in reason
+        told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
+        self._tell(trial, TrialState.PRUNED, told)
         folder = locate_cell(self.work.folder, key)
-        clear_failure(folder)
-        self._tell(trial, TrialState.PRUNED, {DIVERGED: diverged, REASON: reason})
         remove_checkpoints(folder)
         clear_leftovers(folder)
 
@@ -177,12 +189,8 @@ class SearchDriver:
         result = RunResult.peek(locate_cell(self.work.folder, key)) if ending.kind == "done" else None
         if result is not None:
             self._tell(trial, TrialState.COMPLETE, {}, result.metrics[self.definition.objective])
-        elif ending.kind == "pruned":
-            self._prune(trial, key, ending.reason, diverged=False)
-        elif ending.kind == "failed" and ending.final:  # the loss is not finite any more
-            self._prune(trial, key, f"diverged: {ending.reason}", diverged=True)
-        elif ending.kind == "failed":
-            self._fail(trial, trial.user_attrs[NUMBER], ending.reason)
+        elif ending.kind in ("pruned", "failed"):
+            self._fail(trial, key, ending.reason, ending.final)
         del self._held[key]
 
     def judge(self, key: str, step: int, value: float) -> str:
@@ -199,7 +207,7 @@ class SearchDriver:
         if step >= self.definition.steps or not trial.should_prune():
             return ""
         metric = MONITORED[self.definition.objective]
-        return f"{metric} {value:.4g} at step {step} is worse than the median of the points there"
+        return f"{metric} {value:.4g} at step {step} {HOPELESS}"
 
     def points(self) -> list[Point]:
         """All points that were drawn, each from its newest trial."""

@@ -157,7 +157,12 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             listed = ", ".join(map(str, request.question.all_looks))
             print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
         return 0
-    request, grid = parse_request(options, overrides), make_grid(options, overrides)
+    request = parse_request(options, overrides)
+    if options.launcher == "local" and (options.fresh or lacks_results(request, options.runs)):
+        from lit_lazy.grid.pool import start_fork_server
+
+        start_fork_server()  # now: it takes as long as the checks of rows and data
+    grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.mirror import GridMirror, follow
@@ -256,6 +261,15 @@ class GridRequest(NamedTuple):
 def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
+
+
+def lacks_results(request: GridRequest, runs: Path) -> bool:
+    """Whether a grid's folder has fewer results than a request asks for."""
+    from lit_lazy.training.result import RESULT
+    from lit_lazy.training.run_folder import CELLS
+
+    found = len(list((runs / request.grid / CELLS).glob(f"*/{RESULT}")))
+    return found < sum(len(seeds) for _, seeds in request.chosen)
 
 
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:

@@ -121,7 +121,8 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.archive import open_readable
-    from lit_lazy.tracking.store import check_store, default_uri
+    from lit_lazy.tracking.check_store import check_store
+    from lit_lazy.tracking.store import default_uri
 
     if writes:
         check_writable_folder("--runs", options.runs)

@@ -7,7 +7,6 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from lit_lazy.tracking.databases import ARTIFACTS
 from lit_lazy.training.run_folder import CELLS
 
 CELLS_OF_GRID = (
@@ -34,6 +33,8 @@ def find_former_plan(file: Path) -> FormerPlan | None:
     folder, queue = file.parent, file.parents[1] / "queue.db"
     if not ((folder / CELLS).is_dir() and queue.exists()):
         return None
+    from lit_lazy.tracking.databases import ARTIFACTS
+
     found = list((folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{file.name}"))
     if not found:
         return None

@@ -5,18 +5,18 @@ metrics and its end. It may be called at any time, by any process that shares th
 """
 
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.console import Console
 
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
+from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import make_file_lock
@@ -25,12 +25,13 @@ from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
-from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import NOTE, Tracker, join_note
-from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import is_locked, read_settings
+
+if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in the thread of `follow`
+    from lit_lazy.tracking.active_run import ActiveRun
+    from lit_lazy.tracking.tracker import Tracker
 
 SYNC_SECONDS = 5.0
 FILES = ("plan.json", "search.json", "table.*", "*.png", "*.svg", "report.html")
@@ -99,13 +100,15 @@ class Mirror(ABC):
         """Tags, params and config of the parent run."""
 
     @abstractmethod
-    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:
+    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
 
     @property
-    def tracker(self) -> Tracker:
+    def tracker(self) -> "Tracker":
         """MLflow's experiment of the grid, created on first use."""
         if self._tracker is None:
+            from lit_lazy.tracking.tracker import Tracker
+
             self._tracker = Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
         return self._tracker
 
@@ -179,7 +182,9 @@ class Mirror(ABC):
         self._shown[cell.key] = end, cell.axes.keys()
         del self._runs[cell.key]
 
-    def _make_run(self, cell: MirroredCell, parent_id: str) -> ActiveRun:
+    def _make_run(self, cell: MirroredCell, parent_id: str) -> "ActiveRun":
+        from lit_lazy.tracking.active_run import ActiveRun
+
         result = RunResult.peek(cell.folder)
         config = result.config if result is not None else read_settings(cell.folder)
         tags = {
@@ -221,10 +226,14 @@ class GridMirror(Mirror):
         return MirroredCell(cell.folder, cell.variant, source, cell.seed, cell.axes, state, reason)
 
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
+        from lit_lazy.tracking.tracker import NOTE, join_note
+
         plan = read_grid(self.folder).plan
         return {NOTE: join_note([plan.command], PLAN)}, {}, plan.config
 
-    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:
+    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
+        from lit_lazy.tracking.views import run_link
+
         grid = read_grid(self.folder)
         columns = grid.plan.columns
         if ended:
@@ -270,27 +279,12 @@ def find_status(cells: Iterable[MirroredCell]) -> Literal["FINISHED", "FAILED", 
 @contextmanager
 def follow(mirror: Mirror, console: Console) -> Iterator[None]:
     """Keep MLflow up to date from a thread, and once more at the end. A failure undoes nothing and is said once."""
-    stop = threading.Event()
     fix = f"`{get_program_name()} mirror {mirror.folder.name}` sends what it lacks"
-
-    def loop() -> None:
-        away = False
-        while not stop.wait(SYNC_SECONDS):
-            try:
-                mirror.sync()
-                away = False
-            except FAILURES as error:
-                if not away:
-                    log.warning("MLflow lacks the newest results (%s); they are in %s", error, mirror.folder)
-                away = True
-
-    thread = threading.Thread(target=loop, name="mirror", daemon=True)
-    thread.start()
+    lost = f"MLflow lacks the newest results, which are in {mirror.folder}"
     try:
-        yield
+        with repeat_in_background(mirror.sync, SYNC_SECONDS, FAILURES, log, lost):
+            yield
     finally:
-        stop.set()
-        thread.join()
         try:
             mirror.sync(final=True)
         except FAILURES as error:

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -14,6 +15,14 @@ import torch
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.job import Ending, Job
+
+PRELOADED = ["lit_lazy.grid.worker", "lit_lazy.grid.pool"]
+
+
+def start_fork_server() -> None:
+    """Start the process from which workers are forked; it imports what they need while this one goes on."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 class Pool(Protocol):
@@ -46,8 +55,8 @@ class LocalWorker:
     """A worker process and the cell that it executes."""
 
     def __init__(self, job: Job, slot: int) -> None:
+        start_fork_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lit_lazy.grid.worker", "lit_lazy.grid.pool"])
         log_file = (job.folder / f"worker-{socket.gethostname()}-{slot}.log").resolve()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
         environment = {**os.environ, **threads, **_assign_gpus(slot, job.execution.devices)}

@@ -1,12 +1,12 @@
 """A run of MLflow that shows a run folder: a cell of a grid, or the training of `lit-lazy train`."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.tracking.owner import OWNER, is_own, read_owner
@@ -84,33 +84,17 @@ class ActiveRun:
         self.tracker.log(run_id, lines[self._sent :])
         self._sent = len(lines)
 
-    @contextmanager
-    def send_in_background(self, on_begin: Callable[[], None]) -> Iterator[None]:
-        """Send every few seconds from a thread, which logs an outage once. on_begin: called once the run exists."""
-        stop = threading.Event()
+    def send_in_background(self) -> AbstractContextManager[None]:
+        """Send every few seconds from a thread, also the views of the experiment."""
 
-        def loop() -> None:
-            warned = begun = False
-            while True:
-                try:
-                    self.send()
-                    if not begun:
-                        on_begin()
-                    warned, begun = False, True
-                except (UnfinishedError, OSError) as error:
-                    if not warned:
-                        log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)
-                    warned = True
-                if stop.wait(SEND_SECONDS):
-                    return
+        def send() -> None:
+            shown = self._set_running
+            self.send()
+            if not shown:
+                self.tracker.save_run_views()
 
-        thread = threading.Thread(target=loop, name="spool", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+        lost = f"metrics are kept in {self.folder / METRICS}, MLflow lacks them"
+        return repeat_in_background(send, SEND_SECONDS, (UnfinishedError, OSError), log, lost)
 
     def finish(self, result: RunResult) -> None:
         """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""

@@ -6,8 +6,9 @@ from mlflow.exceptions import MlflowException
 
 from lit_lazy.support.errors import one_line
 from lit_lazy.tracking.artifacts import open_artifacts
+from lit_lazy.tracking.client import make_client
 from lit_lazy.tracking.databases import has_content, sqlite_file
-from lit_lazy.tracking.store import TrackingError, make_client
+from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
 
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}

@@ -19,9 +19,10 @@ from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
 from lit_lazy.tracking.archive import open_readable
 from lit_lazy.tracking.artifacts import make_addresses_relative
+from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
-from lit_lazy.tracking.store import check_store, default_uri
+from lit_lazy.tracking.store import default_uri
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120

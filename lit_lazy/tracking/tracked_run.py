@@ -22,9 +22,10 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.active_run import ActiveRun
+from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.loggers import train_logged
-from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -145,7 +146,7 @@ def train_tracked(
         if known and keep_checkpoint:
             require_checkpoint(folder)
         try:
-            watched = nullcontext() if known else active.send_in_background(tracker.save_run_views)
+            watched = nullcontext() if known else active.send_in_background()
             with Interrupts() as interrupts, watched:
                 result = train_logged(
                     cfg,

@@ -23,9 +23,9 @@ from lit_lazy.support.disk import write_atomically
 from lit_lazy.support.inside import join_name
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.artifacts import create_artifact_folder, open_artifacts
+from lit_lazy.tracking.client import open_store, translate_errors
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.metric_records import MetricRecord
-from lit_lazy.tracking.store import open_store, translate_errors
 from lit_lazy.tracking.views import (
     CHARTED_TAG,
     CellRun,

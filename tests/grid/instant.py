@@ -293,8 +293,9 @@ def use_forks(patch: pytest.MonkeyPatch) -> None:
             end.close()
         serve(*arguments)
 
-    context = SimpleNamespace(Process=FORK.Process, Pipe=make_pipe, set_forkserver_preload=nothing)
+    context = SimpleNamespace(Process=FORK.Process, Pipe=make_pipe)
     patch.setattr(worker, "serve", close_and_serve)
+    patch.setattr(pool, "start_fork_server", nothing)
     patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     patch.setattr(run, "POLL_SECONDS", 0.01)
     patch.setattr(run, "LOOK_SECONDS", 0.05)

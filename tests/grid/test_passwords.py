@@ -24,7 +24,8 @@ from two_rows import two_rows
 from lit_lazy.command.main import main
 from lit_lazy.grid.study import JOURNAL, normalise_url
 from lit_lazy.support.secrets import redact_text
-from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.check_store import check_store
+from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 PASSWORD = "hunter2:é"

@@ -16,7 +16,7 @@ from mistakes import PASSWORD, expect_refusal
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking import serve as dashboard
-from lit_lazy.tracking import store
+from lit_lazy.tracking import check_store
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
@@ -62,7 +62,7 @@ def dripping(connection: socket.socket) -> None:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
     """Starts a server with a given handler as MLflow's address, which it returns."""
-    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.7)
+    monkeypatch.setattr(check_store, "ANSWER_SECONDS", 0.7)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def start(treat: Callable[[socket.socket], object]) -> str:

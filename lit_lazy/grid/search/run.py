@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import optuna
@@ -30,7 +30,6 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import NOTE, Tracker
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline
@@ -44,6 +43,9 @@ from lit_lazy.training.run_folder import (
     read_failure,
     remove_checkpoints,
 )
+
+if TYPE_CHECKING:
+    from lit_lazy.tracking.tracker import Tracker
 
 DEFINITION, COMPILED = "search.json", "compiled"
 """File of a search's definition in its folder, and the attribute of its study that says whether it began so."""
@@ -306,12 +308,14 @@ class SearchMirror(Mirror):
         ]
 
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
+        from lit_lazy.tracking.tracker import NOTE
+
         definition = self.definition
         params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
         return {NOTE: format_command_line()}, params, self.driver.work.base_config
 
-    def show(self, tracker: Tracker, parent_id: str, ended: bool) -> None:  # noqa: ARG002
+    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:  # noqa: ARG002
         tracker.save_views(list(self.definition.names.values()), [self.definition.objective])
 
 

@@ -1,0 +1,74 @@
+"""Whether the MLflow store can be used; MLflow is imported for a server alone, since that takes seconds."""
+
+import os
+import socket
+from urllib.parse import urlsplit
+
+from lit_lazy.support.disk import check_writable_folder
+from lit_lazy.support.errors import one_line
+from lit_lazy.support.secrets import redact_url
+from lit_lazy.support.timeout import call_with_timeout
+from lit_lazy.tracking.databases import check_sqlite, query_database, quote_path, sqlite_file
+from lit_lazy.tracking.store import URI_VARIABLE
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+
+DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
+
+
+def check_store(uri: str) -> None:
+    """Check that a tracking store can be used; creates nothing. Raises a one-line ValueError if it cannot."""
+    named = f"{URI_VARIABLE}={redact_url(uri)}"
+    if why := _find_connection_error(uri):
+        raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("http", "https"):
+        if why := _find_server_error(uri):
+            raise ValueError(
+                f"{named}: is not an MLflow server, or rejects requests ({why}); name another, or unset it"
+            )
+        return
+    if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
+        raise ValueError(
+            f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
+        )
+    check_sqlite(named, uri)
+    query_database(
+        URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None
+    )
+    if (file := sqlite_file(uri)) is not None:
+        option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
+        if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
+            raise ValueError(
+                f"{option} {str(file.parent)!r}: MLflow supports no database whose path contains ? or %; name another "
+                f"folder, or set {URI_VARIABLE} to a server"
+            )
+        check_writable_folder(option, file.parent)
+
+
+def _find_connection_error(uri: str) -> str | None:
+    """Why a server's address accepts no connection; None if it does or if `uri` is not an HTTP address."""
+    address = urlsplit(uri)
+    if address.scheme not in ("http", "https"):
+        return None
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    except ValueError:
+        return "its port is not a number"  # Python's own message may contain part of a password
+    return None
+
+
+def _find_server_error(uri: str) -> str | None:
+    """Why a server does not answer as MLflow within the timeout; None if it does."""
+
+    from lit_lazy.tracking.client import search_any_experiment
+
+    try:
+        call_with_timeout(ANSWER_SECONDS, lambda: search_any_experiment(uri))
+    except Exception as error:
+        return one_line(error)
+    return None

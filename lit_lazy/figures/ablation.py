@@ -1,6 +1,7 @@
 """Figures over the variants of an ablation: loss against sparsity, and metrics over training."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from textwrap import wrap
@@ -25,6 +26,8 @@ Metrics = Mapping[str, Sequence[tuple[int, float]]]
 Histories = Mapping[str, Sequence[Metrics]]
 """Metrics of each seed, by variant."""
 
+LEARNED = re.compile(r"watch/(tau|learned/(?!bias\.)[\w.]+)_layer_\d+")
+"""Mean of a learned parameter in a layer during training."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
 COLUMNS = 4
@@ -97,19 +100,27 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 
 
 @use_style()
-def tau_over_training(table: Table, histories: Histories) -> Figure | None:
-    """Draw the offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
+def learned_over_training(table: Table, histories: Histories, learned: str = "tau") -> Figure | None:
+    """Draw a learned parameter of every variant that has it, mean over layers and heads, from step 0 on."""
 
-    def tau(seed: Metrics) -> dict[int, float]:
+    def read(seed: Metrics) -> dict[int, float]:
         by_step: dict[int, list[float]] = {}
         for name, history in seed.items():
-            if name.startswith("watch/tau_layer_"):
+            if name.startswith(f"watch/{learned}_layer_"):
                 for step, value in history:
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    title = "τ over training, mean over layers, heads"
-    return _draw_over_training(title, {"offset parameter τ": tau}, histories, table)
+    name = "τ" if learned == "tau" else learned.removeprefix("learned/")
+    label = "offset parameter τ" if learned == "tau" else name
+    return _draw_over_training(f"{name} over training, mean over layers, heads", {label: read}, histories, table)
+
+
+def list_learned(histories: Histories) -> list[str]:
+    """Names of the learned parameters, without those of biases, in the histories of trainings; tau first."""
+    metrics = {name for seeds in histories.values() for seed in seeds for name in seed}
+    found = {match[1] for name in metrics if (match := LEARNED.fullmatch(name))}
+    return sorted(found, key=lambda name: (name != "tau", name))
 
 
 @use_style()

@@ -225,21 +225,27 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 
 
 @use_style()
-def tau_by_head(arrays: Arrays) -> Figure | None:
-    """Draw the offset parameter over training, a line per head in the colour of its layer."""
-    values = _read_finite(arrays, "watch/tau")
-    if values is None:
+def learned_by_head(arrays: Arrays) -> Figure | None:
+    """Draw each learned parameter over training, a line per head in the colour of its layer; biases are curves."""
+    own = sorted(name for name in arrays if name.startswith("watch/learned/") and "/bias." not in name)
+    drawn = {name: values for name in ("watch/tau", *own) if (values := _read_finite(arrays, name)) is not None}
+    if not drawn:
         return None
     steps = arrays["watch/step"]
-    _, layers, heads = values.shape
-    figure = new_figure(5.6, 3.0, f"τ over training, {_pluralise(heads, 'head')} in each layer")
-    axes = figure.subplots()
-    for layer, colour in enumerate(_make_sequential_colours(layers)):
-        axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
-    set_log_axis(axes, max(1, steps[-1]), zero=True)
-    axes.set(xlabel="step", ylabel="offset parameter τ")
-    axes.grid(axis="y")
-    _draw_colour_key(figure, np.array([axes]), layers, "layer", [])
+    layers, heads = (max(values.shape[axis] for values in drawn.values()) for axis in (1, 2))
+    symbol = "τ" if list(drawn) == ["watch/tau"] else "learned parameters"
+    figure = new_figure(
+        5.6, 1.2 + 1.8 * len(drawn), f"{symbol} over training, {_pluralise(heads, 'head')} in each layer"
+    )
+    panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False).ravel()
+    for axes, (name, values) in zip(panels, drawn.items(), strict=True):
+        for layer, colour in enumerate(_make_sequential_colours(layers)):
+            axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
+        axes.set_ylabel("offset parameter τ" if name == "watch/tau" else name.removeprefix("watch/learned/"))
+        axes.grid(axis="y")
+    set_log_axis(panels[-1], max(1, steps[-1]), zero=True)
+    panels[-1].set_xlabel("step")
+    _draw_colour_key(figure, panels, layers, "layer", [])
     return figure
 
 
@@ -419,7 +425,7 @@ RUN_FIGURES = (
     mass_by_position,
     sparsity_by_layer,
     tau_by_layer,
-    tau_by_head,
+    learned_by_head,
     bias_curves,
     value_norms,
     sink_kinds,

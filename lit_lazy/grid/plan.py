@@ -18,7 +18,7 @@ from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
 from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.ids import read_id
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.columns import COLUMNS, STARTS
+from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
@@ -121,7 +121,7 @@ class Plan:
         """The spec of the plan's table, given its cells."""
         variants = {row.variant for row in self.rows}
         measured = {name for observation in observations for name in observation.metrics}
-        columns = _explain_by_start(self.columns, observations)
+        columns = [*_explain_by_start(self.columns, observations), *list_learned_columns(measured)]
         # Metrics that some models or data lack are left out silently.
         known = measured | {column.key for column in COLUMNS} | SCALARS.keys()
         absent = [

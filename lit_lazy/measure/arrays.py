@@ -67,10 +67,11 @@ class Diagnostics:
     `sparsity/*` (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
-    `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
-    `bias/alibi_distance` `[layers, H]` (`fit_alibi`); absent without tau or bias.
-    `watch/tau` `[S, layers, H]`: tau at the training's S steps `watch/step` (int64), for per_token the mean over
-    positions; absent without tau or training.
+    `tau` `[layers, H]` or `[layers, H, N]`, `learned/*` `[layers, ...]` (`collect_learned`), `bias/curve`
+    `[layers, H, T]` by distance, `bias/alibi_slope` and `bias/alibi_distance` `[layers, H]` (`fit_alibi`); absent
+    without tau or bias.
+    `watch/tau` and `watch/learned/*` `[S, layers, H]`, or `[S, layers, 1]` of what heads share: their means at the
+    training's S steps `watch/step` (int64); absent without training.
     `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: rise of the mean loss in nats
     over the rows from position 9 on when the first 1 to 4 keys are hidden in every layer;
     `loss/evicted_n_held` `[]`: the same for 4 keys with unchanged n, and thus unchanged theta.
@@ -115,7 +116,9 @@ class Diagnostics:
 
     def metrics(self) -> dict[str, float]:
         """What `lit-lazy diagnose` prints: `scalars`, and those that a run measures on its full validation set."""
-        return self._average(SCALARS | SAMPLED)
+        names = [name for name in self.arrays if "learned/" in name and not name.startswith("watch/")]
+        learned = dict.fromkeys(f"learned/{name.rpartition('learned/')[2]}" for name in names)
+        return self._average(SCALARS | SAMPLED | {f"{name}/mean": (name, lambda x: x) for name in learned})
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:
         found = {}

@@ -16,7 +16,7 @@ from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
-from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
+from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.measure.sink_kinds import SinkKinds
 from lit_lazy.model.decoder import DecoderLM
@@ -331,10 +331,8 @@ class _Accumulator:
         return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
 
     def _collect_learned(self) -> dict[str, Tensor]:
-        """Arrays of offset parameters and biases, if any."""
-        found = {}
-        if (tau := collect_taus(self.model)) is not None:
-            found["tau"] = tau
+        """Arrays of learned parameters and biases, if any."""
+        found = collect_learned(self.model)
         if (curves := compute_bias_curves(self.model, self.length)) is not None:
             found["bias/curve"] = curves
             found["bias/alibi_slope"], found["bias/alibi_distance"] = fit_alibi(curves)

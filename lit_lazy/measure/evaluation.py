@@ -16,6 +16,7 @@ from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import hook_layers
+from lit_lazy.measure.learned_parameters import collect_learned, describe_learned
 from lit_lazy.measure.ratio_of_sums import RatioOfSums
 from lit_lazy.model.compiled import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
@@ -56,7 +57,7 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     if source.row_contrast is not None and model.attentions:
         one, other = source.row_contrast
         measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
-    return measured | compute_tau_metrics(model)
+    return measured | describe_learned(collect_learned(model))
 
 
 def list_metrics_of_rows(source: DataSource) -> set[str]:
@@ -133,15 +134,6 @@ def _add_losses(
     for group in row_groups:
         add(f"loss/excess_{group}", losses["excess"], batch[group])
         add(f"accuracy/{group}", hit, batch[group])
-
-
-def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
-    """Mean, minimum and maximum of the offset parameter over layers, heads (and positions), if there is one."""
-    found = [p.detach().flatten() for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
-    if not found:
-        return {}
-    tau = torch.cat(found).double()
-    return {"tau/mean": tau.mean().item(), "tau/min": tau.min().item(), "tau/max": tau.max().item()}
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:

@@ -1,24 +1,60 @@
-"""Learned parameters of attention other than projections: offset parameters, and positional biases by distance."""
+"""Learned parameters of attention other than projections, and positional biases by distance."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.sharded_tensors import gather_full_tensor
 
+MOST_NUMBERS = 4096
+"""Of one parameter in one layer; larger ones are matrices, of which a mean says nothing."""
+FORMER = {"learned/tau": "tau"}
+"""Names from before every learned parameter was collected."""
 
-def collect_taus(model: DecoderLM) -> Tensor | None:
-    """A copy of the offset parameters, `[layers, H]`, or `[layers, H, N]` for the threshold per_token.
 
-    None if the normaliser has no per-head parameter `tau`.
+def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
+    """Copies of what the normalisers, biases and gates have learned: `[layers, ...]` by name.
+
+    Parameter `x` of the normaliser is `learned/x`, of the bias `learned/bias.x`, of the gate `learned/gate.x`; the
+    offset parameter is `tau`, `[layers, H]`, or `[layers, H, N]` for the threshold per_token. Buffers that checkpoints
+    keep count too, as a schedule may change them. Left out is what has more than MOST_NUMBERS numbers, and what some
+    layer lacks or has in another shape.
     """
-    found = []
+    found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
-        tau = dict(layer.normaliser.named_parameters()).get("tau")
-        if tau is not None and tau.dim() in (1, 2) and len(tau) == layer.n_heads:
-            found.append(gather_full_tensor(tau.detach()))
-    return torch.stack(found) if found else None
+        for name, values in _collect_from_layer(layer).items():
+            found.setdefault(FORMER.get(name, name), []).append(values)
+    alike = [name for name, by_layer in found.items() if len({values.shape for values in by_layer}) == 1]
+    return {name: torch.stack(found[name]) for name in alike if len(found[name]) == len(model.attentions)}
+
+
+def _collect_from_layer(layer: Attention) -> dict[str, Tensor]:
+    parts = {"": layer.normaliser, "bias.": layer.bias, "gate.": layer.gate}
+    return {
+        f"learned/{prefix}{name}": gather_full_tensor(tensor.detach())
+        for prefix, part in parts.items()
+        for name, tensor in part.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS
+    }
+
+
+def average_by_head(learned: Tensor, heads: int) -> Tensor:
+    """The means of a parameter `[layers, ...]` over what is not layers or heads: `[layers, H]`, else `[layers, 1]`."""
+    by_head = learned.dim() > 1 and learned.shape[1] == heads
+    return learned.reshape(len(learned), heads if by_head else 1, -1).mean(-1)
+
+
+def describe_learned(learned: Mapping[str, Tensor]) -> dict[str, float]:
+    """Mean, minimum and maximum of each parameter over all its numbers, as `NAME/mean`, `NAME/min` and `NAME/max`."""
+    found = {}
+    for name, values in learned.items():
+        exact = values.double()
+        found |= {f"{name}/mean": exact.mean(), f"{name}/min": exact.min(), f"{name}/max": exact.max()}
+    return {name: value.item() for name, value in found.items()}
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ CAPTIONS = {
     ),
     "tau_over_training": (
         "Offset parameter over training",
-        "Check how tau moves from its initial value, and whether the seeds agree.",
+        "Check how it moves from its initial value, and whether the seeds agree.",
     ),
     "sink_over_training": (
         "First key over training",
@@ -48,8 +48,8 @@ CAPTIONS = {
         "Offset parameter by layer",
         "Check whether tau moved from its initial value, and how much the heads of a layer differ.",
     ),
-    "tau_by_head": (
-        "Offset parameter over training, by head",
+    "learned_by_head": (
+        "Learned parameters over training, by head",
         "Check when each head leaves its initial value, and whether the heads of a layer move apart.",
     ),
     "bias_curves": (

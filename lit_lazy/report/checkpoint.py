@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from lit_lazy.attention import Eviction
 from lit_lazy.config.checkpoint_file import read_checkpoint
@@ -35,7 +34,7 @@ from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
-from lit_lazy.training.head_monitor import STATE_KEY, tau_history
+from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
@@ -103,7 +102,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     module = trained if same else checkpoints.change_model(trained, cfg)
     request.maps.check(module.model, "--")
     module.model.new_cache(request.eviction)
-    taus = read_taus(request.checkpoint) if same else {}
+    history = read_checkpoint_history(request.checkpoint) if same else {}
     sources = load_sources(request, trained, cfg.data, module.model)
     check_writable_folder("--runs", request.runs)
     check_writable_folder("--out", request.folder)
@@ -115,7 +114,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         batch = sample_validation(sources[""], request.sequences)[0]
         raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
     reference = build_reference(request.checkpoint, trained) if same else {"before/": trained}
-    measured = measure_all({"": module} | reference, sources, taus, request, console)
+    measured = measure_all({"": module} | reference, sources, history, request, console)
     metrics = compute_metrics(measured)
     files = write_results(measured, metrics, sources, request)
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
@@ -130,14 +129,13 @@ def build_reference(checkpoint: Path, trained: LitLM) -> dict[str, LitLM]:
     return {} if begins_elsewhere else {"init/": LitLM(**trained.hparams)}
 
 
-def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
-    """The taus `[layers, H]` recorded during training, by step. Raises a one-line ValueError for any other content."""
-    taus = checkpoints.read_callback_state(checkpoint, STATE_KEY).get("taus", {})
-    shapes = {getattr(tau, "shape", None) for tau in taus.values()} if isinstance(taus, dict) else {None}
-    matrices = len(shapes) <= 1 and all(len(shape or ()) == 2 for shape in shapes)
-    if not (matrices and all(type(step) is int for step in taus)):
-        raise ValueError(f"checkpoint {str(checkpoint)!r}: the taus recorded during training are damaged; train again")
-    return taus
+def read_checkpoint_history(checkpoint: Path) -> History:
+    """What was learned by step, as recorded during training. Raises a one-line ValueError for any other content."""
+    try:
+        return read_history(checkpoints.read_callback_state(checkpoint, STATE_KEY))
+    except (AttributeError, TypeError, ValueError):
+        what = "the learned parameters recorded during training are damaged"
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: {what}; train again") from None
 
 
 def load_sources(request: Request, trained: LitLM, data: DataConfig, model: DecoderLM) -> dict[str, DataSource]:
@@ -177,7 +175,7 @@ def check_length(model: DecoderLM, length: int, option: str) -> None:
 def measure_all(
     modules: Mapping[str, LitLM],
     sources: Mapping[str, DataSource],
-    taus: Mapping[int, torch.Tensor],
+    history: History,
     request: Request,
     console: Callable[[str], None],
 ) -> Diagnostics:
@@ -205,7 +203,7 @@ def measure_all(
         arrays |= lengths.compute_length_arrays(measured, length)
         progress.end()
         if not prefix:
-            arrays |= tau_history(taus)
+            arrays |= make_history_arrays(history)
         if request.eviction is not None and measured is model:
             cached = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
             progress.begin(f"the same with {cached} in its cache, token by token")

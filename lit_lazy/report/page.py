@@ -45,11 +45,11 @@ WIDE = 800
 """Figures wider than this, in CSS pixels, span the page."""
 FINDING = ("verdict", "effects")
 """Figures shown before the table; figures over all variants come after it."""
-TRAINING = {"tau_over_training": figures.tau_over_training, "sink_over_training": figures.sink_over_training}
-"""Figures of the trainings of all variants, by name."""
+OVER_TRAINING = "_over_training"
+"""End of the names of figures of the trainings of all variants."""
 ALL = "all variants"
 """The subject of figures over all variants."""
-WATCHED = ("watch/tau_layer_", "watch/first_key_")
+WATCHED = ("watch/tau_layer_", "watch/learned/", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
 
 
@@ -214,7 +214,11 @@ def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
 def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
-    drawn = {name: draw(data.table, histories) for name, draw in TRAINING.items()}
+    drawn = {
+        learned.removeprefix("learned/") + OVER_TRAINING: figures.learned_over_training(data.table, histories, learned)
+        for learned in figures.list_learned(histories)
+    }
+    drawn["sink" + OVER_TRAINING] = figures.sink_over_training(data.table, histories)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -276,7 +280,8 @@ def _render_grid(figures: str) -> str:
 
 
 def _render_image(name: str, image: figures.Image, subject: str) -> str:
-    title, caption = CAPTIONS[name]
+    learned = name.removesuffix(OVER_TRAINING)
+    title, caption = CAPTIONS.get(name) or (f"{learned} over training", CAPTIONS["tau_over_training"][1])
     width, height = (round(inches * CSS_DPI) for inches in image.size)
     wide = ' class="wide"' if width > WIDE else ""
     source = f"data:image/webp;base64,{base64.b64encode(image.data).decode()}"

@@ -1,5 +1,6 @@
 """The columns that this project's tables share. A table omits columns whose metric no cell has."""
 
+from collections.abc import Iterable
 from functools import partial
 
 from lit_lazy.table.records import Column
@@ -7,6 +8,7 @@ from lit_lazy.table.records import Column
 SHARE = (0.0, 1.0)
 """Bounds of a fraction."""
 STARTS = "rows start at different tau"
+OWN = "each rule learns parameters of its own"
 AT_INIT = "of the same model before training"
 LOSS = ("loss/excess", "loss/bits_per_byte")
 """Primary losses: above the Bayes-optimal predictor if the data have one, otherwise per byte."""
@@ -87,6 +89,18 @@ COLUMNS = (
     _tau("tau/max", "tau, max"),
     Column("model/parameters", "parameters", digits=",.0f"),
 )
+
+
+def list_learned_columns(measured: Iterable[str]) -> list[Column]:
+    """Columns of the learned parameters of normalisers and gates among metrics; those of biases are curves."""
+    names = sorted({name.rpartition("/")[0] for name in measured if name.startswith("learned/")})
+    return [
+        Column(f"{name}/{what}", f"{name.removeprefix('learned/')}, {what}", digits=".3g", by_construction=OWN)
+        for name in names
+        if not name.startswith("learned/bias.")
+        for what in ("mean", "min", "max")
+    ]
+
 
 HEAD_COLUMNS = (
     Column(

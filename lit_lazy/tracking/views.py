@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -45,7 +46,8 @@ EXCESS = "val/excess"
 """Positive and falling by powers of ten, so it gets a logarithmic axis."""
 WATCHED = ("watch/first_key_share", "watch/sparsity", "watch/mass", "watch/effective_rank")
 """Measured at step 0 and at powers of two."""
-TAU_LAYER = re.compile(r"watch/tau_layer_(\d+)")
+LEARNED_LAYER = re.compile(r"watch/(tau|learned/[\w.]+)_layer_(\d+)")
+"""Mean of a learned parameter in a layer."""
 MOST_AXES_CHARTS = 3
 MOST_SETTINGS = 12
 """Upper bound on columns for settings in which runs differ."""
@@ -191,13 +193,17 @@ def _build_grouping(variants: Sequence[str]) -> dict[str, Any]:
 
 def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
     """The distinct metrics that get a curve."""
-    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_select_tau_curves(logged)])]
+    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_select_learned_curves(logged)])]
 
 
-def _select_tau_curves(logged: Collection[str]) -> list[str]:
-    """The metrics of the first and the last layer's tau."""
-    layers = sorted(int(found[1]) for name in logged if (found := TAU_LAYER.fullmatch(name))) or [0]
-    return [f"watch/tau_layer_{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
+def _select_learned_curves(logged: Collection[str]) -> list[str]:
+    """The metrics of every learned parameter but biases' in the first and the last layer."""
+    layers: defaultdict[str, set[int]] = defaultdict(set)
+    for name in logged:
+        if (found := LEARNED_LAYER.fullmatch(name)) and not found[1].startswith("learned/bias."):
+            layers[found[1]].add(int(found[2]))
+    ends = {name: dict.fromkeys((min(found), max(found))) for name, found in sorted(layers.items())}
+    return [f"watch/{name}_layer_{layer}" for name, found in ends.items() for layer in found]
 
 
 def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:

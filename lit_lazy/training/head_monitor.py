@@ -14,7 +14,7 @@ from lit_lazy.data.facts import compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers
-from lit_lazy.measure.learned_parameters import collect_taus
+from lit_lazy.measure.learned_parameters import average_by_head, collect_learned
 from lit_lazy.model.compiled import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
@@ -32,18 +32,21 @@ STATE_KEY = "Watch"
 """Key of the state of `HeadMonitor` in checkpoints of every version."""
 
 
+History = dict[int, dict[str, Tensor]]
+"""Learned parameters, `[layers, H]` or `[layers, 1]`, by step and name."""
+
+
 class HeadMonitor(AtStart):
-    """Logs sink, mass, sparsity, tau and the spread of the last hidden states on some validation sequences.
+    """Logs sink, mass, sparsity, learned parameters and the spread of the last hidden states on some sequences.
 
     Logs at steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation; a step is a finished optimiser step.
-    Logged values are means over heads. The tau of every head is stored in the trainer's checkpoints.
+    Logged values are means over heads. What every head has learned is stored in the trainer's checkpoints.
     """
 
     def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
         self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
         self.learned_nats = compute_learned_nats(source.info)
-        self.taus: dict[int, Tensor] = {}
-        """Tau `[layers, H]` by step."""
+        self.learned: History = {}
         self.losses: dict[int, float] = {}
         """Validation losses in nats by step."""
 
@@ -53,10 +56,10 @@ class HeadMonitor(AtStart):
         return STATE_KEY
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taus": self.taus, "losses": self.losses}
+        return {"learned": self.learned, "losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.taus = dict(state_dict["taus"])
+        self.learned = read_history(state_dict)
         self.losses.update(state_dict.get("losses", {}))  # missing in checkpoints of earlier versions
 
     def get_intermediate_losses(self, steps: int) -> dict[str, float]:
@@ -95,8 +98,8 @@ class HeadMonitor(AtStart):
         if not isinstance(module, LitLM):
             return
         with module.use_average():
-            if (tau := _compute_tau_by_head(module.model)) is not None:
-                self.taus[trainer.global_step] = tau.cpu()
+            if learned := _compute_learned_by_head(module.model):
+                self.learned[trainer.global_step] = {name: values.cpu() for name, values in learned.items()}
             if trainer.logger is None and trainer.world_size == 1:
                 return  # with more ranks FSDP needs all of them in the forward pass, also without a logger
             with trainer.precision_plugin.forward_context():
@@ -106,13 +109,25 @@ class HeadMonitor(AtStart):
                 trainer.logger.log_metrics(measured, trainer.global_step)
 
 
-def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:
-    """Diagnostics arrays of a training's taus `[layers, H]` by step; empty without a tau."""
-    if not taus:
+def read_history(state: Mapping[str, Any]) -> History:
+    """What a state of `HeadMonitor` has of learned parameters; of earlier versions only tau. Raises ValueError."""
+    found = state.get("learned") or {step: {"tau": tau} for step, tau in state.get("taus", {}).items()}
+    shapes = {tuple((name, tuple(value.shape)) for name, value in step.items()) for step in found.values()}
+    if len(shapes) > 1 or any(len(shape) != 2 for step in shapes for _, shape in step):
+        raise ValueError("the learned parameters of its steps have several shapes")
+    return {int(step): dict(values) for step, values in found.items()}
+
+
+def make_history_arrays(history: History) -> dict[str, np.ndarray]:
+    """Diagnostics arrays of what a training's heads have learned by step; empty without learned parameters."""
+    if not history:
         return {}
-    steps = sorted(taus)
-    stacked = torch.stack([taus[step] for step in steps])
-    return {"watch/step": np.array(steps, np.int64), "watch/tau": stacked.numpy().astype(np.float32)}
+    steps = sorted(history)
+    arrays: dict[str, np.ndarray] = {"watch/step": np.array(steps, np.int64)}
+    for name in history[steps[0]]:
+        stacked = torch.stack([history[step][name] for step in steps])
+        arrays[f"watch/{name}"] = stacked.numpy().astype(np.float32)
+    return arrays
 
 
 def _is_due(step: int) -> bool:
@@ -129,7 +144,7 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()
-    return measured | _compute_mass_metrics(stats) | _compute_tau_metrics(model)
+    return measured | _compute_mass_metrics(stats) | _compute_learned_metrics(model)
 
 
 def _compute_last_layer(model: DecoderLM, tokens: Tensor, place: Tensor | None) -> tuple[Tensor, list[Stats]]:
@@ -162,17 +177,16 @@ def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
     return {name: value.item() for name, value in found.items() if not value.isnan()}
 
 
-def _compute_tau_by_head(model: DecoderLM) -> Tensor | None:
-    """Tau `[layers, H]` (for `per_token` the mean over positions); None without a tau."""
-    tau = collect_taus(model)
-    return None if tau is None else tau.reshape(*tau.shape[:2], -1).mean(-1)
+def _compute_learned_by_head(model: DecoderLM) -> dict[str, Tensor]:
+    """Learned parameters, `[layers, H]` or `[layers, 1]` by name."""
+    heads = model.attentions[0].n_heads if model.attentions else 0
+    return {name: average_by_head(values, heads) for name, values in collect_learned(model).items()}
 
 
-def _compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
-    tau = collect_taus(model)
-    if tau is None:
-        return {}
-    means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}
-    if tau[0].numel() == 1:  # a layer's only tau is also its mean, minimum and maximum
-        return means
-    return means | {"watch/tau_min": tau.min().item(), "watch/tau_max": tau.max().item()}
+def _compute_learned_metrics(model: DecoderLM) -> dict[str, float]:
+    found = {}
+    for name, values in collect_learned(model).items():
+        found |= {f"watch/{name}_layer_{layer}": value.mean().item() for layer, value in enumerate(values)}
+        if values[0].numel() > 1:  # a layer's only number is also its minimum and maximum
+            found |= {f"watch/{name}_min": values.min().item(), f"watch/{name}_max": values.max().item()}
+    return found

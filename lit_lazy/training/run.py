@@ -32,7 +32,7 @@ from lit_lazy.training.checkpoints import find_resume_step
 from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.head_monitor import HeadMonitor, tau_history
+from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
@@ -204,7 +204,7 @@ def _measure_trained(
     """The metrics of a run without its evaluations. Saves its diagnostics at `path`."""
     trained = measure_model(module, source, STRONGEST)
     merged = Diagnostics.merge({"": trained.diagnostics, "init/": untrained.diagnostics})
-    diagnostics = Diagnostics(merged.arrays | tau_history(monitor.taus))
+    diagnostics = Diagnostics(merged.arrays | make_history_arrays(monitor.learned))
     diagnostics.save(path)
     return (
         trained.metrics

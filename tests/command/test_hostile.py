@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.plan import Plan
-from lit_lazy.report.checkpoint import read_taus
+from lit_lazy.report.checkpoint import read_checkpoint_history
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise
 from lit_lazy.training.result import RESULT, RunResult
 
@@ -316,8 +316,8 @@ def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.Cap
 )
 def test_taus_that_are_none(taus: Any, checkpoint: dict[str, Any], place: Path) -> None:
     torch.save(checkpoint | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
-    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the taus recorded during training are damaged"):
-        read_taus(place / "c.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the learned parameters .* are damaged"):
+        read_checkpoint_history(place / "c.ckpt")
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, "[]", "3", "{}", '{"key": 3}'])

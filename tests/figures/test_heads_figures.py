@@ -19,10 +19,10 @@ from flash_lazy import Rows
 from lit_lazy.attention import Elastic, LayerShape
 from lit_lazy.figures import (
     draw_run_figures,
+    learned_over_training,
     loss_against_sparsity,
     save_figure,
     sink_over_training,
-    tau_over_training,
 )
 from lit_lazy.figures import heads as figures
 from lit_lazy.figures.canvas import WIDTH, average_log_bins, use_style
@@ -40,7 +40,7 @@ NAMES = [
     "mass_by_position",
     "sparsity_by_layer",
     "tau_by_layer",
-    "tau_by_head",
+    "learned_by_head",
     "bias_curves",
     "value_norms",
     "sink_kinds",
@@ -264,7 +264,7 @@ def test_tau_shows_every_head_and_positions_as_their_mean():
 
 def test_tau_over_training_has_a_line_per_head_in_the_colour_of_its_layer():
     arrays = make(layers=2, heads=4)
-    figure = drawn(figures.tau_by_head(arrays))
+    figure = drawn(figures.learned_by_head(arrays))
     axes = figure.axes[0]
     same(lines(axes), arrays["watch/tau"].reshape(5, 8).T)
     assert all(line.get_xdata().tolist() == [0, 1, 2, 4, 7] for line in axes.lines)
@@ -531,7 +531,7 @@ def lines_of(figure):
 
 
 def test_trainings_are_means_over_layers_and_seeds_with_their_range():
-    figure = drawn(tau_over_training(study(baseline=BASELINE), trainings()))
+    figure = drawn(learned_over_training(study(baseline=BASELINE), trainings()))
     panels = lines_of(figure)
     others = [name for name in VARIANTS if not name.startswith("softmax") and name != BASELINE]
     assert list(panels) == [BASELINE, *others]
@@ -569,14 +569,14 @@ def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
         "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
     }
     ended["lazy"] += [{}]
-    (line,) = drawn(tau_over_training(study(), ended)).axes[0].lines
+    (line,) = drawn(learned_over_training(study(), ended)).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
     undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
     (line,) = drawn(sink_over_training(study(), undefined)).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
-    assert tau_over_training(study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    assert learned_over_training(study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
     assert sink_over_training(study(), {"softmax": [{}], "lazy": []}) is None
-    assert tau_over_training(study(), {}) is None
+    assert learned_over_training(study(), {}) is None
 
 
 EXTREMES = {
@@ -608,7 +608,7 @@ def test_figures_over_variants_are_legible():
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (trainings(named, 5), trainings(["lazy"], 1)):
             table = study(1, list(made), baseline=next(iter(made)))
-            assert_legible(drawn(tau_over_training(table, made)))
+            assert_legible(drawn(learned_over_training(table, made)))
             assert_legible(drawn(sink_over_training(table, made)))
         assert_legible(drawn(loss_against_sparsity(study(2))))
         assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))

@@ -13,12 +13,20 @@ from lit_lazy.attention import (
     KerpleLog,
     LearnedBias,
     NoBias,
+    SinkLogit,
     Softmax,
+    SSMax,
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
+from lit_lazy.measure.learned_parameters import (
+    MOST_NUMBERS,
+    average_by_head,
+    collect_learned,
+    compute_bias_curves,
+    fit_alibi,
+)
 from lit_lazy.model.decoder import DecoderLM
 
 LAYERS, HEADS, CONTEXT = 3, 4, 24
@@ -34,35 +42,67 @@ def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-class TestTaus:
-    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (HEADS, 2, 2)])
-    def test_a_parameter_of_that_name_that_is_not_by_head_is_none(self, shape):
-        other = model()
-        for layer in other.attentions:
-            layer.normaliser.tau = torch.nn.Parameter(torch.ones(shape))
-        assert collect_taus(other) is None
+class _Scheduled(BiasModule):
+    """A bias with a parameter, a buffer that a schedule changes, and one that no checkpoint keeps."""
 
+    def __init__(self):
+        super().__init__()
+        self.strength = torch.nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("progress", torch.zeros(2))
+        self.register_buffer("distances", torch.zeros(3), persistent=False)
+
+    def forward(self, n_keys):  # noqa: ARG002
+        return BiasTerms()
+
+
+class TestLearned:
     @pytest.mark.parametrize(
-        ("normaliser", "shape"),
+        ("normaliser", "name", "shape"),
         [
-            (Elastic(0.5), (LAYERS, HEADS)),
-            (Elastic(0.5, learn_tau=False), (LAYERS, HEADS)),
-            (Elastic(0.5, threshold="per_token"), (LAYERS, HEADS, CONTEXT)),
+            (Elastic(0.5), "tau", (HEADS,)),
+            (Elastic(0.5, learn_tau=False), "tau", (HEADS,)),
+            (Elastic(0.5, threshold="per_token"), "tau", (HEADS, CONTEXT)),
+            (SSMax(), "learned/s", (HEADS,)),
+            (SinkLogit(), "learned/sink", (HEADS,)),
         ],
     )
-    def test_of_each_layer_and_head(self, normaliser, shape):
-        elastic = model(normaliser)
-        before = collect_taus(elastic)
-        values = normal(*shape)
+    def test_of_each_layer_and_head(self, normaliser, name, shape):
+        made, values = model(normaliser), normal(LAYERS, *shape)
         with torch.no_grad():
-            for layer, value in zip(elastic.attentions, values, strict=True):
-                layer.normaliser.tau.copy_(value)
-        assert torch.equal(collect_taus(elastic), values)
-        assert not collect_taus(elastic).requires_grad
-        assert torch.equal(before, torch.full(shape, 0.5))
+            for layer, value in zip(made.attentions, values, strict=True):
+                getattr(layer.normaliser, name.removeprefix("learned/")).copy_(value)
+        (found,) = collect_learned(made).items()
+        assert found[0] == name
+        assert torch.equal(found[1], values)
+        assert not found[1].requires_grad
+        assert torch.equal(average_by_head(found[1], HEADS), values.reshape(LAYERS, HEADS, -1).mean(-1))
 
-    def test_a_softmax_has_none(self):
-        assert collect_taus(model(Softmax())) is None
+    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (2, 2, 2)])
+    def test_a_parameter_may_have_any_shape(self, shape):
+        made = model()
+        for i, layer in enumerate(made.attentions):
+            layer.normaliser.slack = torch.nn.Parameter(torch.full(shape, float(i)))
+        found = collect_learned(made)["learned/slack"]
+        assert found.shape == (LAYERS, *shape)
+        assert average_by_head(found, HEADS).tolist() == [[0.0], [1.0], [2.0]]
+
+    def test_bias_and_gate_and_what_a_checkpoint_keeps(self):
+        made = model()
+        for layer in made.attentions:
+            layer.bias, layer.gate.strength = _Scheduled(), torch.nn.Parameter(torch.ones(HEADS))
+        assert set(collect_learned(made)) == {"learned/bias.strength", "learned/bias.progress", "learned/gate.strength"}
+
+    def test_what_is_left_out(self):
+        made = model()
+        one, *others = made.attentions
+        one.normaliser.alone = torch.nn.Parameter(torch.ones(1))
+        for layer in others:
+            layer.normaliser.uneven = torch.nn.Parameter(torch.ones(2))
+        one.normaliser.uneven = torch.nn.Parameter(torch.ones(3))
+        for layer in made.attentions:
+            layer.normaliser.matrix = torch.nn.Parameter(torch.ones(MOST_NUMBERS + 1))
+            layer.normaliser.register_buffer("count", torch.tensor(3))
+        assert collect_learned(made) == {}
 
 
 class TestBiasCurves:

@@ -5,7 +5,7 @@ Only `train` and `results` import MLflow, when they are called.
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,9 +37,11 @@ from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
+from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
 
 if TYPE_CHECKING:
     from lit_lazy.grid.plan import CellRecord
@@ -51,6 +53,7 @@ NAME = "notebook"
 
 def train(
     config: RunConfig | str,
+    changes: Mapping[str, Any] | None = None,
     *,
     name: str | None = None,
     runs: str | Path = "runs",
@@ -59,7 +62,8 @@ def train(
 ) -> "FinishedTraining":
     """Train a config, or the experiment of this name or file, and keep the model, as `lit-lazy train` does.
 
-    A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
+    changes: new values by dotted path of the config. A run that was cut off is resumed, a finished one is returned as
+    it is. name: of the folder in `runs` and of the
     experiment in MLflow, behind `train-`; that of the file by default, else "notebook". threads: of the CPU. loggers:
     csv, tensorboard or wandb beside MLflow. Returns `.metrics` (floats by name), `.checkpoint`, `.folder`,
     `.first_step` and `.dashboard`, the command that serves the curves. Raises ValueError, in one line, for a setting
@@ -71,6 +75,9 @@ def train(
     True
     >>> done.checkpoint.name
     'final.ckpt'
+    >>> from lit_lazy.attention import Elastic
+    >>> train("backcopy_tiny", {"train.steps": 9, "model.attention.normaliser": Elastic()}).steps
+    9
     """
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
     from lit_lazy.tracking.tracked_run import train_tracked
@@ -85,7 +92,7 @@ def train(
         path = find("experiments", config)
         config, name = load_experiment(path), name or path.stem
     require(isinstance(config, RunConfig), "config", config, "must be a RunConfig, or the name or .py file of one")
-    return train_tracked(config, name or NAME, folder, threads, loggers=loggers)
+    return train_tracked(replace_at(config, changes or {}), name or NAME, folder, threads, loggers=loggers)
 
 
 def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
@@ -326,7 +333,10 @@ class Results:
     table: Table
     """Rows with means, intervals and tests, and the verdict of a question: what `lit-lazy ablate table` prints."""
     cells: pd.DataFrame
-    """A line for each cell: variant, seed and status, then params and metrics by name; NaN where one has none."""
+    """A line for each cell: variant, seed, status, key, folder, checkpoint (if it was kept) and commit, then params and
+    metrics by name; NaN where one has none."""
+    curves: pd.DataFrame
+    """What was logged during the trainings: a line for each variant, seed, step and metric, with its value."""
 
     def __repr__(self) -> str:
         done, cells = self.table.count_cells()
@@ -365,9 +375,26 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     require(bool(same), "results", name, f"{folder} holds no such ablation{near}; {has}")
     require(len(same) == 1, "results", name, f"{folder} has several; give one of {', '.join(same)}")
     grid = read_grid(folder / same[0])
-    return Results(grid.build_table(), pd.DataFrame([_make_cell_record(cell) for cell in grid.cells]))
+    curves = pd.DataFrame(_iter_curve_points(grid.cells), columns=["variant", "seed", "step", "metric", "value"])
+    return Results(grid.build_table(), pd.DataFrame([_make_cell_record(cell) for cell in grid.cells]), curves)
 
 
 def _make_cell_record(cell: "CellRecord") -> dict[str, Any]:
-    about = {"variant": cell.variant, "seed": cell.seed, "status": cell.status}
+    kept = cell.folder / FINAL_CHECKPOINT
+    about = {
+        "variant": cell.variant,
+        "seed": cell.seed,
+        "status": cell.status,
+        "key": cell.key,
+        "folder": str(cell.folder),
+        "checkpoint": str(kept) if kept.exists() else None,
+        "git_sha": None if cell.result is None else cell.result.environment["git_sha"],
+    }
     return {**about, **cell.settings, **cell.axes, **cell.metrics}
+
+
+def _iter_curve_points(cells: Iterable["CellRecord"]) -> Iterator[tuple[str, int, int, str, float]]:
+    for cell in cells:
+        for record in read_lines(cell.folder / METRICS):
+            for name, value in record.metrics.items():
+                yield cell.variant, cell.seed, record.step, name, value

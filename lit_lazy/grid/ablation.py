@@ -58,7 +58,7 @@ class Row:
     name: str
     changes: Mapping[str, Any]
     """New values by dotted path into the `RunConfig`; a function is called with the base experiment."""
-    source: str
+    source: str = "ours"
     """Origin: paper (via review), authors' code, or ours."""
     seeds: tuple[int, ...] | None = None
     """None for the ablation's seeds."""

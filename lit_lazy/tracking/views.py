@@ -202,6 +202,7 @@ def _select_learned_curves(logged: Collection[str]) -> list[str]:
     for name in logged:
         if (found := LEARNED_LAYER.fullmatch(name)) and not found[1].startswith("learned/bias."):
             layers[found[1]].add(int(found[2]))
+    layers = layers or defaultdict(set, tau={0})  # before the first cell
     ends = {name: dict.fromkeys((min(found), max(found))) for name, found in sorted(layers.items())}
     return [f"watch/{name}_layer_{layer}" for name, found in ends.items() for layer in found]
 

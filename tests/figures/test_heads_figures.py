@@ -121,7 +121,9 @@ def test_nothing_is_drawn_of_nothing():
         undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
         assert draw(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert list(draw_run_figures(softmax, "x")) == [name for name in NAMES if not name.startswith("tau")]
+    assert list(draw_run_figures(softmax, "x")) == [
+        name for name in NAMES if name not in ("tau_by_layer", "learned_by_head")
+    ]
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():

@@ -32,9 +32,10 @@ from lit_lazy.table.render import render_html_parts, render_markdown
 from lit_lazy.tracking import serve
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.links import find_experiment_links
+from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.result import METRICS, RunResult
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
@@ -163,7 +164,7 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
         "First key over training",
     ]
     softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]
-    tau = {"Offset parameter by layer", "Offset parameter over training, by head"}
+    tau = {"Offset parameter by layer", "Learned parameters over training, by head"}
     assert set(lazy) - set(softmax) == {*tau, "Bias by distance"}
     assert {"Attention maps", "Sinks by layer and head", "Row mass by position", "Rank through the layers"} <= {
         *softmax
@@ -417,6 +418,17 @@ class TestFromPython:
             assert result is not None
             assert {name: line[name] for name in result.metrics} == result.metrics
             assert line["time/train_seconds"] == result.timings["train_seconds"]
+            assert (line["key"], line["folder"], line["git_sha"]) == (
+                cell.key,
+                str(cell.folder),
+                result.environment["git_sha"],
+            )
+            assert line["checkpoint"] is None, "none was kept"
+            curve = found.curves.query(f"variant == {cell.variant!r} and seed == {cell.seed} and metric == 'val/loss'")
+            logged = [
+                (r.step, r.metrics["val/loss"]) for r in read_lines(cell.folder / METRICS) if "val/loss" in r.metrics
+            ]
+            assert list(zip(curve["step"], curve["value"], strict=True)) == logged != []
         assert set(cells["status"]) == {"complete"}
         lazy = cells.loc[(ODD, 1)]
         assert (lazy["model.attention.normaliser"], lazy["model.attention.normaliser.tau_init"]) == ("Elastic", 1.0)

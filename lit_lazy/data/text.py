@@ -2,9 +2,10 @@
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,26 +31,28 @@ from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.console import plain_console
+from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.errors import short_repr
 
 MOST_OVERLAP = 0.1
 """Largest share of a separate validation text that may be in the training text too, unless asked for."""
+FEW_DOCUMENTS = 20
+"""Of fewer documents a hash might hold out none, or all."""
 # Most training bytes on which the trigram is counted: counting takes about 40 bytes of memory for each.
 TRIGRAM_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Text(DataConfig):
-    """Text from .txt, .md, .jsonl and .parquet files, or from a dataset of the Hugging Face Hub.
+    """Text from files of any name, .jsonl or .parquet files, or from a dataset of the Hugging Face Hub.
 
     The documents, each followed by a separator, are concatenated and cut into windows that do not overlap. Empty
-    documents are skipped. A .txt or .md file of up to 64 KiB is one document; a longer one is split at the first blank
+    documents are skipped. A text file of up to 64 KiB is one document; a longer one is split at the first blank
     line after every 16 KiB. Documents longer than 16 MiB raise an error.
     """
 
     path: str = ""
-    """File, folder or glob of .txt, .md, .jsonl, .json (one object per line) or .parquet files, also .gz or .zst."""
+    """File, folder or glob of text, .jsonl, .json (one object per line) or .parquet files, also .gz or .zst."""
     hub: str = ""
     """Instead of a path: name of a Hugging Face Hub dataset, or a folder with the same layout."""
     hub_config: str | None = None
@@ -61,7 +64,7 @@ class Text(DataConfig):
     stream: bool = False
     """Read only as much of the hub dataset as max_tokens needs, instead of downloading all of it."""
     column: str = "text"
-    """Column with the text; ignored for .txt and .md files."""
+    """Column with the text; ignored for text files."""
     tokenizer: str = BYTES
     """bytes (separator NUL), or a JSON file of the tokenizers library."""
     end_of_text: str | None = None
@@ -82,9 +85,10 @@ class Text(DataConfig):
     validation: str = ""
     """Validation text: a path, or a split of the hub dataset. Empty to hold out a share of the documents."""
     validation_share: float = 0.1
-    """Share of the documents held out, selected by a hash of their text, if `validation` is empty."""
+    """Share of the documents held out, selected by a hash of their text, if `validation` is empty; of fewer than 20
+    documents the end of each."""
     validation_windows: int = 256
-    """Number of validation windows, evenly spread over the validation text."""
+    """Number of validation windows, evenly spread over the validation text; all of a text that has fewer."""
     validation_overlap: bool = False
     """Allow a `validation` of which more than a tenth of the documents are in the training text too."""
 
@@ -181,17 +185,26 @@ class Text(DataConfig):
     ) -> None:
         vocab_size = self._spec.build().vocab_size
         # Read the first documents before creating anything.
-        parts = [require_documents(source) for source in (train, validation) if source]
+        sources = [source for source in (train, validation) if source]
+        parts = [require_documents(source) for source in sources]
+        lines = [
+            f"{source.field}={short_repr(source.given)}: left out {source.left_out}"
+            for source in sources
+            if isinstance(source, Files) and source.left_out
+        ]
+        if isinstance(train, Files) and validation is None and (count := count_documents(train)) < FEW_DOCUMENTS:
+            middle = 1 - self.validation_share
+            parts = [replace(train, part=part).split_parts() for part in ((0.0, middle), (middle, 1.0))]
+            few = f"{format_count(count, 'document')} are too few to choose from"
+            share = f"the last {self.validation_share:.0%} of each are the validation text"
+            lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
 
         def fill(partial: Path) -> None:
-            for source in (train, validation):
-                if isinstance(source, Files) and source.left_out:
-                    line = f"{source.field}={short_repr(source.given)}: left out {source.left_out}"
-                    plain_console(stderr=True).print(line, soft_wrap=True)
-            jobs = [self._jobs(files, 0.0 if validation else self.validation_share) for files in parts]
-            plan = CorpusPlan(
-                jobs[0], jobs[1] if validation else (), vocab_size, self.validation_share, self.max_tokens
-            )
+            for line in lines:
+                plain_console(stderr=True).print(line, soft_wrap=True)
+            jobs = [self._jobs(files, self.validation_share if len(parts) == 1 else 0.0) for files in parts]
+            held_out = jobs[1] if len(jobs) > 1 else ()
+            plan = CorpusPlan(jobs[0], held_out, vocab_size, self.validation_share, self.max_tokens)
             write_corpus(partial, plan, processes, check)
 
         def check() -> None:
@@ -216,6 +229,11 @@ def require_documents(source: Source) -> Sequence[Source]:
     return parts
 
 
+def count_documents(source: Source) -> int:
+    """The number of documents of a source, up to FEW_DOCUMENTS."""
+    return sum(1 for _ in itertools.islice(source.documents(), FEW_DOCUMENTS))
+
+
 @functools.cache
 def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSource:  # noqa: ARG001
     corpus = open_corpus(folder)
@@ -234,13 +252,15 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
         raise ValueError(
             f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller length"
         )
-    if len(validation) < config.validation_windows:
+    if len(validation) == 0:
         raise ValueError(
-            f"data.validation_windows={config.validation_windows}: the validation text has {len(validation_text)} "
-            f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, or "
-            f"{'a longer data.validation' if config.validation else 'a larger data.validation_share'}"
+            f"data.context_length={length}: the validation text has {len(validation_text)} tokens; choose a smaller "
+            f"length, or {'a longer data.validation' if config.validation else 'a larger data.validation_share'}"
         )
-    chosen = pick_evenly(len(validation), config.validation_windows)
+    chosen = pick_evenly(len(validation), min(len(validation), config.validation_windows))
+    if len(chosen) < config.validation_windows:
+        fewer = f"data.validation_windows={config.validation_windows}: the validation text has {len(chosen)}, all count"
+        plain_console(stderr=True).print(fewer, soft_wrap=True)
     corpus.check("validation", counted.start + chosen * length, length + 1)
     return DataSource(
         name="text",

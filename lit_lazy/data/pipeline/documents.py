@@ -100,6 +100,8 @@ class Files:
     column: str
     left_out: str = ""
     """What of the given folder or glob is not read, in words."""
+    part: tuple[float, float] = (0.0, 1.0)
+    """Where each document is read from and to, as shares of its length."""
 
     @property
     def size(self) -> int:
@@ -118,10 +120,16 @@ class Files:
             room -= size
         return [dataclasses.replace(self, paths=tuple(group)) for group in groups]
 
-    def read_state(self) -> list[tuple[str, int, int]]:
-        return read_file_states(self.paths)
+    def read_state(self) -> list[Any]:
+        return [*read_file_states(self.paths), *([self.part] if self.part != (0.0, 1.0) else [])]
 
     def documents(self) -> Iterator[Document]:
+        for document in self._documents():
+            first, last = (find_cut(document.text, share) for share in self.part)
+            if first < last:
+                yield document._replace(text=document.text[first:last])
+
+    def _documents(self) -> Iterator[Document]:
         for path in self.paths:
             place = f"{self.field}={str(path)!r}"
             kind, _ = split_suffixes(path)
@@ -400,6 +408,17 @@ def extract_documents(tables: Iterator[Any], column: str, place: str) -> Iterato
 def format_names(names: Collection[str]) -> str:
     """The first MAX_NAMES names, for an error message."""
     return ", ".join([*itertools.islice(names, MAX_NAMES), *["..."][: len(names) - MAX_NAMES]]) or "no columns"
+
+
+def find_cut(text: bytes, share: float) -> int:
+    """Offset of the line, else word, else character that is nearest behind a share of a text's bytes."""
+    start = int(share * len(text))
+    if not 0 < start < len(text):
+        return start
+    for mark in (b"\n", b" "):
+        if (end := text.rfind(mark, 0, start) + 1) > start // 2:
+            return end
+    return next(end for end in range(start, -1, -1) if text[end] & 0xC0 != 0x80)
 
 
 def find_piece_end(buffer: bytes) -> int:

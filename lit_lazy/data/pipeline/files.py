@@ -1,5 +1,6 @@
 """Text files that a path, a folder or a glob selects, and their content, decompressed as it is read."""
 
+import codecs
 import glob
 import io
 import os
@@ -15,7 +16,8 @@ from lit_lazy.support.errors import one_line
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = f"{', '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
+SNIFFED = 2**13
+KNOWN = f"text in UTF-8, .jsonl, .json or .parquet, each also with {' or '.join(COMPRESSIONS)}"
 
 
 def split_suffixes(path: str | Path) -> tuple[str, str]:
@@ -38,8 +40,8 @@ def open_stream(path: Path) -> BinaryIO:
 def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
     """Files that a path, a folder (all in it) or a glob selects, sorted by path, and what was left out, in words.
 
-    Links are followed, and each file is taken once. Hidden files, empty ones and those of no format in FORMATS are left
-    out. Raises a one-line ValueError if nothing is left.
+    Links are followed, and each file is taken once. Left out are hidden files, empty ones, and those that are in no
+    format of FORMATS and do not begin with text. Raises a one-line ValueError if nothing is left.
     """
     left_out: Counter[str] = Counter()
     found: dict[tuple[int, int], Path] = {}
@@ -54,10 +56,10 @@ def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
             suffix, _ = split_suffixes(path)
             if state is None:
                 left_out["unreadable"] += 1
-            elif suffix not in FORMATS:
-                left_out[suffix or "without suffix"] += 1
             elif not state.st_size:
                 left_out["empty"] += 1
+            elif suffix not in FORMATS and not _is_text(Path(path)):
+                left_out[suffix or "without suffix"] += 1
             elif (state.st_dev, state.st_ino) in found:
                 left_out["linked again"] += 1
             else:
@@ -75,6 +77,17 @@ def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
     omitted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
     require(bool(found), field, given, f"has no file with text ({omitted or 'it is empty'}); give {KNOWN}")
     return tuple(sorted(found.values())), omitted
+
+
+def _is_text(path: Path) -> bool:
+    """Whether the first SNIFFED bytes of a file are UTF-8 without a NUL."""
+    try:
+        with open_stream(path) as file:
+            start = file.read(SNIFFED)
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
+    except (OSError, UnicodeDecodeError):
+        return False
+    return b"\0" not in start
 
 
 def _match_files(pattern: str, left_out: Counter[str]) -> Iterator[str]:

@@ -1,5 +1,5 @@
-# Every target makes .venv itself when it is missing, in some minutes. TINY=1 runs the same path on a tiny model, one seed,
-# in two minutes.
+# Every target makes .venv itself when it is missing, in some minutes. TINY=1 runs the same path on a smaller model, one
+# seed, in a minute.
 PYTHON ?= python3
 RUNS ?= runs
 BIN := .venv/bin
@@ -9,7 +9,8 @@ LIT := $(BIN)/lit-lazy
 unexport PYTHONDONTWRITEBYTECODE
 
 ifdef TINY
-SUFFIX := _tiny
+PROBE := _small
+TEXT := _tiny
 TINY_SEED := --seeds 0
 endif
 
@@ -30,15 +31,15 @@ help:
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
-	@echo "TINY=1 makes table2 and table2-text a matter of two minutes once installed; WORKERS, RUNS and PYTHON can be set too"
+	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
 
 install: .venv/.complete
 
 table2: .venv/.complete
-	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(TINY_SEED) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+	$(LIT) ablate run table2 --base backcopy$(PROBE) $(TINY_SEED) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 table2-text: .venv/.complete
-	$(LIT) ablate run table2 --base stdlib$(SUFFIX) $(or $(TINY_SEED),--seeds 0,1,2) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+	$(LIT) ablate run table2 --base stdlib$(TEXT) $(or $(TINY_SEED),--seeds 0,1,2) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 questions: .venv/.complete
 	$(LIT) ablate questions $(addprefix --limit ,$(LIMIT)) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)

@@ -42,6 +42,7 @@ from lit_lazy.training.run_folder import (
     locate_cell,
     read_failure,
     remove_checkpoints,
+    write_failure,
 )
 
 if TYPE_CHECKING:
@@ -170,10 +171,10 @@ class SearchDriver:
             self._failed.add(trial.user_attrs[NUMBER])
             self._tell(trial, TrialState.FAIL, {REASON: reason})
             return
-        diverged = HOPELESS not in reason
+        folder, diverged = locate_cell(self.work.folder, key), HOPELESS not in reason
+        write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
         told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
         self._tell(trial, TrialState.PRUNED, told)
-        folder = locate_cell(self.work.folder, key)
         remove_checkpoints(folder)
         clear_leftovers(folder)
 

@@ -168,7 +168,8 @@ def _forget() -> None:
     """
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is not None:
-        server.ensure_running = lambda: None  # only its parent can ask whether it runs
+        # Only its parent can ask whether it runs.
+        server.ensure_running = multiprocessing.forkserver.ensure_running = lambda: None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import sqlalchemy
 import torch
 
-from lit_lazy.support.class_source import USER
+from lit_lazy.config.user_files import USER
+from lit_lazy.support import class_source
 
 __all__ = [
     "DEVNULL",
@@ -175,6 +176,7 @@ def _forget() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
             del sys.modules[name]
+    class_source._imported.clear()
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
             INHERITED.append(engine.pool)

@@ -19,7 +19,7 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
-from lit_lazy.support.class_source import read_source, require_unedited
+from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import suggest_file
@@ -150,15 +150,15 @@ def hash_user_code(config: Any) -> list[str]:
 
 
 def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
-    """Name of each custom class in a config, and 12 hex digits of its source when it was imported."""
+    """Name of each custom class in a config, and 16 hex digits of its code when it was imported."""
     for cls in _find_user_classes(config):
-        yield cls.__name__, hashlib.sha256(read_source(cls).encode()).hexdigest()[:12]
+        yield cls.__name__, hashlib.sha256(read_code(cls).encode()).hexdigest()[:16]
 
 
 def require_unedited_code(config: Any) -> None:
     """Raise a one-line ValueError if a custom class's file was edited since its import: the user means the new code."""
     for cls in _find_user_classes(config):
-        require_unedited(cls)
+        require_unedited(*locate(cls))
 
 
 def _find_user_classes(config: Any) -> list[type]:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.class_source import find_local_imports, keep_files, list_local_files, require_unedited
+from lit_lazy.support.class_source import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import find_last_commit
@@ -33,9 +33,8 @@ def load_module(path: Path) -> ModuleType:
     known = [sys.modules.get(name), sys.modules.get(path.stem)]
     module = next((module for module in known if getattr(module, "__file__", None) == str(path)), None)
     with locate_errors(path):
-        content = path.read_bytes()
+        keep_files(path, path.parent)
         module = module or _import(path, name)
-        keep_files(path, path.parent, content)
     require_unedited(path, path.parent)
     return module
 
@@ -56,11 +55,15 @@ def _import(path: Path, name: str) -> ModuleType:
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
-        for imported, file in find_local_imports(path, path.parent).items():
-            _check_neighbour(imported, file)
+        for imported, file in find_local_files(path, path.parent).items():
+            found = getattr(sys.modules.get(imported), "__file__", None)
+            if found is not None and Path(found).resolve() != file:
+                fix = f"which is {found} and not {file.name} next to it; rename {file.name}"
+                raise ValueError(f"imports {imported!r}, {fix}")
     except BaseException:
         for known in names:
             sys.modules.pop(known, None)
+        forget_unimported()
         raise
     finally:
         sys.dont_write_bytecode = former
@@ -80,19 +83,13 @@ def _resolves_to(name: str, path: Path) -> bool:
     return spec is not None and spec.origin == str(path)
 
 
-def _check_neighbour(name: str, file: Path) -> None:
-    """Raise ValueError if the imported module `name` is not the file of that name next to the importing file."""
-    found = getattr(sys.modules.get(name), "__file__", None)
-    if found is not None and Path(found).resolve() != file:
-        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
-
-
 def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
     """The first 12 hex digits of the SHA-256 of user files, and of those next to them that they import, by name.
 
     Without the files that a checkout holds unchanged: its commit tells what they are.
     """
-    every = {local for file in files for local in list_local_files(file.resolve(), file.resolve().parent)}
+    paths = [file.resolve() for file in files]
+    every = {local for path in paths for local in find_local_files(path, path.parent).values()}
     uncommitted = sorted(file for file in every if not find_last_commit(file))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in uncommitted}
 

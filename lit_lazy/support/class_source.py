@@ -7,6 +7,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,23 +22,25 @@ _imported: dict[Path, bytes] = {}
 
 def keep_file(cls: type) -> None:
     """Keep the content of the files of a class that is being defined, if it is a user's."""
-    if cls.__module__.partition(".")[0] in OWN:
-        return
-    try:
-        path, root = locate(cls)
-    except ValueError:  # raised again where its key is asked for
-        return
-    keep_files(path, root, path.read_bytes())
+    if cls.__module__.partition(".")[0] not in OWN:
+        with suppress(ValueError):  # without a file, raised again where its key is asked for
+            keep_files(*locate(cls))
 
 
-def keep_files(path: Path, root: Path, content: bytes) -> None:
-    """Keep the content of a file that is being imported, and that of the files below `root` that it imports.
+def keep_files(path: Path, root: Path) -> None:
+    """Keep the content of a file that is about to be imported, and of the files below `root` that it imports.
 
     A file that is known keeps its first content.
     """
-    _imported.setdefault(path, content)
-    for file in list_local_files(path, root):
-        _imported.setdefault(file, file.read_bytes())
+    for file in find_local_files(path, root).values():
+        _imported.setdefault(file, _get_content(file))
+
+
+def forget_unimported() -> None:
+    """Forget the files whose import has failed: they may be edited and imported again."""
+    imported = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    for file in [file for file in _imported if str(file) not in imported]:
+        del _imported[file]
 
 
 def read_code(cls: type) -> str:
@@ -61,7 +64,8 @@ def read_code(cls: type) -> str:
                 f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
                 "part of the key; make it a field, or define it at the top of the file"
             )
-    return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in list_local_files(path, root))
+    files = sorted({*find_local_files(path, root).values()})
+    return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in files)
 
 
 def locate(cls: type) -> tuple[Path, Path]:
@@ -77,7 +81,7 @@ def locate(cls: type) -> tuple[Path, Path]:
 
 def require_unedited(path: Path, root: Path) -> None:
     """Raise a one-line ValueError if the code of a file, or of one that it imports, changed since its import."""
-    for file in list_local_files(path, root):
+    for file in find_local_files(path, root).values():
         then = _get_content(file)
         try:
             now = file.read_bytes()
@@ -90,23 +94,16 @@ def require_unedited(path: Path, root: Path) -> None:
             )
 
 
-def list_local_files(path: Path, root: Path) -> list[Path]:
-    """A file and the files below `root` that it imports, directly or indirectly."""
-    return sorted({path, *find_local_imports(path, root).values()})
-
-
-def find_local_imports(path: Path, root: Path) -> dict[str, Path]:
-    """Name and file of each module below `root` that a file imports, directly or indirectly."""
-    found: dict[str, Path] = {}
-    ahead = [path]
+def find_local_files(path: Path, root: Path) -> dict[str, Path]:
+    """A file, by the name "", and by their modules' names the files below `root` that it imports, at any depth."""
+    found, ahead = {"": path}, [path]
     while ahead:
         for name in _iter_imported_names(ahead.pop(), root):
             place = root.joinpath(*name.split("."))
-            files = [file.resolve() for file in (place / "__init__.py", place.with_suffix(".py"))]
-            file = next(filter(_is_known, files), None)
+            file = next(filter(_is_known, (place / "__init__.py", place.with_suffix(".py"))), None)
             if file and name not in found and name.partition(".")[0] not in OWN:
-                found[name] = file
-                ahead.append(file)
+                found[name] = file.resolve()
+                ahead.append(found[name])
     return found
 
 
@@ -150,17 +147,17 @@ def _select_code(file: Path, left_out: tuple[str, ...]) -> str:
 
 @cache
 def _parse(content: bytes) -> ast.Module:
-    """The statements of a file that have an effect."""
-    return _Effective().visit(ast.parse(content))
+    """The statements of a file that have an effect: without docstrings, also those of fields, `...` and `pass`."""
+    module = ast.parse(content)
+    for node in ast.walk(module):
+        for _, parts in ast.iter_fields(node):
+            if isinstance(parts, list):
+                parts[:] = [part for part in parts if not _is_idle(part)]
+    return module
 
 
-class _Effective(ast.NodeTransformer):
-    """Omits docstrings, also those of fields, `...` and `pass`. Parsing has omitted comments and layout."""
-
-    def visit(self, node: ast.AST) -> ast.AST | None:
-        if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            return None
-        return self.generic_visit(node)
+def _is_idle(node: ast.AST) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def _get_content(file: Path) -> bytes:

@@ -115,7 +115,10 @@ def _locate(error: BaseException, path: Path) -> str:
 
 
 def experiment(name: str) -> RunConfig:
-    """The config of an experiment, by name or by the path of its file. Raises ValueError if it does not exist."""
+    """The config of an experiment, by name or by the path of its file.
+
+    Raises ValueError if it does not exist, or was edited after this process imported it.
+    """
     return load_experiment(find("experiments", name))
 
 

@@ -51,18 +51,15 @@ def read_code(cls: type) -> str:
     tells.
     """
     path, root = locate(cls)
-    for name, function in vars(cls).items():
-        if not inspect.isfunction(function):
-            continue
-        file = Path(function.__code__.co_filename).resolve()
+    for name, code in ((name, f.__code__) for name, f in vars(cls).items() if inspect.isfunction(f)):
+        file, outer = Path(code.co_filename).resolve(), sorted({*code.co_freevars} - {"__class__"})
         # What a dataclass adds, all with underscores, comes from no file or from the standard library.
         if not (_is_known(file) or name.startswith("__")):
             raise _make_unreadable_error(f"{cls.__name__}.{name}")
-        outer = sorted({*function.__code__.co_freevars} - {"__class__"})
         if outer and file == path:
             raise ValueError(
-                f"{cls.__name__}.{function.__name__}: uses {outer[0]!r} of the function around the class, which is no "
-                "part of the key; make it a field, or define it at the top of the file"
+                f"{cls.__name__}.{name}: uses {outer[0]!r} of the function around the class, which is no part of the "
+                "key; make it a field, or define it at the top of the file"
             )
     files = sorted({*find_local_files(path, root).values()})
     return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in files)
@@ -98,10 +95,9 @@ def find_local_files(path: Path, root: Path) -> dict[str, Path]:
     """A file, by the name "", and by their modules' names the files below `root` that it imports, at any depth."""
     found, ahead = {"": path}, [path]
     while ahead:
-        for name in _iter_imported_names(ahead.pop(), root):
+        for name in sorted({*_iter_imported_names(ahead.pop(), root)} - {*found}):
             place = root.joinpath(*name.split("."))
-            file = next(filter(_is_known, (place / "__init__.py", place.with_suffix(".py"))), None)
-            if file and name not in found and name.partition(".")[0] not in OWN:
+            if file := next(filter(_is_known, (place / "__init__.py", place.with_suffix(".py"))), None):
                 found[name] = file.resolve()
                 ahead.append(found[name])
     return found
@@ -118,9 +114,9 @@ def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
             named = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
         else:
             continue
-        for name in named:
-            parts = name.split(".")
-            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        for parts in (name.split(".") for name in named):
+            if parts[0] not in OWN:
+                yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def _select_code(file: Path, left_out: tuple[str, ...]) -> str:

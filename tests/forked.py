@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import sqlalchemy
 import torch
 
-from lit_lazy.support.class_source import USER
+from lit_lazy.config.user_files import USER
+from lit_lazy.support import class_source
 
 __all__ = [
     "DEVNULL",
@@ -32,6 +33,7 @@ __all__ = [
     "Popen",
     "Process",
     "TimeoutExpired",
+    "forget_user_files",
     "make_cheap",
     "run",
     "run_in_fork",
@@ -173,13 +175,18 @@ def _forget() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()
-    for name, module in list(sys.modules.items()):
-        if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
-            del sys.modules[name]
+    forget_user_files()
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
             INHERITED.append(engine.pool)
             engine.dispose(close=False)
+
+
+def forget_user_files() -> None:
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
+            del sys.modules[name]
+    class_source._imported.clear()
 
 
 def _execute(command: list[str]) -> None:

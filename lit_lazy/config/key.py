@@ -1,7 +1,7 @@
 """The key of a cell: a hash of what is trained, stable as the project grows.
 
 Fields at their default are omitted, so that a new option changes no key. `SCHEMA` is raised when a default or a meaning
-changes. The source of custom classes is included, so an edited rule is another cell.
+changes. The code of custom classes is included, so an edited rule is another cell.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
-from lit_lazy.support.class_source import read_source, require_unedited
+from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import suggest_file
@@ -30,7 +30,7 @@ SCHEMA = 2
 
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
-    """12 hex digits: hash of the settings, the source of custom classes and the data's fingerprint."""
+    """12 hex digits: hash of the settings, the code of custom classes and the data's fingerprint."""
     content = {"schema": SCHEMA, "config": to_minimal_dict(config), "code": hash_user_code(config), "data": fingerprint}
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights at another path give the same run
@@ -46,7 +46,7 @@ def training_key(config: RunConfig, fingerprint: str) -> str:
 
 
 def evaluation_key(evaluation: Evaluation) -> str:
-    """12 hex digits: hash of an evaluation's settings, of the source of its custom classes and of its files."""
+    """12 hex digits: hash of an evaluation's settings, of the code of its custom classes and of its files."""
     settings = {"schema": SCHEMA, "config": to_minimal_dict(evaluation), "code": hash_user_code(evaluation)}
     return _digest(settings | {"files": _hash_files([evaluation])}, digits=12)
 
@@ -75,7 +75,7 @@ def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (keys
 
 
 def hash_model(path: str) -> str:
-    """The digest of the model in a checkpoint: its weights, its settings and the source of its custom classes.
+    """The digest of the model in a checkpoint: its weights, its settings and the code of its custom classes.
 
     What else the file holds does not count, so a version that adds a setting changes no key. Raises a one-line
     ValueError if it cannot be read.
@@ -145,20 +145,20 @@ def _to_minimal(value: Any, hint: Any) -> Any:
 
 
 def hash_user_code(config: Any) -> list[str]:
-    """A hash of the source of each custom class in a config."""
+    """A hash of the code of each custom class in a config."""
     return sorted({digest for _, digest in iter_user_classes(config)})
 
 
 def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
-    """Name of each custom class in a config, and 12 hex digits of its source when it was imported."""
+    """Name of each custom class in a config, and 16 hex digits of its code when it was imported."""
     for cls in _find_user_classes(config):
-        yield cls.__name__, hashlib.sha256(read_source(cls).encode()).hexdigest()[:12]
+        yield cls.__name__, hashlib.sha256(read_code(cls).encode()).hexdigest()[:16]
 
 
 def require_unedited_code(config: Any) -> None:
     """Raise a one-line ValueError if a custom class's file was edited since its import: the user means the new code."""
     for cls in _find_user_classes(config):
-        require_unedited(cls)
+        require_unedited(*locate(cls))
 
 
 def _find_user_classes(config: Any) -> list[type]:

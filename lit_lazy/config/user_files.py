@@ -1,61 +1,49 @@
 """Imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import hashlib
-import importlib.abc
-import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.class_source import USER, collect_local_files, find_imported_content, iter_imports
+from lit_lazy.support.class_source import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import find_last_commit
 
 COMMANDS = {"question": "ablate run", "ablation": "ablate run", "search": "ablate search"}
 """The command for a file that defines no experiment, by the name that it defines."""
-_imported: WeakKeyDictionary[ModuleType, tuple[ModuleSpec | None, dict[Path, bytes]]] = WeakKeyDictionary()
-"""The import of each user's file, and its content and that of the imported files next to it then."""
-
-
-class _UserFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `load_module` again, for `importlib.reload`."""
-
-    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
-        file = getattr(target, "__file__", None)
-        return spec_from_file_location(fullname, file) if fullname.startswith(USER) and file else None
-
-
-sys.meta_path.append(_UserFinder())
+USER = "lit_lazy_user_"
+"""Prefix of the module names of users' files."""
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file by its path, once per process, and anew once it, or a file next to it that it imports, was edited.
+    """Import a file by its path, once per process. It and the files next to it may import each other.
 
-    It and the files next to it may import each other.
-
-    Raises a one-line ValueError if that fails or if an imported file next to it is shadowed by another module.
+    Raises a one-line ValueError if that fails, if an imported file next to it is shadowed by another module, or if one
+    of these files was edited after its import.
     """
-    name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    for known in (sys.modules.get(name), sys.modules.get(path.stem)):
-        if known is not None and getattr(known, "__file__", None) == str(path):
-            if _is_edited(known, path):
-                _reload(known, path)
-            return known
+    name = f"{USER}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    known = [sys.modules.get(name), sys.modules.get(path.stem)]
+    module = next((module for module in known if getattr(module, "__file__", None) == str(path)), None)
+    with locate_errors(path):
+        keep_files(path, path.parent)
+        module = module or _import(path, name)
+    require_unedited(path, path.parent)
+    return module
+
+
+def _import(path: Path, name: str) -> ModuleType:
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: cannot be imported as Python")
-    module = importlib.util.module_from_spec(spec)
+        raise ValueError("cannot be imported as Python")
+    module = module_from_spec(spec)
     # At the end: a file called queue.py must not shadow the standard library's.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -63,55 +51,23 @@ def load_module(path: Path) -> ModuleType:
     # this file, so that importing it does not define its classes again.
     names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
-    _execute(module, path, partial(spec.loader.exec_module, module))
-    return module
-
-
-def _execute(module: ModuleType, path: Path, execute: Callable[[], object]) -> None:
-    """Execute a file as a module, and keep what it and the files next to it were then; forget it if that fails."""
-    try:
-        with _disable_bytecode(), locate_errors(path):
-            content = path.read_bytes()
-            execute()
-            local = collect_local_files(path, path.parent)
-            _imported[module] = module.__spec__, {file: file.read_bytes() for file in local} | {path: content}
-            for imported, file in iter_imports(local, path.parent):
-                _check_neighbour(imported, file)
-    except BaseException:
-        for name in [name for name, known in sys.modules.items() if known is module]:
-            del sys.modules[name]
-        raise
-
-
-def _is_edited(module: ModuleType, path: Path) -> bool:
-    """Whether a module's file, or one next to it that it imports, was edited since its import."""
-    spec, files = _imported.get(module, (None, {}))
-    if spec is not module.__spec__:  # it was imported, or reloaded, by the user
-        files = {path: find_imported_content(module, path) or path.read_bytes()}
-        _imported[module] = module.__spec__, files
-    return not all(file.is_file() and file.read_bytes() == content for file, content in files.items())
-
-
-def _reload(module: ModuleType, path: Path) -> None:
-    """Import a file anew, and those next to it: the same module, which a user may hold, with new content."""
-    files = {str(file) for file in _imported[module][1]}
-    for name, known in list(sys.modules.items()):
-        if known is not module and str(getattr(known, "__file__", None)) in files:
-            del sys.modules[name]
-    for name in [name for name in vars(module) if not name.startswith("__")]:
-        delattr(module, name)
-    importlib.invalidate_caches()
-    _execute(module, path, partial(importlib.reload, module))
-
-
-@contextmanager
-def _disable_bytecode() -> Iterator[None]:
-    """Write no bytecode of a user's file: it would be used for an edited file of the same size and time."""
+    # No bytecode: it would be used for an edited file of the same size and time.
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        yield
+        spec.loader.exec_module(module)
+        for imported, file in find_local_files(path, path.parent).items():
+            found = getattr(sys.modules.get(imported), "__file__", None)
+            if found is not None and Path(found).resolve() != file:
+                fix = f"which is {found} and not {file.name} next to it; rename {file.name}"
+                raise ValueError(f"imports {imported!r}, {fix}")
+    except BaseException:
+        for known in names:
+            sys.modules.pop(known, None)
+        forget_unimported()
+        raise
     finally:
         sys.dont_write_bytecode = former
+    return module
 
 
 def list_imported_files() -> list[Path]:
@@ -123,15 +79,8 @@ def _resolves_to(name: str, path: Path) -> bool:
     """Whether `import name` would find this file."""
     if name in sys.modules or not name.isidentifier():
         return False
-    spec = importlib.util.find_spec(name)
+    spec = find_spec(name)
     return spec is not None and spec.origin == str(path)
-
-
-def _check_neighbour(name: str, file: Path) -> None:
-    """Raise ValueError if the imported module `name` is not the file of that name next to the importing file."""
-    found = getattr(sys.modules.get(name), "__file__", None)
-    if found is not None and Path(found).resolve() != file:
-        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
 
 
 def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
@@ -139,7 +88,8 @@ def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
 
     Without the files that a checkout holds unchanged: its commit tells what they are.
     """
-    every = {local for file in files for local in collect_local_files(file.resolve(), file.resolve().parent)}
+    paths = [file.resolve() for file in files]
+    every = {local for path in paths for local in find_local_files(path, path.parent).values()}
     uncommitted = sorted(file for file in every if not find_last_commit(file))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in uncommitted}
 
@@ -165,7 +115,10 @@ def _locate(error: BaseException, path: Path) -> str:
 
 
 def experiment(name: str) -> RunConfig:
-    """The config of an experiment, by name or by the path of its file. Raises ValueError if it does not exist."""
+    """The config of an experiment, by name or by the path of its file.
+
+    Raises ValueError if it does not exist, or was edited after this process imported it.
+    """
     return load_experiment(find("experiments", name))
 
 

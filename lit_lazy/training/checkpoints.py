@@ -116,15 +116,19 @@ def load(path: Path) -> LitLM:
     module.sources = content.get(SOURCES, {})
     if module.sources.get(UNCHECKED):
         log.warning("%s: was imported with --unchecked: its logits were not compared with its source's", checkpoint)
-    if edited := ", ".join(_list_edited_classes(module)):
-        log.warning("%s: a file that defines %s has changed since its training; this is new code", checkpoint, edited)
+    _tell_edited_classes(checkpoint, module)
     return module
 
 
-def _list_edited_classes(module: LitLM) -> list[str]:
-    """Names of a loaded model's custom classes whose code is not that of its training, as far as that is known."""
+def _tell_edited_classes(checkpoint: str, module: LitLM) -> None:
+    """Warn of each custom class of a loaded model whose code is not that of its training, as far as that is known."""
     known = module.sources.get("code", {})
-    return sorted(name for name, digest in iter_user_classes(module.cfg.model) if known.get(name, digest) != digest)
+    for name, digest in iter_user_classes(module.cfg.model):
+        former = known.get(name, digest)
+        if len(former) != len(digest):
+            log.warning("%s: an earlier version hashed the code of %s, so it may have changed since", checkpoint, name)
+        elif former != digest:
+            log.warning("%s: a file that defines %s has changed since its training; this is new code", checkpoint, name)
 
 
 def load_prompts(checkpoint: Path, trained: LitLM, data: DataConfig) -> Prompts:

@@ -1,15 +1,17 @@
 """What a trained model depends on beside its settings has changed since: its rule's code, its tokenizer's file."""
 
 import json
+import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from mistakes import expect_refusal, place
 from published import make_published
 from subwords import bpe
 
-from lit_lazy.api import load, train
+from lit_lazy.api import load
 from lit_lazy.command.main import main
 
 __all__ = ["bpe", "place"]
@@ -37,20 +39,40 @@ def config():
 """
 
 
-def test_an_edited_rule_is_said(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the edit is in a file that the rule's own imports."""
+@pytest.fixture
+def checkpoint(place: Path) -> Path:
+    """A model of a custom rule, whose file is not imported into this process."""
     (place / "rule.py").write_text(RULE)
     (place / "helper.py").write_text("SCALE = 1.0\n")
-    torch.set_num_threads(1)
-    checkpoint = str(train("./rule.py").checkpoint)
-    words = [checkpoint, "--import", "rule.py", "--threads", "1"]
-    for scale, edited in ((1.0, False), (9.0, True)):
-        (place / "helper.py").write_text(f"SCALE = {scale}\n")
-        for command in (["evaluate", *words], ["generate", *words, "--prompt", "1 2", "--tokens", "2"]):
-            caplog.clear()
-            assert main(command) == 0
-            said = "a file that defines Cooled has changed since its training; this is new code" in caplog.text
-            assert said is edited, command
+    forked.run_in_fork(lambda: main(["train", "./rule.py", "--threads", "1"]))
+    return next(place.glob("runs/*/*/final.ckpt"))
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["generate", "--prompt", "1 2", "--tokens", "2"]])
+@pytest.mark.parametrize(
+    ("helper", "said"),
+    [
+        ("SCALE = 1.0  # as before\n", ""),
+        ("SCALE = 9.0\n", "a file that defines Cooled has changed since its training; this is new code"),
+    ],
+)
+def test_an_edited_rule_is_said(checkpoint: Path, command: list[str], helper: str, said: str) -> None:
+    """Also where the edit is in a file that the rule's own imports."""
+    Path("helper.py").write_text(helper)
+    words = [command[0], str(checkpoint), *command[1:], "--import", "rule.py", "--threads", "1"]
+    done = forked.run([sys.executable, "-m", "lit_lazy.command", *words])
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    assert ("Cooled" in done.stderr) is bool(said)
+
+
+def test_a_hash_of_an_earlier_version_is_not_compared(checkpoint: Path) -> None:
+    content = torch.load(checkpoint)
+    content["sources"]["code"]["Cooled"] = "0123456789ab"
+    torch.save(content, checkpoint)
+    words = ["evaluate", str(checkpoint), "--import", "rule.py", "--threads", "1"]
+    done = forked.run([sys.executable, "-m", "lit_lazy.command", *words])
+    assert "an earlier version hashed the code of Cooled, so it may have changed since" in done.stderr
 
 
 def swap_tokens(file: Path) -> None:

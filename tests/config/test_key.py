@@ -5,7 +5,7 @@ import importlib
 import itertools
 import json
 import lzma
-import re
+import runpy
 import sys
 import types
 import typing
@@ -29,7 +29,7 @@ from lit_lazy.config.key import (
     training_key,
 )
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
-from lit_lazy.config.user_files import experiment, load_experiment, load_module
+from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
@@ -217,118 +217,117 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
-def test_the_users_code_is_in_the_key(mine: Path) -> None:
-    cfg = load_experiment(mine)
-    assert len(hash_user_code(cfg)) == 1
-    first = cell_key(cfg, "x")
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
-    def key_after(name: str, old: str, new: str) -> str:
-        file = mine.with_name(name)
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new))
-        changed = cell_key(replace_at(load_experiment(mine), {"seed": cfg.seed}), "x")
-        file.write_text(text)
-        return changed
 
-    changed = [
-        key_after("mine.py", "build(shape)  #", "build(shape).half()  #"),
-        key_after("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
-        key_after("factors.py", "2 * BASE", "3 * BASE"),
-        key_after("deeper.py", "BASE = 1", "BASE = 7"),
-    ]
-    assert len({first, *changed}) == 5
-    unchanged = [
-        key_after("mine.py", "()})", "(), 'seed': 1})"),  # made settings are in the key already
-        key_after("mine.py", "\n\ndef config", "\n\n# a remark between statements\ndef config"),
-        key_after("unrelated.py", "X = 1", "X = 2"),
-    ]
-    assert set(unchanged) == {first}
-    assert hash_user_code(load_experiment(find("experiments", "backcopy_tiny"))) == []
+def make_key(path: Path) -> str:
+    """The key in a new process."""
+    return forked.run_in_fork(lambda: cell_key(load_experiment(path), "x"))
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new"),
-    [("mine.py", "# times", "* 2 # times"), ("factors.py", "2 *", "3 *"), ("deeper.py", "1", "2")],
+    [
+        ("mine.py", "build(shape)", "build(shape).half()"),
+        ("mine.py", "strength: float = 1.0", "strength: float = 2.0"),
+        ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
+        ("factors.py", "2 * BASE", "3 * BASE"),
+        ("deeper.py", "BASE = 1", "BASE = 7"),
+    ],
 )
-def test_what_was_edited_since_its_import_is_imported_again(mine: Path, name: str, old: str, new: str) -> None:
+def test_the_users_code_is_in_the_key(mine: Path, name: str, old: str, new: str) -> None:
+    before = make_key(mine)
+    edit(mine.with_name(name), old, new)
+    assert make_key(mine) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("mine.py", "()})", "(), 'seed': 0})"),  # made settings are in the key already
+        ("mine.py", "  # times FACTOR", "\n\n\n# a remark between statements"),
+        ("mine.py", "'''A rule.'''", ""),
+        ("mine.py", "1.0\n", "1.0\n    '''Documented.'''\n"),
+        ("mine.py", "super().build(shape)", "(\n            super()\n            .build(shape,)\n        )"),
+        ("factors.py", "from", "'Factors.'\nfrom"),
+        ("deeper.py", "BASE = 1", "BASE = (1)  # as agreed"),
+        ("unrelated.py", "X = 1", "X = 2"),
+    ],
+)
+def test_what_changes_no_result_changes_no_key(mine: Path, name: str, old: str, new: str) -> None:
+    """Comments, docstrings, layout, settings beside a class and files that it does not import."""
+    before = make_key(mine)
+    edit(mine.with_name(name), old, new)
+    assert make_key(mine) == before
+
+
+def test_a_key_without_custom_classes_has_no_code() -> None:
+    assert hash_user_code(load_experiment(find("experiments", "backcopy_tiny"))) == []
+
+
+@pytest.mark.parametrize("how", ["loaded", "imported", "reloaded"])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("mine.py", "# times", "* 2 # times"),
+        ("factors.py", "2 *", "3 *"),
+        ("deeper.py", "1", "("),
+        ("deeper.py", "1", ""),
+    ],
+)
+def test_an_edit_after_the_import_asks_for_a_new_process(
+    mine: Path, name: str, old: str, new: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A key of new code for a model of old code would spoil the runs folder for good."""
-    former = load_experiment(mine)
-    key = cell_key(former, "x")
-    require_unedited_code(former)
-    file = mine.with_name(name)
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(
-        ValueError,
-        match=rf"^Times\d+: {name} was edited after .* anew by lit_lazy.config.experiment\('/.*/mine.py'\), or",
-    ):
-        require_unedited_code(former)
-    assert cell_key(former, "x") == key
-    now = load_experiment(mine)
-    require_unedited_code(now)
-    assert cell_key(now, "x") != key
-    assert type(now.model.attention.normaliser) is not type(former.model.attention.normaliser)
-    assert cell_key(load_experiment(mine), "x") == cell_key(now, "x")
-    assert load_module(mine) is load_module(mine)
-
-
-def test_the_newest_class_of_a_file_has_its_name(mine: Path) -> None:
-    def edit() -> bool:
-        former = load_experiment(mine)
-        mine.write_text(mine.read_text().replace("# times", "* 2 # times"))
-        now = load_experiment(mine)
-        return from_dict(RunConfig, to_dict(former)) == now != former
-
-    assert forked.run_in_fork(edit)  # this process is not to know two
-
-
-def test_an_edit_before_the_first_key_is_seen(mine: Path) -> None:
-    former = load_experiment(mine)
-    text = mine.read_text()
-    mine.write_text(text.replace("# times", "* 2 # times"))
-    key = cell_key(former, "x")
-    with pytest.raises(ValueError, match=r"^Times\d+: mine\.py was edited after it was imported"):
-        require_unedited_code(former)
-    mine.write_text(text)
-    assert cell_key(load_experiment(mine), "x") == key
-
-
-def test_edited_settings_of_a_file_are_read_again_and_no_other_code(mine: Path) -> None:
-    former = load_experiment(mine)
-    mine.write_text(mine.read_text().replace("()})", "(), 'train.steps': 7})"))
-    assert load_experiment(mine).train.steps == 7
-    assert hash_user_code(former) == hash_user_code(load_experiment(mine))
-    require_unedited_code(former)
-
-
-def test_a_module_that_is_imported_by_python_is_noticed_too(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine.parent)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    module = importlib.import_module("mine")
-    mine.write_text(mine.read_text().replace("# times", "* 2 # times"))
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"imported; importlib\.reload\(mine\) and take Times\d+ from it again, or"
-        ):
-            require_unedited_code(module.config())
-    former = hash_user_code(importlib.reload(module).config())
-    require_unedited_code(module.config())
-    mine.with_name("factors.py").write_text("FACTOR = 3\n")
-    for _ in range(2):  # the reloaded file still has the old one's
-        with pytest.raises(
-            ValueError, match=r"^Times\d+: factors\.py was .*; importlib\.reload factors, then importlib"
-        ):
-            require_unedited_code(importlib.reload(module).config())
-        assert hash_user_code(module.config()) == former
-    importlib.reload(sys.modules["factors"])
-    require_unedited_code(importlib.reload(module).config())
-    assert hash_user_code(module.config()) != former
+    former = load_experiment(mine) if how == "loaded" else importlib.import_module("mine").config()
+    key, file = cell_key(former, "x"), mine.with_name(name)
+    text = file.read_text()
+    file.write_text(f"# a remark\n{text}")
+    require_unedited_code(former)
+    load_experiment(mine)
+    if new:
+        file.write_text(text.replace(old, new))
+    else:
+        file.unlink()
+    if how == "reloaded":
+        former = importlib.reload(sys.modules["mine"]).config()
+    for use in (lambda: require_unedited_code(former), lambda: load_experiment(mine)):
+        with pytest.raises(ValueError, match=rf"^/.*/{name}: was edited after it was imported; start a new process"):
+            use()
+    assert cell_key(former, "x") == key
+    file.write_text(text)
+    require_unedited_code(former)
+
+
+def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:
+    """And what it has imported by then may not."""
+    text, deeper = mine.read_text(), mine.with_name("deeper.py")
+
+    def retry() -> bool:
+        mine.write_text(f"{text}\nunknown\n")
+        with pytest.raises(ValueError, match="NameError"):
+            load_experiment(mine)
+        mine.write_text(text.replace("# times", "* 2 # times"))
+        edit(deeper, "1", "2")
+        with pytest.raises(ValueError, match=r"/deeper\.py: was edited after it was imported"):
+            load_experiment(mine)
+        edit(deeper, "2", "1")
+        cfg = load_experiment(mine)
+        require_unedited_code(cfg)
+        return cfg == from_dict(RunConfig, to_dict(cfg))
+
+    assert forked.run_in_fork(retry)  # this process is not to know two classes of one name
 
 
 def made(folder: Path, files: dict[str, str], module: str) -> object:
-    """An object of the class `Deep` of a module of files below a folder, imported as a user's file would."""
+    """An object of the class `Deep` of a module of files below a new folder, imported as a user's file would."""
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("deeprules", "deepuser")]:
         del sys.modules[name]
@@ -340,7 +339,13 @@ def made(folder: Path, files: dict[str, str], module: str) -> object:
         sys.path.remove(str(folder))
 
 
-DEEP = "from dataclasses import dataclass\n@dataclass\nclass Deep:\n    pass\n"
+DEEP = """
+from dataclasses import dataclass
+from lit_lazy.support.checked_fields import CheckedFields
+@dataclass(frozen=True)
+class Deep(CheckedFields):
+    pass
+"""
 PACKAGE = {
     "deepuser.py": f"import deeprules.a\n{DEEP}",
     "deeprules/__init__.py": "",
@@ -357,8 +362,10 @@ PACKAGE = {
 def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
     """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
     files = PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}
-    before = hash_user_code(made(tmp_path, files, module))
-    after = hash_user_code(made(tmp_path, files | {edited: files[edited].replace("return 1", "return 2")}, module))
+    edit = {edited: files[edited].replace("return 1", "return 2")}
+    before, after = (
+        hash_user_code(made(tmp_path / name, files | new, module)) for name, new in (("a", {}), ("b", edit))
+    )
     assert (after == before) == edited.startswith("lit_lazy")
 
 
@@ -397,9 +404,13 @@ def test_an_ablation_may_import_the_experiment_that_it_runs_on(tmp_path: Path) -
     assert load_module(two).Deep is imported
 
 
-def test_a_class_without_a_file_is_refused() -> None:
-    made = dataclasses.make_dataclass("Loose", (), namespace={"__module__": "nowhere"})
-    with pytest.raises(ValueError, match=r"^Loose: its source cannot be read.*define it in a \.py file$"):
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_class_without_a_file_is_refused(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = types.ModuleType("piped")
+    piped.__file__ = file
+    monkeypatch.setitem(sys.modules, "piped", piped)
+    made = dataclasses.make_dataclass("Piped", (), namespace={"__module__": "piped"})
+    with pytest.raises(ValueError, match=r"^Piped: its source cannot be read.*define it in a \.py file$"):
         hash_user_code(made())
 
 
@@ -408,15 +419,6 @@ def test_a_file_that_defines_a_class_twice_is_refused(mine: Path) -> None:
     mine.write_text(mine.read_text() + "\n\nclass Helper:\n    x = 1\n\n\nclass Helper:\n    x = 2\n")
     with pytest.raises(ValueError, match=r"^mine\.py: defines the class Helper twice, .*; rename one$"):
         hash_user_code(load_experiment(mine))
-
-
-def test_a_class_that_was_piped_to_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    piped = types.ModuleType("piped")
-    piped.__file__ = "<stdin>"
-    monkeypatch.setitem(sys.modules, "piped", piped)
-    made = dataclasses.make_dataclass("Piped", (), namespace={"__module__": "piped"})
-    with pytest.raises(ValueError, match=r"^Piped: its source cannot be read.*define it in a \.py file$"):
-        hash_user_code(made())
 
 
 def make_rule(scale: float) -> type:
@@ -462,101 +464,35 @@ def test_classes_of_one_name_are_named_with_their_files(mine: Path) -> None:
         forked.run_in_fork(load_both)
 
 
-SWEPT = """
-from lit_lazy.attention import Normaliser, NormaliserModule
-from lit_lazy.config import experiment, replace_at
-from lit_lazy.config.key import require_unedited_code
-from factors import FACTOR
-
-FINE = 1.0
-
-class Swept(Normaliser):
-    def build(self, shape):
-        return SweptModule()
-
-class SweptModule(NormaliserModule):
-    halves = 1.0
-
-    def weights(self, scores, rows):
-        return (STEEP * FINE * FACTOR * self.halves * scores).softmax(-1)
-
-def config():
-    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": Swept()})
-"""
+MAKES_ITS_KEY = "\n\nfrom lit_lazy.config.key import cell_key\n\nKEY = cell_key(config(), 'x')\n"
 
 
-@pytest.fixture
-def swept(mine: Path) -> Path:
-    mine.with_name("factors.py").write_text("FACTOR = 2.0\n")
-    mine.write_text(SWEPT.replace("FINE = 1.0", "FINE = 1.0\nSTEEP = 1.0").replace("Swept", f"Swept{next(NUMBERS)}"))
-    return mine
+def run(name: str) -> str:
+    """As `python -m`."""
+    return runpy.run_module(name, run_name="__main__", alter_sys=True)["KEY"]
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ("module.FINE = 0.5", "FINE was set to 0.5 in memory"),
-        ("module.FACTOR = 0.5", "FACTOR was set to 0.5 in memory"),
-        ("rule.halves = 0.5", r"Swept\d+Module\.halves was set to 0\.5 in memory"),
-        ("rule.weights = lambda self, scores, rows: scores", r"Swept\d+Module\.weights was replaced in memory"),
-    ],
-)
-def test_code_that_is_changed_in_memory_is_refused(swept: Path, change: str, problem: str) -> None:
-    """The key would be that of the file, and so its result that of another rule."""
-    cfg = load_experiment(swept)
-    require_unedited_code(cfg)
-    module = load_module(swept)
-    rule = next(cls for name, cls in vars(module).items() if name.endswith("Module") and name.startswith("Swept"))
-    exec(change, {"__name__": "__main__", "module": module, "rule": rule})
-    with pytest.raises(ValueError, match=rf"^Swept\d+: {problem}, and the key would be that of the file; make it a f"):
-        require_unedited_code(cfg)
-
-
-def test_a_constant_that_a_script_sweeps_is_refused(swept: Path) -> None:
-    sweep = "for STEEP in (1.0, 400.0):\n    require_unedited_code(config())\n    print('trained')\n"
-    harmless = "def report():\n    print(seed, scores)\n\nfor seed, scores in ((0, 1), (1, 2)):\n    report()\n"
-    script = swept.with_name("script.py")
-    code = SWEPT.replace("from factors import FACTOR", "FACTOR = 1.0")
-    script.write_text(code + sweep)
-    ended = forked.run([sys.executable, str(script)])
-    assert "trained" not in ended.stdout
-    assert "ValueError: Swept: STEEP, which its code reads, changes while script.py runs, and the key" in ended.stderr
-    script.write_text(code.replace("STEEP", "1") + harmless + sweep)
-    assert forked.run([sys.executable, str(script)]).stdout.split()[-2:] == ["trained", "trained"]
-
-
-def test_a_file_has_one_key_however_it_is_imported(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_one_key_however_it_is_started(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training would be repeated otherwise."""
-    key = cell_key(load_experiment(mine), "x")
+    monkeypatch.syspath_prepend(mine.parent)
+    mine.write_text(mine.read_text() + MAKES_ITS_KEY)
+    starts = [
+        lambda: load_module(mine).KEY,
+        lambda: importlib.import_module("mine").KEY,
+        lambda: runpy.run_path(str(mine), run_name="__main__")["KEY"],
+        lambda: run("mine"),
+    ]
+    assert len(set(map(forked.run_in_fork, starts))) == 1
 
-    def import_it() -> str:
-        for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(mine)]:
-            del sys.modules[name]
-        monkeypatch.syspath_prepend(mine.parent)
-        return cell_key(importlib.import_module("mine").config(), "x")
 
-    assert forked.run_in_fork(import_it) == key
-
-
-@pytest.mark.parametrize("first", ["imported", "loaded"])
-def test_a_file_may_be_imported_loaded_and_reloaded_in_turn(
-    mine: Path, first: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work() -> list[bool]:
-        monkeypatch.syspath_prepend(mine.parent)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        if first == "loaded":
-            load_experiment(mine)
-        module, seen = importlib.import_module("mine"), []
-        for factor in range(2, 6):
-            text = mine.read_text()
-            mine.write_text(re.sub("( \\* . )?# times", f" * {factor} # times", text))
-            if factor % 2:
-                importlib.reload(module)
-            cfg = load_experiment(mine)
-            require_unedited_code(cfg)
-            same = module.config() == cfg == from_dict(RunConfig, to_dict(cfg))
-            seen += [same, from_dict(RunConfig, to_dict(experiment("backcopy_tiny"))) == experiment("backcopy_tiny")]
-        return seen
-
-    assert forked.run_in_fork(work) == [True] * 8
+def test_a_module_of_a_package_has_one_key_however_it_is_started(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mine.parent.parent)
+    sub = mine.parent / "sub"
+    sub.mkdir()
+    (sub / "mine.py").write_text(mine.read_text().replace("from factors", "from ..factors") + MAKES_ITS_KEY)
+    edit(mine.with_name("factors.py"), "from deeper", "from .deeper")
+    name = f"{mine.parent.name}.sub.mine"
+    starts = [lambda: importlib.import_module(name).KEY, lambda: run(name)]
+    keys = list(map(forked.run_in_fork, starts))
+    edit(mine.with_name("deeper.py"), "1", "2")
+    assert keys[0] == keys[1] != forked.run_in_fork(starts[0])

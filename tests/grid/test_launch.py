@@ -1,6 +1,5 @@
 """A grid from the command line to the table: real trainings, workers and MLflow store."""
 
-import importlib
 import shutil
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import forget_user_files
 from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
 
@@ -125,7 +125,7 @@ def test_a_grid_whose_experiment_was_edited_is_refused(
     command = ["ablate", "run", pair, "--base", str(base), "--runs", str(runs), "--workers", "1", "--rows", "softmax"]
     base.write_text(text)
     assert main([*command, "--seeds", "0"]) == 0
-    forget(base)
+    forget_user_files()
     base.write_text(text.replace("steps=6", "steps=7"))
     assert main([*command, "--seeds", "1"]) == 2
     assert "row 'softmax': train.steps changed from 6 to 7 since this grid began" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in capsys.readouterr().out
-    forget(path)
+    forget_user_files()
     path.write_text(path.read_text().replace("Elastic()", "Elastic(tau_init=0.5)"))
     assert main(command) == 0
     out = capsys.readouterr().out
@@ -172,17 +172,10 @@ def test_the_status_says_that_a_declaration_was_edited_since_its_run(
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in capsys.readouterr().out
-    forget(path)
+    forget_user_files()
     path.write_text(path.read_text().replace("margin=REMOVED", "margin=0.04"))
     assert main(command) == 0
     assert f"{path} was edited: its claim or rules changed since its run" in capsys.readouterr().out
-
-
-def forget(path: Path) -> None:
-    """Reload a file, as another process would."""
-    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(path)]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
 
 
 def test_a_dry_run_creates_nothing(tmp_path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:

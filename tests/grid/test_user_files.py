@@ -219,14 +219,9 @@ def test_a_file_runs_as_it_is_however_alike_its_former_version_was(
     path, beside = tmp_path / "uses_constant.py", tmp_path / "its_constant.py"
     path.write_text("from its_constant import x\n\ny = 1\n")
     beside.write_text("x = 1\n")
-    modules = set(sys.modules)
     for value in (1, 2):
         for file in (path, beside):
             file.write_text(file.read_text().replace("= 1", f"= {value}"))
             os.utime(file, (0, 0))
-        module = load_module(path)
-        assert (module.x, module.y) == (value, value)
-        for name in set(sys.modules) - modules:
-            del sys.modules[name]
+        assert forked.run_in_fork(lambda: (load_module(path).x, load_module(path).y)) == (value, value)
     assert sorted(tmp_path.iterdir()) == [beside, path]
-    assert not sys.dont_write_bytecode

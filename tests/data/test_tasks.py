@@ -95,9 +95,7 @@ def test_options_alone_determine_the_sequences(task: DataConfig) -> None:
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-@pytest.mark.parametrize(
-    ("task", "nats"), [(Recall, math.log(4)), (Distractors, math.log(8)), (Mqar, math.log(4096))]
-)
+@pytest.mark.parametrize(("task", "nats"), [(Recall, math.log(4)), (Distractors, math.log(8)), (Mqar, math.log(4096))])
 def test_where_answers_are_certain_chance_is_the_marginal_of_the_targets(task: type, nats: float) -> None:
     """Drawn values are uniform, so the marginal of many targets comes close to the law; here from the options alone."""
     info = task(train_sequences=5, validation_sequences=5).load().info

@@ -236,5 +236,10 @@ def test_a_figure_is_drawn_as_before(name: str) -> None:
     assert found.splitlines() == (start + expected.partition("\n== ")[0]).splitlines()
 
 
+def test_every_recorded_figure_is_drawn() -> None:
+    recorded = [line.removeprefix("== ") for line in DRAWN.read_text().splitlines() if line.startswith("== ")]
+    assert recorded == [*SCENES]
+
+
 if __name__ == "__main__":
     DRAWN.write_text("".join(draw(name) for name in SCENES))

@@ -233,15 +233,15 @@ def test_a_hang_affects_only_its_peer(monkeypatch, tmp_path):
 
 @pytest.fixture
 def bench(tmp_path):
-    """A benchmark without results, whose minutes end in the past."""
-    made = Benchmark(tmp_path, WORKLOADS, "chunked", None, 1.0, False)
+    """A benchmark without results."""
+    made = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
     made.result = results.open_results(tmp_path, {}, fresh=False)
-    made.end = time.monotonic() - 2 * benchmark.GRACE_SECONDS
     return made
 
 
 def test_a_timeout_leaves_the_rest_to_the_next_command(bench, monkeypatch, tmp_path, capsys):
     late = TaskOutcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
+    bench.end = time.monotonic() - 2 * benchmark.GRACE_SECONDS
     assert bench.limit_seconds(100.0) == 1.0
     bench.measure(SimpleNamespace(run=lambda *_: late), WORKLOADS[0], "title")
     assert capsys.readouterr().out == "title: stopped, --minutes is over\n"

@@ -40,7 +40,7 @@ def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(tmp_path, m
 
     names = ("softmax", "nonsense", "lazy, W = L")
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
-    monkeypatch.setattr(gpu_step, "make_cases", lambda lengths, c: [Case(name, *lengths, bool(c)) for name in names])
+    monkeypatch.setattr(gpu_step, "make_cases", lambda lengths, _: [Case(name, *lengths, False) for name in names])
     monkeypatch.setattr(gpu_step, "measure_in_process", measure_here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--out", str(out)]) == 0

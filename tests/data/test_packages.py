@@ -132,10 +132,6 @@ def test_other_text_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = Packages(path=str(tmp_path / "text.txt"), validation=str(tmp_path / "text.txt"), tokenizer="bytes")
     with pytest.raises(ValueError, match=r"data\.validation"):  # the same text: its check applies
         config.load()
-    with pytest.raises(ValueError, match=r"data\.validated='packages': has no effect on other text"):
-        Packages(path="text.txt", validated="packages")
-    with pytest.raises(ValueError, match=r"data\.validation='a\.txt': needs data\.path"):
-        Packages(validation="a.txt")
 
 
 def test_the_pins_are_those_of_the_requirements() -> None:

@@ -1,16 +1,20 @@
-"""A corpus is made file by file, byte-identical for any number of processes and after any number of kills."""
+"""A corpus is made file by file and once, byte-identical for any number of processes, kills, full disks and damage."""
 
 import contextlib
 import errno
 import functools
 import http.server
+import json
 import os
 import random
+import re
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -19,23 +23,37 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from corpora import (
+    DOCUMENTS,
+    SHARE,
+    TRAIN,
+    VALIDATION,
+    L,
+    finished,
+    in_process,
+    joined,
+    make_documents,
+    small,
+    train_bpe,
+    write_jsonl,
+    write_parquet,
+)
 from filelock import FileLock
-from test_text import DOCUMENTS, SHARE, L, bpe, cache, make_documents, small, write_jsonl, write_parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from test_tasks import read
+from tokenizers import Tokenizer
 
 from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import text
 from lit_lazy.data.base import DocumentDataset
-from lit_lazy.data.pipeline import documents, shards, tokens, workers
+from lit_lazy.data.pipeline import shards, tokens, workers
 from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
 from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.support.errors import UnfinishedError
 
-__all__ = ["bpe", "cache"]
-
+pytestmark = pytest.mark.usefixtures("cache")
 KNOWN = [
     ({}, "0a6a201190438e7c", 240, 60),
     ({"max_tokens": 50_000}, "87baeb35e24db4f8", 62, 15),
@@ -45,24 +63,6 @@ KNOWN = [
     ({"validation_share": 0.5}, "4bead728df8003fb", 141, 159),
 ]
 """Fingerprints and document counts of the version that read all files in one pass."""
-
-
-@pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The documents in seven .jsonl files, each a job; and 50 others."""
-    monkeypatch.setattr(documents, "SMALL_FILES", 0)
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    for i in range(7):
-        write_jsonl(folder / f"{i}.jsonl", DOCUMENTS[i * 43 : (i + 1) * 43])
-    write_jsonl(tmp_path / "validation.jsonl", make_documents(50, seed=1))
-    return folder
-
-
-@pytest.fixture
-def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked workers, which need no imports."""
-    monkeypatch.setattr(workers, "subprocess", forked)
 
 
 def corpus(folder: Path) -> dict[str, bytes]:
@@ -75,7 +75,7 @@ def plan(config: text.Text) -> list[FileJob]:
     return config._jobs(config._sources()[0].split_parts(), SHARE)
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("options", "fingerprint", "train", "validation"), KNOWN)
 def test_fingerprints_are_unchanged(parts, tmp_path, cache, options, fingerprint, train, validation, processes):
@@ -87,6 +87,7 @@ def test_fingerprints_are_unchanged(parts, tmp_path, cache, options, fingerprint
     assert source.fingerprint == fingerprint
     assert (source.info["train_documents"], source.info["validation_documents"]) == (train, validation)
     assert list(cache.iterdir()) == [folder]
+    assert corpus(folder).keys() == {"corpus.json", *(f"{p}.{x}" for p in text.PARTS for x in ("bin", "ends"))}
     for part, count in (("train", train), ("validation", validation)):
         ends = np.fromfile(folder / f"{part}.ends", np.int64)
         stream = np.fromfile(folder / f"{part}.bin", np.uint8)
@@ -95,6 +96,8 @@ def test_fingerprints_are_unchanged(parts, tmp_path, cache, options, fingerprint
         assert (np.diff(ends, prepend=0) > 0).all()
         assert (stream[ends[:-1] - 1] == 0).all()
         assert np.count_nonzero(stream[:-1] == 0) == count - 1
+    if not options:
+        assert [(folder / f"{part}.bin").read_bytes() for part in text.PARTS] == [joined(TRAIN), joined(VALIDATION)]
 
 
 def test_begin_token_and_mask_do_not_change_other_keys(parts, bpe):
@@ -113,11 +116,170 @@ def test_begin_token_and_mask_do_not_change_other_keys(parts, bpe):
     assert np.array_equal(np.delete(stream, [0, *ends[:-1]]), without)
 
 
-def test_a_tokenizer_decodes_what_it_encodes(bpe):
-    for config in (small(path="x"), small(path="x", tokenizer=bpe)):
-        tokenizer = config.load_tokenizer()
-        (ids,) = tokenizer.encode([DOCUMENTS[0].encode()])
-        assert "".join(tokenizer.decode(ids.tolist())) == DOCUMENTS[0]
+# The cache
+
+
+def test_a_second_load_reads_and_tokenises_nothing(corpora, monkeypatch):
+    first = small(path=corpora["parquet"]).load()
+    assert small(path=corpora["parquet"]).load() is first
+    text._build_source.cache_clear()  # as in another process
+
+    def refuse(*_):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(text, "write_corpus", refuse)
+    monkeypatch.setattr(Files, "documents", refuse)
+    again = small(path=corpora["parquet"]).load()
+    assert again is not first
+    assert (again.fingerprint, again.info) == (first.fingerprint, first.info)
+    assert torch.equal(again.train.sequences, first.train.sequences)
+    assert small(path=corpora["parquet"], context_length=2 * L).load().info["train_documents"] == len(TRAIN)
+    with pytest.raises(AssertionError, match="read again"):
+        small(path=corpora["parquet"], validation_share=0.3).load()
+
+
+def test_a_changed_file_is_another_key_and_a_touched_one_is_not(tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", DOCUMENTS)
+    config = small(path=str(path))
+
+    def key():
+        return cell_key(RunConfig(config), config.load().fingerprint)
+
+    first = key()
+    os.utime(path, ns=(1, 1))
+    assert key() == first
+    path.write_text(path.read_text().replace(json.dumps(TRAIN[7])[:20], json.dumps(TRAIN[7])[:19] + "#"))
+    assert key() != first
+
+
+def test_an_edit_that_keeps_size_and_time_counts_once_the_file_is_touched(tmp_path):
+    """As the README says. Hashing each file at each start would read a corpus of gigabytes as often."""
+    path = write_jsonl(tmp_path / "text.jsonl", make_documents(50))
+    state, before = path.stat(), small(path=str(path)).load().fingerprint
+    path.write_text(path.read_text().replace("o", "u"))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_size == state.st_size
+    assert small(path=str(path)).load().fingerprint == before
+    path.touch()
+    assert small(path=str(path)).load().fingerprint != before
+
+
+def test_whoever_waited_for_a_corpus_that_fails_states_the_same_reason(tmp_path, capfd):
+    def fail(_):
+        time.sleep(0.3)  # so that the other waits for the lock
+        raise ValueError("too few documents")
+
+    with ThreadPoolExecutor(2) as threads:
+        tried = [threads.submit(tokens.make_once, tmp_path / "cache" / "corpus", fail) for _ in range(2)]
+    assert [str(attempt.exception()) for attempt in tried] == ["too few documents"] * 2
+    assert "another process is tokenising this text" in capfd.readouterr().err
+    assert not any((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.long
+def test_processes_that_start_together_tokenise_once(tmp_path, cache):
+    path = tmp_path / "big.txt"
+    path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: takes longer than the delay between the starts
+    go = tmp_path / "go"
+    code = f"""
+import pathlib, time
+from lit_lazy.data.text import Text
+print("ready", flush=True)
+while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.001)
+print(Text({str(path)!r}).load().fingerprint)"""
+    running = [in_process(code) for _ in range(2)]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    go.touch()
+    ended = [finished(process) for process in running]
+    assert len({out for out, _ in ended}) == 1
+    assert sum("tokenised" in errors for _, errors in ended) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monkeypatch):
+    path = write_jsonl(tmp_path / "mine.jsonl", DOCUMENTS)
+    whole = Files.documents
+
+    def read_and_change(files):
+        yield from whole(files)
+        os.utime(path, ns=(1, 1))
+
+    monkeypatch.setattr(Files, "documents", read_and_change)
+    with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': changed while it was read; run again"):
+        small(path=str(path)).load()
+    assert not any(cache.glob("*"))
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*file/cache': cannot be written"):
+        small(path=corpora["jsonl"]).load()
+
+
+def replace_tokens(path: Path) -> None:
+    """Other tokens in place of all those of a part; its size stays."""
+    stream = np.fromfile(path, np.uint8)
+    (stream ^ 1).tofile(path)
+
+
+DAMAGES = {
+    "other tokens": replace_tokens,
+    "other ends": lambda path: replace_tokens(path.with_suffix(".ends")),
+    "too short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "missing": Path.unlink,
+    "no facts": lambda path: path.with_name("corpus.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_corpus_is_quarantined_and_made_anew(corpora, cache, harm, caplog):
+    config = small(path=corpora["jsonl"])
+    fingerprint = config.load().fingerprint
+    (path,) = cache.glob("*/train.bin")
+    good = path.read_bytes()
+    harm(path)
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint
+    assert path.read_bytes() == good
+    assert config.load().train[0]["tokens"].tolist() == list(good[:L])
+    (line,) = caplog.messages
+    assert re.search(rf"{path.parent.name}: .*; quarantined as {path.parent.name}.damaged, started again", line)
+    harm(path)
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == fingerprint  # a former corpus is in quarantine
+    assert sorted(cache.iterdir()) == [path.parent, cache / f"{path.parent.name}.damaged"]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_large_corpus_is_checked_by_block_before_its_first_use(corpora, bpe, cache, monkeypatch, caplog, mask):
+    monkeypatch.setattr(tokens, "WHOLE_BYTES", 5000)
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 1000)
+    config = small(path=corpora["jsonl"], tokenizer=bpe, document_mask=mask)
+    before = config.load()
+    (path,) = cache.glob("*/train.bin")
+    stream = np.fromfile(path, np.uint16)
+    assert stream.nbytes > 20 * tokens.BLOCK_BYTES
+    expected = stream[: 3 * L].tolist()
+    stream[1500] ^= 1  # in block 3
+    stream.tofile(path)
+    tokens.find_damage.cache_clear()
+    text._build_source.cache_clear()
+    damaged = config.load()
+    assert damaged.fingerprint == before.fingerprint
+    assert damaged.train.__getitems__([0, 1, 2])["tokens"].flatten().tolist() == expected
+    with pytest.raises(ValueError, match=r"its folder \w+ is damaged; run again"):
+        damaged.train.__getitems__([0, 1500 // L + 3])
+    assert not path.parent.exists()
+    again = config.load()
+    assert again.fingerprint == before.fingerprint
+    assert read(again.train)["tokens"].flatten()[1500] == stream[1500] ^ 1
+    path.with_suffix(".sha256").write_bytes(b"short")
+    tokens.find_damage.cache_clear()
+    assert config.load().fingerprint == before.fingerprint
+    assert "is incomplete (wrong size of train.sha256); quarantined" in caplog.text
 
 
 # Kills, damage, full disks
@@ -142,11 +304,7 @@ Text(sys.argv[1], **options).tokenise(int(sys.argv[2]))
 
 @pytest.mark.parametrize(
     ("processes", "limit"),
-    [
-        pytest.param(1, None, marks=pytest.mark.long),
-        pytest.param(3, None, marks=pytest.mark.long),
-        (3, 123_457),
-    ],
+    [pytest.param(1, None, marks=pytest.mark.long), pytest.param(3, None, marks=pytest.mark.long), (3, 123_457)],
 )
 def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, cache, processes, limit, monkeypatch):
     """Repeated SIGKILL of the command and all its workers; no finished file is read again."""
@@ -174,8 +332,8 @@ def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, ca
         kills += 1
         for path in cache.glob("*.json"):
             assert done.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
-        joined = [*cache.glob("*/corpus.json"), *cache.glob(".*/corpus.json")]
-        assert joined or all(path.exists() for path in done)
+        joining = [*cache.glob("*/corpus.json"), *cache.glob(".*/corpus.json")]
+        assert joining or all(path.exists() for path in done)
     assert kills >= 2
     assert done
     (folder,) = cache.iterdir()
@@ -251,23 +409,28 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", [damage, Path.unlink, lambda path: path.write_bytes(b""), lambda p: p.with_suffix(".json").write_text("{")]
+    ("harm", "said"),
+    [
+        (damage, True),
+        (Path.unlink, True),
+        (lambda path: path.write_bytes(b""), True),
+        (lambda path: path.with_suffix(".json").write_text("{"), False),
+    ],
 )
-def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
+def test_a_damaged_shard_is_made_again(parts, cache, harm: Callable[[Path], object], said, capfd, monkeypatch):
     config = small(path=str(parts))
     cache.mkdir()
-    finished = [find_or_make_shard(job, cache, lambda *_: None) for job in plan(config)]
-    harm(finished[3].path)
-    read = []
+    made = [find_or_make_shard(job, cache, lambda *_: None) for job in plan(config)]
+    harm(made[3].path)
+    opened = []
     whole = Files.documents
-    monkeypatch.setattr(Files, "documents", lambda self: read.append(self.paths[0].name) or whole(self))
+    monkeypatch.setattr(Files, "documents", lambda self: opened.append(self.paths[0].name) or whole(self))
     assert config.load().fingerprint == KNOWN[0][1]
-    assert read == ["0.jsonl", "3.jsonl"]  # the first is read before anything is created
-    lost = harm.__name__ == "<lambda>" and "json" in str(harm.__code__.co_consts)
-    assert ("is damaged; tokenising it again" in capfd.readouterr().err) is not lost
+    assert opened == ["0.jsonl", "3.jsonl"]  # the first is read before anything is created
+    assert ("is damaged; tokenising it again" in capfd.readouterr().err) is said
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_keeps_finished_shards(parts, cache, processes, monkeypatch):
     config = small(path=str(parts))
@@ -290,7 +453,7 @@ def test_a_full_disk_keeps_finished_shards(parts, cache, processes, monkeypatch)
     assert config.load().fingerprint == KNOWN[0][1]
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_in_a_later_file_is_one_line_and_keeps_the_other_shards(parts, cache, processes):
     config = small(path=str(parts))
@@ -298,15 +461,14 @@ def test_an_error_in_a_later_file_is_one_line_and_keeps_the_other_shards(parts, 
     bad.write_text(good + "{\n")
     with pytest.raises(ValueError, match=r"data\.path='.*5\.jsonl': line 44 is not JSON"):
         config.tokenise(processes)
-    before = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.json")}
-    assert len(before) >= 5
+    assert len(list(cache.glob("*.json"))) >= 5
     # Files that are not needed are not checked.
     assert small(path=str(parts), max_tokens=50_000).load().fingerprint == KNOWN[1][1]
     bad.write_text(good)
     assert config.load().fingerprint == KNOWN[0][1]
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     def die(*_: object) -> None:
         os._exit(9)
@@ -315,12 +477,12 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     sources = config._sources()
     monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
     monkeypatch.setattr(shards, "encode_documents", die)
-    with pytest.raises(UnfinishedError, match=r"died \(status 9\), probably out of memory; .* fewer --processes"):
+    with pytest.raises(UnfinishedError, match=r"died \(status 9\), .* fewer --processes"):
         config._tokenise(cache / config._key(*sources), *sources, 2)
     assert not any(cache.glob("*"))
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 def test_files_of_ended_workers_are_removed_when_no_thread_can_start_another(parts, cache, monkeypatch):
     def describe_slowly(error: BaseException) -> UnfinishedError:
         time.sleep(0.2)
@@ -341,7 +503,7 @@ def test_files_of_ended_workers_are_removed_when_no_thread_can_start_another(par
     assert not any(alive)
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_end_with_their_command(parts, tmp_path, cache):
     """Even if only the command is killed by SIGKILL."""
     script = tmp_path / "slow.py"
@@ -362,22 +524,18 @@ def test_workers_end_with_their_command(parts, tmp_path, cache):
 
 def test_the_number_of_processes_depends_on_the_files(parts, monkeypatch):
     jobs = plan(small(path=str(parts)))
-    assert workers.choose_process_count(jobs, None) == 1  # small
-    assert workers.choose_process_count(jobs, 3) == 3
-    assert workers.choose_process_count(jobs, 100) == 7
+    assert [workers.choose_process_count(jobs, asked) for asked in (None, 3, 100)] == [1, 3, 7]  # small, asked, files
     monkeypatch.setattr(workers, "WORTH_PROCESSES", 1000)
     monkeypatch.setattr(workers, "count_cores", lambda: 4)
-    assert workers.choose_process_count(jobs, None) == 4
-    assert workers.choose_process_count(jobs, 1) == 1
+    assert [workers.choose_process_count(jobs, asked) for asked in (None, 1)] == [4, 1]
     assert workers.choose_process_count(jobs[:2], None) == 2
 
 
 def test_small_files_share_a_job(tmp_path):
     for i in range(50):
         (tmp_path / f"{i:02}.txt").write_text("a" * 1000)
-    files = documents.Files("data.path", "", tuple(sorted(tmp_path.iterdir())), "text")
-    assert [len(part.paths) for part in files.split_parts()] == [50]
-    assert sum((part.paths for part in files.split_parts()), ()) == files.paths
+    (part,) = Files("data.path", "", paths := tuple(sorted(tmp_path.iterdir())), "text").split_parts()
+    assert part.paths == paths
 
 
 def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch):
@@ -404,7 +562,7 @@ def test_the_share_is_exact(share):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """A stubbed Hub dataset with a known listing; returns the requested files."""
     root, asked = tmp_path / "remote", []
     root.mkdir()
@@ -442,7 +600,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server.server_close()
 
 
-@pytest.mark.usefixtures("_forks")
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
     config = small(hub="someone/text")
@@ -453,27 +611,23 @@ def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
         assert fetched == [f"/datasets/someone/text/resolve/{'c' * 40}/{i}.parquet" for i in range(3)]
     small(hub="someone/text", max_tokens=10_000).load()
     assert [path for command, path in hub if command == "GET"] == fetched
-
-
-def test_a_stream_of_the_hub_is_one_job():
     stream = Hub("someone/text", None, None, "train", "text", stream=True)
     assert stream.split_parts() == [stream]
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_missing_file_of_the_hub_is_one_line():
-    with pytest.raises(ValueError, match=r"data\.hub='someone/text': cannot be read \(") as error:
-        list(HubFile("someone/text", "c" * 40, "9.parquet", "text").documents())
-    assert "\n" not in str(error.value)
+def test_a_file_that_the_hub_does_not_give_is_one_line(hub, monkeypatch):
+    def expect_error(name: str, why: str) -> None:
+        with pytest.raises(ValueError, match=rf"data\.hub='someone/text': cannot be read \(.*{why}") as error:
+            list(HubFile("someone/text", "c" * 40, name, "text").documents())
+        assert "\n" not in str(error.value)
 
-
-def test_a_hub_that_does_not_answer_is_named(hub, monkeypatch):
+    expect_error("9.parquet", "")
+    hub.clear()
     template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
     closed = "http://127.0.0.1:1" + template[template.index("/{repo_id}") :]
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", closed)
     monkeypatch.setattr("time.sleep", lambda _: None)  # between the library's attempts
-    with pytest.raises(ValueError, match="Connection refused"):
-        list(HubFile("someone/text", "c" * 40, "0.parquet", "text").documents())
+    expect_error("0.parquet", "Connection refused")
     assert not hub
 
 
@@ -498,31 +652,22 @@ def test_the_command_reports_the_corpus_and_the_recipe(parts, cache, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "line"),
+    ("words", "line"),
     [
-        (["--train.batch_size=100000"], "train.batch_size=100000: must not exceed the"),
-        (["--data.context_length=1000000"], "data.context_length=1000000: the training text has"),
-        (["--data.tokenizer=none.json"], "data.tokenizer='none.json': cannot be read (No such file"),
+        (["text", "--train.batch_size=100000"], "train.batch_size=100000: must not exceed the"),
+        (["text", "--data.context_length=1000000"], "data.context_length=1000000: the training text has"),
+        (["text", "--data.tokenizer=none.json"], "data.tokenizer='none.json': cannot be read"),
+        (["stdlib"], "data='Stdlib': has its tokens in memory"),
+        (["fineweb_340m"], "data.tokenizer='gla-tokenizer.json': cannot be read"),
+        (["fineweb_760m"], "data.tokenizer='gla-tokenizer.json': cannot be read"),
     ],
 )
-def test_errors_of_the_command_are_one_line(parts, capsys, more, line):
-    assert tokenise(parts, *more) == 2
+def test_errors_of_the_command_are_one_line(parts, capsys, words, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no tokenizer lies
+    name, *more = words
+    assert (tokenise(parts, *more) if name == "text" else main(["tokenise", name])) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert line in last
-
-
-def test_a_source_in_memory_has_nothing_to_tokenise(capsys):
-    assert main(["tokenise", "stdlib"]) == 2
-    assert "data='Stdlib': has its tokens in memory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["fineweb_340m", "fineweb_760m"])
-def test_the_paper_s_recipe_without_its_tokenizer_is_one_line(name, cache, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["tokenise", name]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "data.tokenizer='gla-tokenizer.json': cannot be read (No such file" in line
-    assert not cache.exists()
 
 
 # Windows of documents
@@ -535,7 +680,7 @@ def test_positions_count_within_documents():
     starts = np.arange((total - 1) // length) * length
     windows = torch.arange(total).unfold(0, length + 1, length)[: len(starts)]
     data = DocumentDataset(windows, starts, ends)
-    place = data.__getitems__(list(range(len(data))))["place"]
+    place = read(data)["place"]
     for window, start in zip(place.tolist(), starts, strict=True):
         for j, found in enumerate(window):
             begin = max([0, *ends[ends <= start + j]])
@@ -561,16 +706,8 @@ def test_real_workers_of_a_script_without_a_main_guard(parts, tmp_path):
 def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
     """With a BPE of 32,000 tokens trained on Python's sources."""
     sources = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=32_000, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(sources, trainer)
-    tokenizer.save(str(tmp_path / "bpe.json"))
+    spec = TokenizerSpec(train_bpe(sources, 32_000, ["</s>"], tmp_path / "bpe.json"))
     write_parquet(tmp_path / "text.parquet", [t[i : i + 4000] for t in sources for i in range(0, len(t), 4000)])
-    spec = TokenizerSpec(str(tmp_path / "bpe.json"))
     source = Files("data.path", "", (tmp_path / "text.parquet",), "text")
     cache.mkdir()
     started = time.process_time()

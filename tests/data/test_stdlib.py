@@ -136,7 +136,7 @@ def test_the_trigram_is_measured_on_the_targets_of_the_windows(library):
     assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
 
 
-def test_fingerprint_follows_the_content_used(library):
+def test_fingerprint_follows_the_content_used_and_python(library, monkeypatch):
     def fingerprint():
         return load_folder(CONFIG, library).fingerprint
 
@@ -152,32 +152,28 @@ def test_fingerprint_follows_the_content_used(library):
     moved = next(f"moved{i}.py" for i in range(1000) if is_validation(f"moved{i}.py") != is_validation("top.py"))
     (library / "top.py").rename(library / moved)
     assert fingerprint() not in seen
+    assert platform.python_version() in seen[0]
+    seen.append(fingerprint())
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    assert fingerprint() not in (*seen, "")
 
 
-@pytest.mark.parametrize("folder", ["empty", "missing"])
-def test_no_sources(tmp_path, folder):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"stdlib='.*{folder}': has no \.py file"):
-        load_folder(CONFIG, tmp_path / folder)
-
-
-def test_a_nul_byte_is_an_error(library):
-    (library / "top.py").write_bytes(b"x = 1\0")
-    with pytest.raises(ValueError, match=r"top\.py': contains a NUL byte"):
-        load_folder(CONFIG, library)
-
-
-def test_too_little_text(library):
-    with pytest.raises(ValueError, match=r"data\.validation_windows=100000: .* has \d+ windows"):
-        load_folder(Stdlib(context_length=16, validation_windows=100_000), library)
-    with pytest.raises(ValueError, match=r"data\.context_length=1000000: the training text"):
-        load_folder(Stdlib(context_length=1_000_000), library)
-
-
-@pytest.mark.parametrize(("field", "value"), [("context_length", 1), ("validation_windows", 0)])
-def test_wrong_options_are_named(field, value):
-    with pytest.raises(ValueError, match=rf"data\.{field}={value}: must"):
-        Stdlib(**{field: value})
+@pytest.mark.parametrize(
+    ("options", "files", "message"),
+    [
+        ({}, {}, "stdlib=.*: has no .py file"),
+        ({}, {"nul.py": "x = 1\0"}, r"nul\.py': contains a NUL byte"),
+        ({"validation_windows": 100_000}, {}, r"data\.validation_windows=100000: .* has \d+ windows"),
+        ({"context_length": 1_000_000}, {}, r"data\.context_length=1000000: the training text"),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_one_line(library, tmp_path_factory, options, files, message):
+    folder = library if options or files else tmp_path_factory.mktemp("empty")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_folder(Stdlib(**{"context_length": 16, "validation_windows": 10} | options), folder)
+    assert "\n" not in str(error.value)
 
 
 def test_running_python():
@@ -192,10 +188,3 @@ def test_running_python():
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]
-
-
-def test_fingerprint_names_the_python_version(library, monkeypatch):
-    ours = load_folder(CONFIG, library).fingerprint
-    assert platform.python_version() in ours
-    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
-    assert load_folder(CONFIG, library).fingerprint not in (ours, "")

@@ -10,13 +10,14 @@ import pytest
 import torch
 from mlflow.utils.validation import _validate_metric_name
 
-from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
+from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, RetNet
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.measure.costs import Costs
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
 from lit_lazy.measure.int8 import Int8
@@ -138,7 +139,8 @@ def test_of_text_they_are_bits_per_byte_too():
     found = Lengths((1,), sequences=2).measure(model, cfg.data) | Streaming((1,), 8, sequences=2).measure(
         model, cfg.data
     )
-    for name in ("length_1x/loss_last_quarter", "streaming/1_and_8/loss_excess"):
+    found |= Int8(sequences=2).measure(model, cfg.data)
+    for name in ("length_1x/loss_last_quarter", "streaming/1_and_8/loss_excess", "int8/loss_rise"):
         bits = found[name] / np.log(2) / source.info["bytes_per_token"]
         assert found[name.replace("loss", "bits_per_byte")] == pytest.approx(bits)
 
@@ -154,6 +156,7 @@ def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):
     assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
 
 
+RECURRENT = dataclasses.replace(TINY.model, mixer=RetNet())
 ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention=AttentionSpec(Elastic()))
 
 
@@ -175,6 +178,9 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         ),
         (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: changes the vocabulary size"),
         (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
+        (Costs(decoded=16), {}, r"evaluations: Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
+        (Costs(decoded=4, divisors=(3,)), {}, r"Costs\.divisors=3: must divide the context's 16 tokens"),
+        (Costs(decoded=4), {"model": RECURRENT}, r"evaluations: Costs: model\.mixer=.*RetNet.*: has no attention"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluation, changes, message):
@@ -195,6 +201,18 @@ def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluati
             lambda: Streaming(times=3, length=99),
             r"Streaming\.times=3: has no effect with Streaming\.length=99; leave it at 2",
         ),
+        (lambda: Passkey(()), r"Passkey\.lengths=\(\)"),
+        (lambda: Passkey((1,)), r"Passkey\.lengths=1"),
+        (lambda: Needle(depths=(1.5,)), r"Needle\.depths=1\.5: .* 0 to 1"),
+        (lambda: Needle(depths=(0.5, 0, 0.5)), r"Needle\.depths=\(0\.5, 0, 0\.5\): .* differ"),
+        (lambda: Passkey(digits=0), r"Passkey\.digits=0"),
+        (lambda: Passkey(sequences=0), r"Passkey\.sequences=0"),
+        (lambda: Needle(distractors=99), r"Needle\.distractors=99"),
+        (lambda: Costs(rounds=1), r"Costs\.rounds=1"),
+        (lambda: Int8(sequences=0), r"Int8\.sequences=0"),
+        (lambda: LmEval(()), r"LmEval\.tasks=\(\)"),
+        (lambda: LmEval(limit=0), r"LmEval\.limit=0"),
+        (lambda: dataclasses.replace(TINY, evaluations=(LmEval("piqa"),)), r"LmEval\.tasks='piqa'"),
         (lambda: dataclasses.replace(TINY, evaluations=(LENGTHS, LENGTHS)), "is given twice"),
         (lambda: dataclasses.replace(TINY, evaluations=(Lengths,)), "evaluations"),
         (lambda: dataclasses.replace(TINY, evaluations=(Mine(3),)), r"Mine\.name=3: must be text"),
@@ -208,7 +226,9 @@ def test_mistakes_in_their_settings_are_named(make, message):
 def test_they_leave_the_model_as_it_was():
     model = DecoderLM(TINY.model, TINY.data.load().vocab_size, TINY.data.context_length, seed=1).train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    for evaluation in (LENGTHS, STREAMING, VARIED, *RETRIEVAL):
+    for evaluation in (LENGTHS, STREAMING, VARIED, *RETRIEVAL, Costs(sequences=2, rounds=2, decoded=4)):
         evaluation.measure(model, TINY.data)
     assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

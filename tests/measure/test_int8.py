@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -93,26 +92,3 @@ def test_an_outlier_makes_activations_coarse_and_weights_not():
     weights = Int8(weights_only=True).measure(outlier, DATA)
     assert weights.keys() == {"int8_weights/loss", "int8_weights/loss_rise"}
     assert abs(weights["int8_weights/loss_rise"]) < 3 * noise
-
-
-def test_the_model_stays_as_it_was():
-    model = build().train()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = Int8(sequences=4).measure(model, DATA)
-    assert model.training
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert not any(part._forward_pre_hooks for part in model.modules())
-    assert Int8(sequences=4).measure(model, DATA) == found
-
-
-def test_of_text_it_is_bits_per_byte_too():
-    cfg = experiment("stdlib_tiny")
-    source = cfg.data.load()
-    model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0)
-    found = Int8(sequences=2).measure(model, cfg.data)
-    assert found["int8/bits_per_byte_rise"] == pytest.approx(found["int8/loss_rise"] / math.log(2))
-
-
-def test_nothing_to_measure_is_named():
-    with pytest.raises(ValueError, match=r"Int8\.sequences=0"):
-        Int8(sequences=0)

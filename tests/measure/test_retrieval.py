@@ -192,15 +192,3 @@ def test_what_cannot_be_hidden_is_refused_in_a_line(evaluation, data, message):
     with pytest.raises(ValueError, match=message) as error:
         evaluation.check(build(DecoderLM, 256), data)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Needle(depths=(0.5, 0, 0.5)), r"Needle\.depths=\(0\.5, 0, 0\.5\): must differ by at least 0\.001"),
-        (lambda: Needle(distractors=99), r"Needle\.distractors=99: must be a whole number of at least 0 and at most"),
-    ],
-)
-def test_mistakes_in_their_settings_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,4 +1,4 @@
-"""The decoder for all variants of Table 2 and more: causality, decoding, gradients, initial values, sizes."""
+"""The decoder with each variant of Table 2 and each mixer: causality, decoding, gradients, initial values, sizes."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,13 @@ from lit_lazy.attention import (
     AttentionSpec,
     Elastic,
     Fire,
+    GatedDeltaNet,
     KerpleLog,
     LearnedAbsolute,
     LearnedBias,
+    Mamba2,
     NoPosition,
+    RetNet,
     Softmax,
     T5Bias,
 )
@@ -26,6 +29,8 @@ from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.support.named_files import find
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 13
+LONG = 70
+"""Longer than a chunk of the plain recurrences of other mixers, so that a state is passed on."""
 # A large init_std makes attention weights far from uniform.
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
 TABLE2 = load_module(find("ablations", "table2")).ablation.all_rows
@@ -45,8 +50,22 @@ VARIANTS = {row.name: replace_at(RunConfig(Backcopy(), SMALL), row.changes).mode
         },
     }.items()
 }
+FIRE = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(), Fire()))
 ELASTIC = {name: cfg for name, cfg in VARIANTS.items() if isinstance(cfg.attention.normaliser, Elastic)}
+PLAIN = {"position": NoPosition()}
+MIXERS = {
+    name: dataclasses.replace(SMALL, **changes)
+    for name, changes in {
+        "RetNet": {"mixer": RetNet()},
+        "RetNet, no positions": {"mixer": RetNet(), **PLAIN},
+        "Mamba2": {"mixer": Mamba2(head_dim=8), **PLAIN},
+        "GatedDeltaNet": {"mixer": GatedDeltaNet(), **PLAIN},
+        "GatedDeltaNet, odd width": {"d_model": 15, "n_heads": 3, "mixer": GatedDeltaNet(), **PLAIN},
+    }.items()
+}
+EVERY = VARIANTS | MIXERS
 every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
+every_model = pytest.mark.parametrize("cfg", EVERY.values(), ids=EVERY)
 
 
 def build(cfg, seed=0):
@@ -70,23 +89,23 @@ def taus(model):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("cfg", "sign"),
-    [*((cfg, 1) for cfg in VARIANTS.values()), *((cfg, -1) for cfg in ELASTIC.values())],
-    ids=[*VARIANTS, *(f"{name}, tau < 0" for name in ELASTIC)],
+    [*((cfg, 1) for cfg in EVERY.values()), *((cfg, -1) for cfg in ELASTIC.values())],
+    ids=[*EVERY, *(f"{name}, tau < 0" for name in ELASTIC)],
 )
 def test_no_row_sees_the_future(cfg, sign):
     """Logits before a changed token are bit-identical; later ones change."""
     model = build(cfg)
     for tau in taus(model):
         tau.fill_(sign * (tau.abs().max() or 0.5))
-    x = tokens()
-    before = model(x)
-    for t in (0, 1, 6, LENGTH - 1):
+    x = tokens(length=LENGTH if cfg.mixer.attends else LONG)
+    length, before = x.shape[1], model(x)
+    for t in (t for t in {0, 1, 6, 63, 64, length - 1} if t < length):
         changed = x.clone()
         changed[:, t] = (x[:, t] + 1) % VOCAB
         after = model(changed)
         assert torch.equal(after[:, :t], before[:, :t])
         assert (after[:, t] != before[:, t]).any(-1).all()
-        if 0 < t < LENGTH - 1:
+        if 0 < t < length - 1:
             assert (after[:, t + 1] != before[:, t + 1]).any(-1).all()
 
 
@@ -110,9 +129,9 @@ def test_a_shorter_sequence_gives_the_same_rows(cfg):
     torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=1e-10, atol=1e-11)
 
 
-@every_variant
+@every_model
 def test_gradients_are_finite_and_reach_every_parameter(cfg):
-    model, x = build(cfg), tokens()
+    model, x = build(cfg), tokens(length=LENGTH if cfg.mixer.attends else LONG)
     torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten()).backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -176,7 +195,7 @@ def test_backends_agree():
 
 class TestStart:
     def test_variants_of_one_seed_share_their_common_parameters(self):
-        states = {name: dict(DecoderLM(cfg, VOCAB, CONTEXT, 3).named_parameters()) for name, cfg in VARIANTS.items()}
+        states = {name: dict(DecoderLM(cfg, VOCAB, CONTEXT, 3).named_parameters()) for name, cfg in EVERY.items()}
         shared = 0
         for one, other in itertools.combinations(states.values(), 2):
             for name in one.keys() & other.keys():
@@ -186,18 +205,18 @@ class TestStart:
                     shared += 1
         assert shared > len(states) * 10
 
-    def test_a_start_does_not_depend_on_the_global_generator(self):
-        cfg = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(), Fire()))
+    @pytest.mark.parametrize("cfg", [FIRE, *MIXERS.values()], ids=str)
+    def test_a_start_does_not_depend_on_the_global_generator(self, cfg):
         torch.manual_seed(1)
         one = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
         torch.manual_seed(2)
         other = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
-    @every_variant
+    @every_model
     def test_seeds_differ_in_every_drawn_parameter(self, cfg):
         one, other = (DecoderLM(cfg, VOCAB, CONTEXT, seed) for seed in (0, 1))
-        constant = ("norm.weight", "tau", "bias.table", "bias.values", "bias.c")
+        constant = ("norm.weight", "norm.bias", "skip", "tau", "bias.table", "bias.values", "bias.c")
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b) is name.endswith(constant), name
 
@@ -216,7 +235,7 @@ class TestStart:
                 assert parameter.std().item() == pytest.approx(0.02, rel=5 / (2 * n) ** 0.5), name
                 assert parameter.mean().item() == pytest.approx(0, abs=5 * 0.02 / n**0.5), name
 
-    @every_variant
+    @every_model
     def test_every_parameter_is_fp32(self, cfg):
         assert {p.dtype for p in DecoderLM(cfg, VOCAB, CONTEXT, 0).parameters()} == {torch.float32}
 

@@ -1,11 +1,12 @@
-"""Decoders without attention: causality, decoding, initial values, sizes, training, errors."""
+"""Decoders without attention: decoding, sizes, training, errors. What they share with others: test_decoder.py."""
 
 import dataclasses
-import itertools
 import re
 
 import pytest
 import torch
+from test_decoder import CONTEXT, MIXERS, SMALL, build, tokens
+from test_decoder import LONG as LENGTH
 
 from lit_lazy.attention import (
     AttentionSpec,
@@ -15,7 +16,6 @@ from lit_lazy.attention import (
     LearnedBias,
     Mamba2,
     Mixer,
-    NoPosition,
     RetNet,
     Softmax,
 )
@@ -31,44 +31,8 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.training.optimiser import build_parameter_groups
 from lit_lazy.training.prepare import check_model
 
-VOCAB, CONTEXT, LENGTH = 11, 16, 70
-"""Longer than a chunk of the plain recurrences, so that a state is passed on."""
-SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
-MODELS = {
-    "RetNet": dataclasses.replace(SMALL, mixer=RetNet()),
-    "RetNet, no positions": dataclasses.replace(SMALL, mixer=RetNet(), position=NoPosition()),
-    "Mamba2": dataclasses.replace(SMALL, mixer=Mamba2(head_dim=8), position=NoPosition()),
-    "GatedDeltaNet": dataclasses.replace(SMALL, mixer=GatedDeltaNet(), position=NoPosition()),
-    "GatedDeltaNet, odd width": dataclasses.replace(
-        SMALL, d_model=15, n_heads=3, mixer=GatedDeltaNet(), position=NoPosition()
-    ),
-}
-every_model = pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+every_model = pytest.mark.parametrize("cfg", MIXERS.values(), ids=MIXERS)
 TABLE1 = load_ablation(find("ablations", "table1"))
-
-
-def build(cfg, seed=0):
-    return DecoderLM(cfg, VOCAB, CONTEXT, seed)
-
-
-def tokens(batch=2, length=LENGTH, seed=0):
-    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-@every_model
-def test_no_token_sees_the_future(cfg):
-    """Logits before a changed token are bit-identical; later ones change."""
-    model, x = build(cfg), tokens()
-    before = model(x)
-    for t in (0, 1, 6, 63, 64, LENGTH - 1):
-        changed = x.clone()
-        changed[:, t] = (x[:, t] + 1) % VOCAB
-        after = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert (after[:, t] != before[:, t]).any(-1).all()
-        if t < LENGTH - 1:
-            assert (after[:, t + 1] != before[:, t + 1]).any(-1).all()
 
 
 @torch.no_grad()
@@ -76,7 +40,7 @@ def test_no_token_sees_the_future(cfg):
 @every_model
 def test_decoding_equals_the_full_forward(cfg, steps):
     """Weights and activations in float64; the recurrence rounds to float32."""
-    model, x = build(cfg).double(), tokens()
+    model, x = build(cfg).double(), tokens(length=LENGTH)
     cache, parts, start = model.new_cache(), [], 0
     for step in steps:
         parts.append(model(x[:, start : start + step], cache))
@@ -93,7 +57,7 @@ def test_decoding_equals_the_full_forward(cfg, steps):
 @every_model
 def test_a_state_is_kept_where_tokens_are_to_come(cfg):
     """Without a cache no state is kept."""
-    model, x = build(cfg), tokens()
+    model, x = build(cfg), tokens(length=LENGTH)
     assert torch.equal(model(x), model(x))
     cache = model.new_cache()
     first = model(x[:, :9], cache)
@@ -102,51 +66,14 @@ def test_a_state_is_kept_where_tokens_are_to_come(cfg):
 
 
 @every_model
-def test_gradients_are_finite_and_reach_every_parameter(cfg):
-    model, x = build(cfg), tokens()
-    token_nll(model(x), x.roll(-1, 1)).mean().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.count_nonzero() > 0, name
-
-
-@every_model
 def test_recomputed_activations_change_no_bit(cfg):
     gradients = []
     for recompute in (False, True):
-        model, x = build(cfg), tokens()
+        model, x = build(cfg), tokens(length=LENGTH)
         model.checkpoint_activations = recompute
         token_nll(model(x), x.roll(-1, 1)).mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-class TestStart:
-    def test_it_does_not_depend_on_the_global_generator(self):
-        for cfg in MODELS.values():
-            torch.manual_seed(1)
-            one = build(cfg).state_dict()
-            torch.manual_seed(2)
-            assert all(torch.equal(value, one[name]) for name, value in build(cfg).state_dict().items())
-
-    @every_model
-    def test_seeds_differ_in_every_drawn_parameter(self, cfg):
-        one, other = (build(cfg, seed) for seed in (0, 1))
-        constant = ("norm.weight", "norm.bias", "skip")
-        for (name, a), b in zip(one.named_parameters(), other.named_parameters(), strict=True):
-            assert torch.equal(a, b[1]) is name.endswith(constant), name
-            assert a.dtype == torch.float32
-
-    def test_what_mixers_share_starts_equal(self):
-        states = {name: dict(build(cfg).named_parameters()) for name, cfg in MODELS.items()} | {
-            "attention": dict(build(SMALL).named_parameters())
-        }
-        for one, other in itertools.combinations(states.values(), 2):
-            for name in one.keys() & other.keys():
-                if one[name].shape == other[name].shape:
-                    assert torch.equal(one[name], other[name]), name
-        assert torch.equal(states["attention"]["blocks.0.mlp.up.weight"], states["Mamba2"]["blocks.0.mlp.up.weight"])
 
 
 @every_model
@@ -260,7 +187,7 @@ def test_a_model_learns(mixer, precision):
 
 
 def test_what_attention_alone_has_is_not_measured():
-    model, x = build(MODELS["Mamba2"]), tokens(4, 12)
+    model, x = build(MIXERS["Mamba2"]), tokens(4, 12)
     batch = {"tokens": x, "targets": x.roll(-1, 1)}
     arrays = measure(model, [batch]).arrays
     assert model.attentions == []

@@ -1,21 +1,17 @@
 """The benchmark of cells: its figures follow from its times, and a file keeps the measurements of one code only."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from test_main import needs_history
 
 from timings import attention, cells
-from timings.cells import QUICK, ROOT, Shape, bench_cells, run_git, summarise_cells
+from timings.cells import QUICK, Shape, bench_cells, run_git, summarise_cells
 from timings.one_cell import PHASES, PhaseClock
 
-AGAINST_IS_HERE = (
-    subprocess.run(["git", "cat-file", "-e", cells.AGAINST], cwd=ROOT, capture_output=True).returncode == 0
-)
-needs_history = pytest.mark.skipif(not AGAINST_IS_HERE, reason="the other commit is not in this clone")
 IDENTITY = {"code": "c0de", "against": "3b7b986717", "tokens": 128}
 
 
@@ -36,16 +32,6 @@ def make_cost(seconds: float, outcome: float = 0.0, forward: float = 0.5) -> dic
 
 def make_pair(new: float, old: float) -> dict:
     return {"experiment": "backcopy", "row": "lazy", "new": make_cost(new), "old": make_cost(old)}
-
-
-def make_agreement(*differences: float) -> str:
-    """The line of the table on how far two commits agree."""
-    pairs = {
-        str(i): {"experiment": "backcopy", "row": "lazy", "new": make_cost(4, 1 + d), "old": make_cost(4, 1.0)}
-        for i, d in enumerate(differences)
-    }
-    lines = cells.format_table(make_result({"cells": pairs})).splitlines()
-    return next((line for line in lines if line.startswith("| backcopy lazy | loss/excess")), "")
 
 
 def make_result(measurements: dict) -> dict:
@@ -82,11 +68,18 @@ def test_the_table_shows_a_cell_from_its_second_pair() -> None:
 
 def test_two_commits_agree_if_the_interval_is_within_the_margin() -> None:
     """Differences 1, 2 and 3 e-5 have mean 2e-5, sd 1e-5 and half an interval of 4.303 sd / sqrt(3)."""
-    assert make_agreement(1e-5, 2e-5) == ""  # too few to tell
+
+    def show(*differences: float) -> str:
+        costs = [{"new": make_cost(4, 1 + d), "old": make_cost(4, 1.0)} for d in differences]
+        pairs = {str(i): {"experiment": "backcopy", "row": "lazy"} | cost for i, cost in enumerate(costs)}
+        lines = cells.format_table(make_result({"cells": pairs})).splitlines()
+        return next((line for line in lines if line.startswith("| backcopy lazy | loss/excess")), "")
+
+    assert show(1e-5, 2e-5) == ""  # too few to tell
     expected = "| 3 | 1.00000 | +2.0e-05 | -4.8e-06 to +4.5e-05 | 1.0e-05 | 0.0001 | agree |"
-    assert make_agreement(1e-5, 2e-5, 3e-5).endswith(expected)
-    assert make_agreement(1e-4, 2e-4, 3e-4).endswith("| not shown to agree |")
-    assert make_agreement(-1e-3, 0, 1e-3).endswith("| not shown to agree |")
+    assert show(1e-5, 2e-5, 3e-5).endswith(expected)
+    assert show(1e-4, 2e-4, 3e-4).endswith("| not shown to agree |")
+    assert show(-1e-3, 0, 1e-3).endswith("| not shown to agree |")
 
 
 def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
@@ -140,23 +133,6 @@ def test_the_code_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "result.json").write_text("not code")
     assert len(set(hashes)) == 3
     assert cells.hash_code() == hashes[-1]
-
-
-@needs_history
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads, cells"),
-        ({"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
-        ({"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
-        ({"against": "nothing"}, "--against 'nothing': no commit of this clone"),
-        ({"against": "--help"}, "--against '--help': no commit of this clone"),
-        ({"against": "HEAD", "experiments": ("nothing",)}, "--experiments has 'nothing'"),
-    ],
-)
-def test_what_does_not_fit_is_named(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench_cells(**arguments)
 
 
 def test_a_phase_inside_another_counts_for_itself_only() -> None:
@@ -219,12 +195,8 @@ def test_the_benchmark_run_small(tmp_path: Path) -> None:
     result = bench_cells(experiments=("backcopy_tiny",), sizes=QUICK, out=out, console=lines.append)
     assert torch.get_num_threads() == threads
     measured = result["measurements"]
-    assert {section: len(found) for section, found in measured.items()} == {
-        "attention": 1,
-        "threads": 1,
-        "decoding": 1,
-        "cells": 4,
-    }
+    counts = {name: len(found) for name, found in measured.items()}
+    assert counts == {"attention": 1, "threads": 1, "decoding": 1, "cells": 4}
     for pair in measured["cells"].values():
         for cost in (pair["new"], pair["old"]):
             assert cost["steps"] == 4

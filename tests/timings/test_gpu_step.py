@@ -8,22 +8,16 @@ import torch
 from timings import gpu_step
 from timings.gpu_step import FULL, TINY, Case, bench_gpu_step, flops_per_token, main, measure, measure_in_process
 
-pytestmark = pytest.mark.xdist_group("bench step")
 
-
-def test_a_step_is_measured():
-    softmax, lazy = (measure(Case(name, 32, False), TINY, "cpu") for name in ("softmax", "lazy, W = L"))
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_step_is_measured(compiled):
+    softmax, lazy = (measure(Case(name, 32, compiled), TINY, "cpu") for name in ("softmax", "lazy, W = L"))
     # tau of every head, and its biases for 32 positions
     assert lazy["parameters"] - softmax["parameters"] == TINY.n_layers * TINY.n_heads * (1 + 32)
     for found in (softmax, lazy):
         assert 0 < found["seconds"]["lower"] <= found["seconds"]["median"] <= found["seconds"]["upper"]
         assert found["tokens_per_second"] == TINY.tokens / found["seconds"]["median"]
         assert found["mfu"] is None
-
-
-@pytest.mark.long
-def test_a_compiled_step_is_measured():
-    assert measure(Case("lazy, W = L", 32, True), TINY, "cpu")["seconds"]["median"] > 0
 
 
 def test_flops_are_those_of_the_products():
@@ -34,53 +28,46 @@ def test_flops_are_those_of_the_products():
     assert flops_per_token(parameters, length, FULL) == pytest.approx(3 * forward)
 
 
-@pytest.mark.long
-def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
+def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(tmp_path, monkeypatch, capsys):
+    out, seen = tmp_path / "new", []
+
+    def measure_here(case, sizes, device):
+        if (path := out / "gpu-step.json").exists():
+            seen.append(len(json.loads(path.read_text())["rows"]))
+        if case.attention == "nonsense":
+            return measure_in_process(case, sizes, device)
+        return {**case._asdict(), **measure(case, sizes, device)}
+
+    names = ("softmax", "nonsense", "lazy, W = L")
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
-    monkeypatch.setattr(
-        gpu_step, "make_cases", lambda lengths, _: [Case(n, *lengths, False) for n in ("nonsense", "lazy, W = L")]
-    )
+    monkeypatch.setattr(gpu_step, "make_cases", lambda lengths, _: [Case(name, *lengths, False) for name in names])
+    monkeypatch.setattr(gpu_step, "measure_in_process", measure_here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--out", str(tmp_path / "new")]) == 0
-    result = json.loads((tmp_path / "new" / "gpu-step.json").read_text())
-    failed, measured = result["rows"]
+    assert main(["--out", str(out)]) == 0
+    assert seen == [1, 2]
+    result, text = json.loads((out / "gpu-step.json").read_text()), (out / "gpu-step.md").read_text()
+    _, failed, measured = result["rows"]
     assert failed == {"attention": "nonsense", "length": 32, "compiled": False, "not_run": "KeyError: 'nonsense'"}
     assert measured["tokens_per_second"] > 0
-    text = (tmp_path / "new" / "gpu-step.md").read_text()
     assert text in capsys.readouterr().out
     assert "| nonsense | 32 | no | not run: KeyError: 'nonsense' |" in text
-    assert f"`python3 -m timings.gpu_step --out {tmp_path / 'new'}`" in text
+    assert f"`python3 -m timings.gpu_step --out {out}`" in text
+
+
+def test_each_case_is_asked_for_compiled_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_step, "measure_in_process", lambda case, *_: {**case._asdict(), "not_run": "no"})
+    for compiled, count in ((False, 12), (True, 6)):
+        bench_gpu_step(tmp_path, TINY, "cpu", lambda _: None, compiled=compiled)
+        result = json.loads((tmp_path / "gpu-step.json").read_text())
+        assert len(result["rows"]) == count
+        assert result["command"].endswith("--compiled") is compiled
+    assert all(row["compiled"] for row in result["rows"])
 
 
 def test_a_hang_costs_its_case(monkeypatch):
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
     found = measure_in_process(Case("lazy, W = L", 32, False), TINY, "cpu")
     assert found["not_run"] == "TimeoutError: no result within 0 s"
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main(["--out", str(tmp_path / "file" / "x")]) == 2
-    printed = capsys.readouterr().err
-    assert str(tmp_path / "file" / "x") in printed
-    assert printed.count("\n") == 1
-
-
-def test_each_is_written_as_it_comes(tmp_path, monkeypatch):
-    seen = []
-
-    def fake(case, sizes, device):  # noqa: ARG001
-        if (path := tmp_path / "gpu-step.json").exists():
-            seen.append(len(json.loads(path.read_text())["rows"]))
-        return {**case._asdict(), "not_run": "no"}
-
-    monkeypatch.setattr(gpu_step, "measure_in_process", fake)
-    bench_gpu_step(tmp_path, TINY, "cpu", lambda _: None)
-    assert seen == list(range(1, 12))
-    bench_gpu_step(tmp_path / "compiled", TINY, "cpu", lambda _: None, compiled=True)
-    result = json.loads((tmp_path / "compiled" / "gpu-step.json").read_text())
-    assert [row["compiled"] for row in result["rows"]] == [True] * 6
-    assert result["command"].endswith("--compiled")
 
 
 @pytest.mark.gpu

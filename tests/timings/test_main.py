@@ -1,6 +1,7 @@
-"""`python3 -m timings` refuses bad options and unwritable files in one line, before anything is measured."""
+"""`python3 -m timings` and its functions refuse bad options and unwritable files before anything is measured."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,14 @@ import pytest
 
 from lit_lazy.command.main import main
 from lit_lazy.support.named_files import PROJECT
-from timings import cells, diagnostics, looks, significance, step
+from timings import cells, diagnostics, gpu_step, looks, significance, step
 from timings.__main__ import make_parser
+from timings.cells import QUICK, bench_cells
+from timings.diagnostics import bench_diagnostics
+from timings.step import bench_step
+
+HISTORY = not subprocess.run(["git", "cat-file", "-e", cells.AGAINST], cwd=cells.ROOT, capture_output=True).returncode
+needs_history = pytest.mark.skipif(not HISTORY, reason="the other commit is not in this clone")
 
 
 @pytest.mark.parametrize(
@@ -21,20 +28,51 @@ from timings.__main__ import make_parser
         (["grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),
         (["grid", "--cells", "many"], "--cells"),
         (["diagnostics", "--length", "8"], "unknown argument '--length'"),
+        (["gpu_step", "--out", "file/x"], "file/x"),
     ],
 )
-def test_bad_input_is_refused(
+def test_bad_input_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     Path("folder.json").mkdir()
+    Path("file").touch()
     try:
-        status = main(words, make_parser)
+        status = gpu_step.main(words[1:]) if words[0] == "gpu_step" else main(words, make_parser)
     except SystemExit as ended:
         status = ended.code
     assert status == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("measure", "arguments", "message"),
+    [
+        (bench_step, {"lengths": (100,)}, "lengths has 100"),
+        (bench_step, {"lengths": (1,)}, "lengths has 1"),
+        (bench_step, {"lengths": (8192,), "tokens": 8192}, "lengths has 8192"),
+        (bench_step, {"rounds": 1}, "rounds is 1"),
+        (bench_diagnostics, {"rounds": 1}, "rounds is 1"),
+        (bench_diagnostics, {"experiments": ("nothing",)}, "experiment 'nothing': unknown; there are "),
+        *(
+            pytest.param(bench_cells, arguments, message, marks=needs_history)
+            for arguments, message in (
+                ({"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads, cells"),
+                ({"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
+                ({"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
+                ({"against": "nothing"}, "--against 'nothing': no commit of this clone"),
+                ({"against": "--help"}, "--against '--help': no commit of this clone"),
+                ({"against": "HEAD", "experiments": ("nothing",)}, "--experiments has 'nothing'"),
+            )
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(measure: Callable[..., object], arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import LAZY, assert_same_run, config, run_until_killed
+from test_run import LAZY, assert_resumes, config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,20 +21,11 @@ from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
 KIND = {"ids": lambda term: type(term).__name__}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A final.ckpt of softmax attention."""
-    folder = tmp_path_factory.mktemp("trained")
-    run(config(AttentionSpec(Softmax()), steps=12, lr=1e-2), folder, keep_checkpoint=True)
-    return str(folder / FINAL_CHECKPOINT)
 
 
 def distilling(trained: str, term: Distillation, attention: AttentionSpec = LAZY, **train: object) -> RunConfig:
@@ -148,11 +139,7 @@ def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
 
 @pytest.mark.parametrize("term", [pytest.param(TERMS[0], marks=pytest.mark.long), TERMS[1]], **KIND)
 def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Distillation) -> None:
-    cfg = distilling(trained, term)
-    run(cfg, tmp_path / "whole", keep_checkpoint=True)
-    run_until_killed(cfg, tmp_path / "killed", 11)
-    run(cfg, tmp_path / "killed", keep_checkpoint=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert_resumes(distilling(trained, term), tmp_path, 11)
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,22 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_run import RAMP, assert_same_run, config, weights
+from test_run import EVERYTHING, RAMP, assert_same_run, config, weights
 
 from lit_lazy.attention import AttentionSpec, Elastic, Entmax15, Normaliser, Softmax
-from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
+from lit_lazy.optim import Muon
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.distributed import process_group
 from lit_lazy.training.distributed.process_group import RankFailedError, RankLostError
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError
+from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
 
@@ -37,9 +39,9 @@ SPREAD = Execution(devices=2, strategy="fsdp")
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def train(folder: Path, execution: Execution, *callbacks: Callback) -> RunResult:
+def train(folder: Path, execution: Execution, *callbacks: Callback, cfg: RunConfig | None = None) -> RunResult:
     return run(
-        config(),
+        cfg or config(),
         folder,
         logger=MetricFile(folder),
         callbacks=callbacks,
@@ -68,9 +70,18 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        config(),
+        pytest.param(replace_at(config(), EVERYTHING), marks=pytest.mark.long),
+        pytest.param(config(AttentionSpec(RAMP), steps=6), marks=pytest.mark.long),
+    ],
+    ids=["default", "other recipe", "ramped"],
+)
+def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path, cfg: RunConfig) -> None:
     """In weights, logged values and final metrics; both divide a step's batch into the same two parts."""
-    one, two = train(tmp_path / "one", HALVES), train(tmp_path / "two", TWO)
+    one, two = train(tmp_path / "one", HALVES, cfg=cfg), train(tmp_path / "two", TWO, cfg=cfg)
     assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
     for name, value in weights(tmp_path / "one").items():
         assert torch.equal(value, weights(tmp_path / "two")[name]), name
@@ -88,18 +99,6 @@ def test_two_processes_that_were_stopped_resume_to_the_same_bits(tmp_path: Path)
     train(tmp_path / "stopped", TWO)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
     assert logged(tmp_path / "undisturbed") == logged(tmp_path / "stopped")
-
-
-@pytest.mark.long
-def test_a_ramped_tau_is_the_same_on_two_processes(tmp_path: Path) -> None:
-    cfg = replace_at(config(AttentionSpec(RAMP)), {"train.steps": 6})
-    one, two = (
-        run(cfg, tmp_path / str(execution.devices), keep_checkpoint=True, execution=execution)
-        for execution in (HALVES, TWO)
-    )
-    assert one.metrics == two.metrics
-    for name, value in weights(tmp_path / "1").items():
-        assert torch.equal(value, weights(tmp_path / "2")[name]), name
 
 
 def assert_close(plain: RunResult, other: RunResult) -> None:
@@ -273,16 +272,18 @@ def test_the_gradient_norm_is_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("execution", "batch", "message"),
+    ("execution", "changes", "message"),
     [
-        (Execution(devices=3), 8, "--devices=3: must divide train.batch_size=8"),
-        (Execution(micro_batch=3), 8, "--micro-batch=3: must divide the 8 of 8 sequences"),
-        (Execution(devices=2, micro_batch=8), 8, "--micro-batch=8: must divide the 4 of 8 sequences"),
+        (Execution(devices=3), {}, "--devices=3: must divide train.batch_size=8"),
+        (Execution(micro_batch=3), {}, "--micro-batch=3: must divide the 8 of 8 sequences"),
+        (Execution(devices=2, micro_batch=8), {}, "--micro-batch=8: must divide the 4 of 8 sequences"),
+        (SPREAD, {"train.optimiser": Muon()}, "train.optimiser='Muon': .* --strategy fsdp"),
+        (SPREAD, {"train.ema_decay": 0.9}, "train.ema_decay=0.9: .* --strategy fsdp"),
     ],
 )
-def test_batches_that_cannot_be_shared_out(execution: Execution, batch: int, message: str) -> None:
+def test_what_cannot_be_shared_out_is_named(execution: Execution, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        execution.accumulation_steps(batch)
+        prepare(replace_at(config(), changes), execution)
 
 
 class TestHeadNll:

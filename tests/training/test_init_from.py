@@ -28,16 +28,8 @@ from lit_lazy.training.run import run
 SOFTMAX = AttentionSpec(Softmax())
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A final.ckpt of softmax attention."""
-    folder = tmp_path_factory.mktemp("trained")
-    run(config(SOFTMAX), folder, keep_checkpoint=True)
-    return folder / FINAL_CHECKPOINT
-
-
-def test_a_variant_starts_with_what_it_shares(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = replace(config(LAZY), init_from=str(trained))
+def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = replace(config(LAZY), init_from=trained)
     with caplog.at_level(logging.INFO):
         module = trainer.build_module(cfg, prepare(cfg), Execution())
     taken = torch.load(trained, weights_only=True)["state_dict"]
@@ -61,12 +53,12 @@ def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
     assert {name.rsplit(".", 1)[-1] for name in own if not torch.equal(own[name], taken[name])} == {"tau"}
 
 
-def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:
+def test_it_is_in_the_key_by_its_content(trained: str, tmp_path: Path) -> None:
     """By its weights and its model's settings, not by its path or by what else it holds, such as settings of a newer
     version. Without init_from the key is unchanged."""
     fingerprint = prepare(config()).fingerprint
     elsewhere = Path(shutil.copy(trained, tmp_path / "elsewhere.ckpt"))
-    keys = [cell_key(replace(config(), init_from=path), fingerprint) for path in (str(trained), str(elsewhere), None)]
+    keys = [cell_key(replace(config(), init_from=path), fingerprint) for path in (trained, str(elsewhere), None)]
     assert keys[0] == keys[1] != keys[2]
     assert keys[2] == "27a179faa087"
     content = torch.load(trained, weights_only=True)
@@ -84,8 +76,8 @@ def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:
         assert (cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) == keys[0]) is same
 
 
-def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp_path: Path) -> None:
-    cfg = replace(config(LAZY), init_from=str(trained))
+def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: str, tmp_path: Path) -> None:
+    cfg = replace(config(LAZY), init_from=trained)
     run(cfg, tmp_path / "undisturbed", keep_checkpoint=True)
     run_until_killed(cfg, tmp_path / "killed", 13)
     moved = replace(cfg, init_from=str(shutil.copy(trained, tmp_path / "moved.ckpt")))
@@ -125,13 +117,13 @@ def build(cfg: RunConfig) -> LitLM:
     return trainer.build_module(cfg, prepare(cfg), Execution())
 
 
-def test_an_initial_value_of_what_is_new_counts(trained: Path) -> None:
+def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
     """Also one of the whole model, as long as a parameter of it is new."""
     changed = replace(config(LAZY).model, init_std=0.5)
-    build(replace(config(LAZY), model=changed, init_from=str(trained)))
+    build(replace(config(LAZY), model=changed, init_from=trained))
     same = replace(changed, attention=SOFTMAX)
     with pytest.raises(ValueError, match=r"model\.init_std=0\.5: has no effect"):
-        build(replace(config(LAZY), model=same, init_from=str(trained)))
+        build(replace(config(LAZY), model=same, init_from=trained))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +138,13 @@ def test_an_initial_value_of_what_is_new_counts(trained: Path) -> None:
     ids=" ".join,
 )
 def test_weights_that_cannot_be_had_are_one_line(
-    command: list[str], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.ckpt").write_text("no weights\n")
     given = {
         tmp_path / "none.ckpt": "give a final.ckpt",
         tmp_path / "text.ckpt": "give a final.ckpt",
-        trained: "none of its weights matches the model by name and shape; omit it",
+        Path(trained): "none of its weights matches the model by name and shape; omit it",
     }
     for path, fix in given.items():
         wide = ["--model.d_model=48", "--init-from", str(path), "--runs", str(tmp_path / "runs")]
@@ -168,10 +160,10 @@ def test_weights_that_cannot_be_had_are_one_line(
 
 
 def test_a_training_from_weights_says_what_it_took(
-    trained: Path, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    trained: str, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
-    assert main(["train", "backcopy_tiny", *sizes, "--init-from", str(trained), "--runs", str(runs)]) == 0
+    assert main(["train", "backcopy_tiny", *sizes, "--init-from", trained, "--runs", str(runs)]) == 0
     assert "of the weights, are loaded" in caplog.text
     lines = [line for line in capsys.readouterr().out.splitlines() if "loss (nats)" in line]
     assert len(lines) == 2

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_run import LAZY, assert_same_run, config, run_until_killed, weights
+from test_run import EVERYTHING, LAZY, config, weights
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
@@ -32,19 +31,6 @@ from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
-EVERYTHING = {
-    "train.optimiser": Muon(),
-    "train.schedule": WSD(0.5),
-    "train.ema_decay": 0.8,
-    "train.z_loss": 1e-2,
-    "model.residual_dropout": 0.1,
-    "model.attention.qk_norm": True,
-}
-
-
-def with_everything() -> RunConfig:
-    return replace_at(config(LAZY), EVERYTHING)
-
 
 def trained(
     cfg: RunConfig, folder: Path, execution: Execution = ONE_DEVICE, callbacks: Sequence[Callback] = ()
@@ -53,14 +39,6 @@ def trained(
     source = cfg.data.load()
     trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, False, execution)
     return fit(trainer, build_module(cfg, source, execution), cfg, source, None).state_dict()
-
-
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    cfg = with_everything()
-    run(cfg, tmp_path / "whole", keep_checkpoint=True)
-    run_until_killed(cfg, tmp_path / "killed", 11)
-    run(cfg, tmp_path / "killed", keep_checkpoint=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_each_choice_changes_the_training(tmp_path: Path) -> None:
@@ -207,27 +185,3 @@ def test_micro_batches_drop_what_the_whole_batch_does(tmp_path: Path) -> None:
     whole, parts = (trained(cfg, tmp_path / str(e.micro_batch), e) for e in (ONE_DEVICE, Execution(micro_batch=2)))
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("forked_ranks")
-def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
-    one, two = (
-        run(with_everything(), tmp_path / str(e.devices), keep_checkpoint=True, execution=e)
-        for e in (Execution(micro_batch=4), Execution(devices=2))
-    )
-    assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
-    for name, value in weights(tmp_path / "1").items():
-        assert torch.equal(value, weights(tmp_path / "2")[name]), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train.optimiser": Muon()}, "train.optimiser='Muon': is untested with --strategy fsdp"),
-        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: is untested with --strategy fsdp"),
-    ],
-)
-def test_what_cannot_be_spread_is_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare(replace_at(config(), changes), Execution(devices=2, strategy="fsdp"))

@@ -32,6 +32,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.optim import WSD, Muon
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import devices, head_monitor
 from lit_lazy.training.devices import describe_backend
@@ -80,16 +81,12 @@ def assert_same_run(a: Path, b: Path) -> None:
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-def test_same_config_gives_the_same_result_bit_for_bit(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run(config(), tmp_path / name, keep_checkpoint=True)
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def test_another_seed_gives_another_result(tmp_path: Path) -> None:
-    a, b = run(config(seed=0), tmp_path / "a"), run(config(seed=1), tmp_path / "b")
+def test_another_seed_sees_other_batches_and_gives_another_result(tmp_path: Path) -> None:
+    seen = Batches(), Batches()
+    a, b = (run(config(seed=i), tmp_path / str(i), callbacks=[seen[i]]) for i in (0, 1))
     assert a.metrics["loss/val"] != b.metrics["loss/val"]
     assert a.key != b.key
+    assert not any(torch.equal(*tokens) for tokens in zip(*(batches.tokens for batches in seen), strict=True))
 
 
 class Kill(Callback):
@@ -113,24 +110,55 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int, *callbacks: Callba
     assert not (folder / RESULT).exists()
 
 
-@pytest.mark.parametrize(
-    ("attention", "steps"),
-    [
-        (LAZY, (11, 19)),
-        pytest.param(AttentionSpec(Softmax()), (13,), marks=pytest.mark.long),
-        pytest.param(AttentionSpec(Elastic(threshold="per_token")), (5,), marks=pytest.mark.long),
-        (AttentionSpec(RAMP), (11,)),
-        (AttentionSpec(THEN_LEARNED), (9, 18)),
-    ],
-)
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
-    """Kills in the middle of an epoch, away from the checkpoints (steps 8 and 16), once before the first."""
-    cfg = config(attention)
-    run(cfg, tmp_path / "whole", keep_checkpoint=True)
+EVERYTHING = {
+    "train.optimiser": Muon(),
+    "train.schedule": WSD(0.5),
+    "train.ema_decay": 0.8,
+    "train.z_loss": 1e-2,
+    "model.residual_dropout": 0.1,
+    "model.attention.qk_norm": True,
+}
+"""Options beyond the default recipe."""
+MIXERS = (Mamba2(), RetNet(), GatedDeltaNet())
+
+
+def with_mixer(mixer: Mixer) -> RunConfig:
+    return replace_at(config(AttentionSpec()), {"model.mixer": mixer})
+
+
+def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
+    """Killed at these steps, a run ends in the bits of an undisturbed one."""
+    run(cfg, folder / "whole", keep_checkpoint=True)
     for step in steps:
-        run_until_killed(cfg, tmp_path / "killed", step)
-    run(cfg, tmp_path / "killed", keep_checkpoint=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+        run_until_killed(cfg, folder / "killed", step)
+    run(cfg, folder / "killed", keep_checkpoint=True)
+    assert_same_run(folder / "whole", folder / "killed")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "steps"),
+    [
+        (config(), (11, 19)),
+        pytest.param(config(AttentionSpec()), (13,), marks=pytest.mark.long),
+        pytest.param(config(AttentionSpec(Elastic(threshold="per_token"))), (5,), marks=pytest.mark.long),
+        (config(AttentionSpec(RAMP)), (11,)),
+        (config(AttentionSpec(THEN_LEARNED)), (9, 18)),
+        (replace_at(config(), EVERYTHING), (11,)),
+        (with_mixer(MIXERS[0]), (11,)),
+        *(pytest.param(with_mixer(mixer), (11,), marks=pytest.mark.long) for mixer in MIXERS[1:]),
+    ],
+    ids=lambda given: given.model.rule if isinstance(given, RunConfig) else str(given),
+)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, cfg: RunConfig, steps: tuple[int, ...]) -> None:
+    """Kills in the middle of an epoch, away from the checkpoints (steps 8 and 16), once before the first."""
+    assert_resumes(cfg, tmp_path, *steps)
+    if cfg.model.mixer.attends:
+        return
+    result = RunResult.read(tmp_path / "whole")
+    assert result is not None
+    assert result.labels == {"backend": "fla, plain torch"}
+    kinds = {name.removeprefix("init/").partition("/")[0] for name in result.metrics}
+    assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
 
 
 class Wait(Callback):
@@ -247,24 +275,6 @@ def test_a_run_that_validates_on_its_training_sequences_says_so(
     assert all(line.startswith("data=Repeated: validation begins with the training sequences") for line in said)
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [Mamba2(), pytest.param(RetNet(), marks=pytest.mark.long), pytest.param(GatedDeltaNet(), marks=pytest.mark.long)],
-    ids=lambda mixer: type(mixer).__name__,
-)
-def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixer: Mixer) -> None:
-    cfg = replace_at(config(AttentionSpec()), {"model.mixer": mixer})
-    run(cfg, tmp_path / "whole", keep_checkpoint=True)
-    run_until_killed(cfg, tmp_path / "killed", step=11)
-    run(cfg, tmp_path / "killed", keep_checkpoint=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    result = RunResult.read(tmp_path / "whole")
-    assert result is not None
-    assert result.labels == {"backend": "fla, plain torch"}
-    kinds = {name.removeprefix("init/").partition("/")[0] for name in result.metrics}
-    assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
-
-
 def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,13 +344,6 @@ def test_variants_of_a_seed_see_the_same_batches(tmp_path: Path) -> None:
     assert len(seen["softmax"].tokens) == 20
     assert all(torch.equal(a, b) for a, b in zip(seen["softmax"].tokens, seen["lazy"].tokens, strict=True))
     assert seen["lazy"].validated == [7, 14]
-
-
-def test_another_seed_sees_other_batches(tmp_path: Path) -> None:
-    first, second = Batches(), Batches()
-    run(config(seed=0), tmp_path / "a", callbacks=[first])
-    run(config(seed=1), tmp_path / "b", callbacks=[second])
-    assert not any(torch.equal(a, b) for a, b in zip(first.tokens, second.tokens, strict=True))
 
 
 def test_a_finished_run_is_returned_and_not_trained_again(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_cost_estimate import kept
-from test_run import LAZY, assert_same_run, config, run_until_killed, weights
+from test_run import LAZY, assert_resumes, config, weights
 
-from lit_lazy.attention import AttentionSpec, Elastic, Softmax
+from lit_lazy.attention import AttentionSpec, Elastic
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import replace_at
@@ -21,20 +21,11 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer
 from lit_lazy.training.prepare import check_size, prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 from lit_lazy.training.trainable import freeze_others
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 PATTERNS = ("blocks.*.attention.q.weight", "*.normaliser.tau", "*.bias.table", "*norm.weight")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A final.ckpt of softmax attention, without tau and table."""
-    folder = tmp_path_factory.mktemp("trained")
-    run(config(AttentionSpec(Softmax()), steps=6), folder, keep_checkpoint=True)
-    return str(folder / FINAL_CHECKPOINT)
 
 
 def adapting(trained: str, **train: object) -> RunConfig:
@@ -70,11 +61,7 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_pa
     "optimiser", [pytest.param(AdamW(), marks=pytest.mark.long), Muon()], ids=lambda one: type(one).__name__
 )
 def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, optimiser: Optimiser) -> None:
-    cfg = adapting(trained, optimiser=optimiser, ema_decay=0.8)
-    run(cfg, tmp_path / "whole", keep_checkpoint=True)
-    run_until_killed(cfg, tmp_path / "killed", 11)
-    run(cfg, tmp_path / "killed", keep_checkpoint=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert_resumes(adapting(trained, optimiser=optimiser, ema_decay=0.8), tmp_path, 11)
 
 
 @pytest.mark.long

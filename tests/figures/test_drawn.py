@@ -1,0 +1,245 @@
+"""Every figure draws these inputs as it did: its texts, limits, numbers and colours.
+
+`python tests/figures/test_drawn.py` writes `drawn.txt` anew; read its differences before committing them.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from description import describe
+from matplotlib.figure import Figure
+from samples import (
+    BASELINE,
+    EFFECT_COLUMNS,
+    EFFECTS,
+    KINDS,
+    VARIANTS,
+    Arrays,
+    around,
+    make_arrays,
+    make_effects,
+    make_question,
+    make_study,
+    make_trainings,
+    tabulate,
+)
+
+from lit_lazy.figures import (
+    draw_run_figures,
+    effects_figure,
+    heads,
+    learned_over_training,
+    loss_against_sparsity,
+    sink_over_training,
+    verdict_figure,
+)
+from lit_lazy.table.declaration import Comparison, Statement
+from lit_lazy.table.records import Column, Table, Yardstick
+from lit_lazy.table.stored import read_table
+
+RUN_FIGURES = [
+    "attention_maps",
+    "sink_heatmap",
+    "mass_by_position",
+    "sparsity_by_layer",
+    "tau_by_layer",
+    "learned_by_head",
+    "bias_curves",
+    "value_norms",
+    "sink_kinds",
+    "rank_profile",
+    "loss_by_length",
+]
+"""All figures of a run, in reading order."""
+ARRAYS = make_arrays()
+DRAWN = Path(__file__).with_name("drawn.txt")
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def draw_map(weights: Arrays | np.ndarray) -> Figure | None:
+    return heads.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 2]])})
+
+
+def make_map(n: int, **changed: float) -> np.ndarray:
+    weights = np.tril(np.full((n, n), 1 / n)).astype(np.float16)
+    for place, weight in changed.items():
+        weights[int(place[1]), int(place[2])] = weight
+    return weights
+
+
+def without(arrays: Arrays, value: float, *names: str) -> Arrays:
+    return arrays | {name: np.full_like(arrays[name], value) for name in names}
+
+
+@functools.cache
+def draw_run() -> dict[str, Figure]:
+    return draw_run_figures(ARRAYS, "lazy, seed 3")
+
+
+def make_masses(*mass: float) -> Arrays:
+    rows = np.array(mass, np.float32).reshape(1, 1, 2)
+    return {"mass/row": rows, "mass/first_key": rows, "sample": np.array([1, 2, 1])}
+
+
+def make_lengths() -> Arrays:
+    """Two lengths, with the thresholds of each and a cache that evicts."""
+    arrays = make_arrays(length=32, lengths=(64,)) | {"context": np.array(32)}
+    rng = np.random.default_rng(1)
+    for prefix, n in (("", 32), ("L64/", 64)):
+        arrays[f"{prefix}length/theta"] = rng.random((2, 4, n))
+        arrays[f"{prefix}streamed/theta"] = rng.random((2, 4, n))
+        arrays[f"{prefix}streamed/loss"] = 2 + rng.random(n)
+        arrays[f"{prefix}streamed/kept"] = np.array([4, 28])
+    return arrays
+
+
+def make_alibi() -> Arrays:
+    slopes = np.array([[0.5, 0.125]])
+    return {"bias/curve": 3 - slopes[..., None] * np.arange(20), "bias/alibi_slope": slopes}
+
+
+OF_HEADS = {
+    "zeros, tiny and small weights": lambda: draw_map(make_map(10, w52=0, w62=1e-7, w72=1e-4)),
+    "weights below zero": lambda: draw_map(make_map(4, w30=-0.25, w20=-0.01)),
+    "an unknown weight": lambda: draw_map(make_map(4, w30=np.nan)),
+    "mass": lambda: heads.mass_by_position(make_masses(0.5, 1.0)),
+    "negative mass": lambda: heads.mass_by_position(make_masses(-0.5, -1.0)),
+    "no mass": lambda: heads.mass_by_position(make_masses(0.0, 0.0)),
+    "a head without mass": lambda: heads.sink_heatmap(without(make_arrays(layers=3), np.nan, "sink/share")),
+    "no sparsity": lambda: heads.sparsity_by_layer(
+        without(ARRAYS, np.nan, *(f"{at}sparsity/{name}" for at in ("", "init/") for name in ("zero", "null")))
+    ),
+    "no null": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/null", "init/sparsity/null")),
+    "no tiles": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/block_64", "init/sparsity/block_64")),
+    "a tau per position": lambda: heads.tau_by_layer({"tau": ARRAYS["tau"][..., None] + np.array([-1.0, 0.0, 1.0])}),
+    "alibi": lambda: heads.bias_curves(make_alibi()),
+    "many biases": lambda: heads.bias_curves(make_arrays(heads=5)),
+    "lengths beyond the context": lambda: heads.loss_by_length(
+        make_arrays(length=32, lengths=(16, 32, 64)) | {"context": np.array(24)}
+    ),
+    "lengths with a cache": lambda: heads.loss_by_length(make_lengths()),
+    "no sinks": lambda: heads.sink_kinds(
+        without(without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"), 0, *(f"sink/{kind}" for kind in KINDS))
+    ),
+}
+
+
+def bounded() -> Table:
+    """Intervals reach beyond what sparsity can be."""
+    columns = (
+        Column("loss/excess", "excess loss", "lower", unit="nats"),
+        Column("sparsity/zero", "sparsity", unit="%", scale=100, bounds=(0.0, 1.0)),
+    )
+    values = {"lazy": (0.2, 0.9, 0.99), "low": (0.01, 0.1, 0.7)}
+    return tabulate(
+        {
+            name: [{"loss/excess": 0.01 + 0.001 * i, "sparsity/zero": value} for i, value in enumerate(of)]
+            for name, of in values.items()
+        },
+        columns,
+    )
+
+
+ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0, 9.0), (1.0, 4.0))] + [{}]}
+UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
+OF_VARIANTS = {
+    "losses and sparsities": lambda: loss_against_sparsity(make_study()),
+    "wide intervals": lambda: loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
+    "intervals beyond a bound": lambda: loss_against_sparsity(bounded()),
+    "bits per byte": lambda: loss_against_sparsity(make_study(loss="loss/bits_per_byte", variants=VARIANTS[:3])),
+    "tau over training": lambda: learned_over_training(make_study(baseline=BASELINE), make_trainings()),
+    "sinks over training": lambda: sink_over_training(make_study(baseline=BASELINE), make_trainings()),
+    "a training that ended early": lambda: learned_over_training(make_study(), ENDED),
+    "a share that was undefined": lambda: sink_over_training(make_study(), UNDEFINED),
+}
+
+
+def unlearned() -> Table:
+    """One row did not learn: its losses are beyond the mark."""
+    table = make_effects()
+    dead, measures = EFFECTS[3], table.collect_measures("loss")
+    bound = 1 + max(max(m.values.values()) for name, m in measures.items() if m.n and name != dead)
+    beyond = replace(measures[dead], values=dict.fromkeys("01234", bound))
+    rows = [replace(r, metrics=r.metrics | {"loss": beyond}) if r.variant == dead else r for r in table.rows]
+    return replace(table, rows=tuple(rows), yardstick=Yardstick("loss", bound, {"chance": 2 * bound}))
+
+
+def three(**values: tuple[float, float, float]) -> Figure:
+    return effects_figure(tabulate(values, baseline="base"), ["loss"])
+
+
+OF_EFFECTS = {
+    "effects": lambda: effects_figure(make_effects(), ["recall", "loss"]),
+    "effects of one column": lambda: effects_figure(
+        make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), ["loss"]
+    ),
+    "effects without a value": lambda: effects_figure(make_effects(), [column.key for column in EFFECT_COLUMNS]),
+    "effects cut": lambda: effects_figure(make_effects(n_seeds=2), ["loss"]),
+    "one row did not learn": lambda: effects_figure(unlearned(), ["loss", "recall"]),
+    "no row learned": lambda: effects_figure(
+        replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
+    ),
+    "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
+    "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
+}
+
+
+def far_apart() -> Table:
+    """A contrast beyond the edge would be an arrow without a value."""
+    table = read_table(RESULTS / "q_position_2-distractors" / "table.json")
+    assert table.verdict is not None
+    parts = tuple(
+        replace(part, mean=mean, low=mean - 0.01, high=mean + 0.01, n=10)
+        for part, mean in zip(table.verdict.parts, (0.009, 0.01, 0.6, 0.343), strict=True)
+    )
+    look = replace(table.verdict.looks[0], parts=parts)
+    return replace(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
+
+
+MET = Statement("sink", Comparison("new", "<", 0.25, "old"), rivals=("kept",))
+ALONE = {"old": [0.4] * 20, "new": [0.01] * 9 + [0.3] + [0.01] * 10, "kept": [0.4] * 20}
+LOOKS = {"old": [1.0] * 40, "new a": around(0.5, 0.1, 10), "new b": around(0.92, 0.2, 40)}
+OF_VERDICTS = {
+    "far apart": far_apart,
+    "looks": lambda: make_question("lower", LOOKS),
+    "a statement": lambda: make_question("alone", ALONE, statements=(MET,), contrasts={"sink": MET.weights}),
+    **{
+        f"rule {rule}": lambda rule=rule: make_question(rule, {"old": [1.0] * 20, "new a": around(0.93, 0.5, 20)})
+        for rule in ("higher", "same", "no_worse", "removed")
+    },
+}
+SCENES: dict[str, Callable[[], Figure | None]] = {
+    **{f"run: {name}": lambda name=name: draw_run()[name] for name in RUN_FIGURES},
+    **OF_HEADS,
+    **OF_VARIANTS,
+    **OF_EFFECTS,
+    **{f"verdict: {name}": lambda make=make: verdict_figure(make()) for name, make in OF_VERDICTS.items()},
+}
+
+
+def draw(name: str) -> str:
+    figure = SCENES[name]()
+    assert figure is not None
+    return "\n".join([f"== {name}", *describe(figure), ""])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", SCENES)
+def test_a_figure_is_drawn_as_before(name: str) -> None:
+    found = draw(name)
+    start = f"== {name}\n"
+    _, _, expected = DRAWN.read_text().partition(start)
+    assert found.splitlines() == (start + expected.partition("\n== ")[0]).splitlines()
+
+
+def test_every_recorded_figure_is_drawn() -> None:
+    recorded = [line.removeprefix("== ") for line in DRAWN.read_text().splitlines() if line.startswith("== ")]
+    assert recorded == [*SCENES]
+
+
+if __name__ == "__main__":
+    DRAWN.write_text("".join(draw(name) for name in SCENES))

@@ -426,7 +426,7 @@ def test_a_damaged_shard_is_made_again(parts, cache, harm: Callable[[Path], obje
     whole = Files.documents
     monkeypatch.setattr(Files, "documents", lambda self: opened.append(self.paths[0].name) or whole(self))
     assert config.load().fingerprint == KNOWN[0][1]
-    assert opened == ["0.jsonl", "3.jsonl"]  # the first is read before anything is created
+    assert opened == ["0.jsonl", "0.jsonl", "3.jsonl"]  # the first is read, and counted, before anything is created
     assert ("is damaged; tokenising it again" in capfd.readouterr().err) is said
 
 

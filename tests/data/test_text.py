@@ -137,8 +137,9 @@ def test_folders_and_globs_select_the_same_files_each_once(tmp_path, capfd):
         (root / name).write_text(content)
     write_jsonl(root / "e.jsonl", ["line"])
     (linked / "f.txt").write_text("linked")
-    for hidden in (".git/config.txt", ".hidden.txt", "g.csv"):
+    for hidden in (".git/config.txt", ".hidden.txt"):
         (root / hidden).write_text("no")
+    (root / "g.csv").write_bytes(b"n\0")
     for link, target in {"x": linked, "y": linked, "loop": root, "deep/loop": root, "z.txt": root / "A.TXT"}.items():
         (root / link).symlink_to(target)
     (root / "broken.txt").symlink_to(root / "nowhere")
@@ -454,7 +455,7 @@ BROKEN = {
     "empty.txt": (b"", "no file with text.*empty"),
     "blank.jsonl": (b"\n\n", "no text"),
     "no_text.jsonl": (b'{"text": ""}\n', "no text"),
-    "kind.csv": (b"text\nhello\n", r"no file with text .*\.csv.*give"),
+    "kind.csv": (b"text\0hello\n", r"no file with text .*\.csv.*give"),
     "binary.txt": (b"PAR1\0\0\0", "NUL at byte 4"),
     "latin.txt": (b"a" * 100_000 + b"caf\xe9 au lait", "UTF-8 at byte 100003; convert"),
     "latin.jsonl": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2 .*UTF-8 at byte 13; convert"),
@@ -463,7 +464,7 @@ BROKEN = {
     "invalid.jsonl": (b'{"text": "x"}\n\n{"text": \n', "line 3 is not JSON"),
     "array.json": (b'[{"text": "x"}]\n', "line 1 .*list; give"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "line 1 .*Unicode"),
-    "nul.jsonl": (b'{"text": "a\\u0000b"}\n', "line 1 .*token 0"),
+    "nul.jsonl": (b'{"text": "ab\\u0000"}\n' * 20, "line 1 .*token 0"),
     "broken.parquet": (b"PAR1 this is no parquet", r"damaged parquet .*replace"),
     "cut.parquet": (lambda content: content[: len(content) // 2], "damaged parquet"),
     "damaged.parquet": (lambda content: content[:1000] + b"\xff" * 50_000 + content[51_000:], "damaged parquet"),
@@ -496,8 +497,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), root / "twice.parquet")
     write_groups(root / "rowless.parquet", [])
     write_groups(root / "groupless.parquet")
-    (root / "short.txt").write_text("hello")
-    (root / "one.txt").write_text("hello you")
     (root / "plain.json").write_text('{"not": "a tokenizer"}')
     no_end = Tokenizer(models.BPE())
     no_end.add_tokens(["a"])
@@ -515,8 +514,10 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"path": "good.parquet", "hub_config": "x"}, r"data\.hub_config='x': needs data\.hub"),
         ({"path": "good.parquet", "column": "no"}, r"data\.column='no': .* only text, id, dump"),
         ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': .*int64"),
-        ({"path": "short.txt"}, r"data\.validation_share=0\.2: .* none is for training; divide"),
-        ({"path": "one.txt"}, r"data\.validation_share=0\.2: .* none is for validation; divide"),
+        (
+            {"path": "good.parquet", "validation_share": 1e-9},
+            r"data\.validation_share=1e-09: .* none is for validation",
+        ),
         ({"path": "good.parquet", "tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read"),
         ({"path": "good.parquet", "tokenizer": "plain.json"}, r"data\.tokenizer='.*plain\.json': cannot be used"),
         ({"path": "good.parquet", "tokenizer": "no_end.json"}, r"no_end\.json': has none of .* <\|endoftext"),
@@ -541,18 +542,16 @@ def test_an_error_is_one_line_and_leaves_nothing(bad, cache, options, message, c
     ("options", "message"),
     [
         ({"context_length": 10**7}, r"data\.context_length=10000000: .* \d+ tokens; choose"),
-        ({"validation_windows": 10**6}, r"data\.validation_windows=1000000: .* \d+ tokens, .*validation_share$"),
-        (
-            {"validation": "parquet", "validation_windows": 10**6, "validation_overlap": True},
-            r"data\.validation_windows=1000000: .* longer data\.validation$",
-        ),
+        ({"path": "short"}, r"data\.context_length=\d+: the training text has \d+ tokens; choose"),
+        ({"validation": "short"}, r"data\.context_length=\d+: the validation text has .* longer data\.validation$"),
     ],
 )
-def test_too_little_text_is_one_line(corpora, options, message):
+def test_too_little_text_is_one_line(corpora, options, message, tmp_path):
     """Detected only after tokenising: the tokens stay cached for valid options."""
-    given = {name: corpora.get(value, value) for name, value in options.items()}
+    (tmp_path / "short.txt").write_text("hello")
+    given = {name: str(tmp_path / "short.txt") if value == "short" else value for name, value in options.items()}
     with pytest.raises(ValueError, match=message) as error:
-        small(path=corpora["jsonl"], **given).load()
+        small(**{"path": corpora["jsonl"], **given}).load()
     assert "\n" not in str(error.value)
 
 

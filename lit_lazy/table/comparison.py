@@ -8,7 +8,7 @@ from typing import Any
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned
-from lit_lazy.table.records import ContrastMeasure, Table, TableRow
+from lit_lazy.table.records import Table, TableRow
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
@@ -53,11 +53,17 @@ class TableComparison:
     def to_json(self) -> dict[str, Any]:
         """Strict JSON of everything but the tables."""
         columns = {
-            key: [{**vars(row), "effect": vars(row.effect)} for row in rows] for key, rows in self.columns.items()
+            key: [{**vars(row), "effect": _drop_adjusted(row.effect)} for row in rows]
+            for key, rows in self.columns.items()
         }
         settings = None if self.settings is None else [[*found, list(rows)] for found, rows in self.settings.items()]
         kept = {"names": self.names, "columns": columns, "only": self.only, "facts": self.facts}
         return {**kept, "settings": settings}
+
+
+def _drop_adjusted(effect: Effect) -> dict[str, Any]:
+    """Without what only the tests of one table have."""
+    return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
 
 
 def compare_tables(
@@ -187,7 +193,7 @@ def _format_column(found: TableComparison, key: str, rows: Sequence[RowCompariso
     lines = [(column.heading, "A", "B", "B - A", "")]
     for row in rows:
         a, b = (format_estimate(of[row.variant], column) for of in (first, second))
-        difference = format_effect(ContrastMeasure(row.effect, None, None), column)
+        difference = format_effect(row.effect, column)
         lines.append((row.variant, a, b, difference, _describe_test(row)))
     return align(lines)
 

@@ -108,9 +108,9 @@ def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
     titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
     groups: dict[str, list[str]] = {title: [] for title in titles}
     for name, measure in table.collect_measures(column.key).items():
-        separated = name in table.summaries[column.key].separates and not table.is_void(name, column.key)
-        if measure.diff is not None and separated:
-            groups[titles[measure.diff < 0]].append(name)
+        diff = measure.difference.mean
+        if diff is not None and measure.difference.separated and not table.is_void(name, column.key):
+            groups[titles[diff < 0]].append(name)
     return groups
 
 
@@ -156,7 +156,7 @@ def _find_disjoint_rows(table: Table, column: Column, names: Sequence[str]) -> _
     measures = table.collect_measures(column.key)
     baseline = measures[table.baseline]
     full = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
-    far = sorted(full, key=lambda name: -abs(measures[name].diff or 0.0))
+    far = sorted(full, key=lambda name: -abs(measures[name].difference.mean or 0.0))
     shown = {name: [*map(column.round_value, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
     return _DisjointRows(

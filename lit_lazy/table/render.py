@@ -28,8 +28,8 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Measure, Table, TableRow, format_state
-from lit_lazy.table.statistics import ALPHA, POWER, drop_rounding
+from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow, format_state
+from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,
@@ -317,7 +317,7 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     text = format_estimate(m, column)
     if m.mean is not None and m.n != row.n:
         text += f" (n={m.n})"
-    return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
+    return text + "*" * (m.difference.separated and not table.is_void(row.variant, column.key))
 
 
 def _format_interval(column: Column, mean: float, half_width: float, values: Collection[float]) -> str:
@@ -353,9 +353,8 @@ def _format_difference(table: Table, row: TableRow, column: Column) -> str:
     return format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
 
 
-def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
+def format_effect(effect: Effect, column: Column, void: bool = False) -> str:
     """The effect with its p value; void: whether it says nothing, so that it gets no star."""
-    effect = m.effect
     if effect.mean is None:
         return NOT_DEFINED
     if effect.test == "tie":
@@ -365,8 +364,8 @@ def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str
         text += f" ({column.format(effect.low, '+')} to {column.format(effect.high, '+')})"
     if effect.ci95 is not None:
         text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
-    if m.p_adj is not None:
-        text += f", {_format_p_value(m.p_adj)}" + "*" * (m.separated and not void)
+    if effect.p_adj is not None:
+        text += f", {_format_p_value(effect.p_adj)}" + "*" * (effect.separated and not void)
     return text
 
 

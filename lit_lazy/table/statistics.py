@@ -56,7 +56,8 @@ class Effect:
       None            the rows share fewer than three seeds.
     A "tie" or "constant" is exact for a deterministic quantity and untestable for a random one. The data cannot
     distinguish the two, so p is None, never 0; `ci95` and `se` are 0. `mean` is None if the rows share no
-    seed; `ci95`, `se` and `df` are None if they share one, or if a row is saturated.
+    seed; `ci95`, `se` and `df` are None if they share one, or if a row is saturated. A table sets `p_adj`, which is `p`
+    after Holm over the rows or contrasts of a metric, and `mde`, the minimum detectable effect at this spread and n.
     """
 
     mean: float | None
@@ -68,6 +69,13 @@ class Effect:
     high: float | None = None
     test: Test | None = None
     p: float | None = None
+    p_adj: float | None = None
+    mde: float | None = None
+
+    @property
+    def separated(self) -> bool:
+        """Whether the effect is significant after Holm."""
+        return self.p_adj is not None and self.p_adj < ALPHA
 
 
 def drop_undefined(values: SeedValues) -> dict[int, float]:

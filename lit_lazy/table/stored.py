@@ -60,18 +60,9 @@ def _make_table(data: Mapping[str, Any]) -> Table:
         yardstick=_make(Yardstick, data["yardstick"]) if data.get("yardstick") else None,
     )
     known = {row["variant"]: {key: _pick_values(part) for key, part in row["metrics"].items()} for row in data["rows"]}
-    values = {
-        column.key: {
-            row.variant: {
-                seed: known[row.variant].get(column.key, {}).get(str(seed)) for seed in row.cells.get("complete", [])
-            }
-            for row in rows
-        }
-        for column in columns
-    }
     contrasts = [Contrast(contrast["name"], contrast["weights"]) for contrast in data["contrasts"]]
     primary = [data["primary"]] if data["primary"] else []
-    return add_verdict(add_statistics(table, values, contrasts, primary), table.declaration)
+    return add_verdict(add_statistics(table, known, contrasts, primary), table.declaration)
 
 
 def _pick_values(metric: Mapping[str, Any]) -> Mapping[str, float]:

@@ -50,18 +50,18 @@ def test_points_intervals_and_fill_are_the_tables():
     figure = effects_figure(table, ["recall", "loss"])
     assert [axes.get_title() for axes in figure.axes] == ["recall (n = 5)", "validation loss (n = 5)"]
     for axes, column in zip(figure.axes, (COLUMNS[1], COLUMNS[0]), strict=True):
-        measures = [row.metrics[column.key] for row in table.rows]
-        expected = {y: (m.diff * column.scale, m.separated) for y, m in enumerate(measures) if m.diff is not None}
+        effects = [row.metrics[column.key].difference for row in table.rows]
+        expected = {y: (e.mean * column.scale, e.separated) for y, e in enumerate(effects) if e.mean is not None}
         assert points(axes) == expected
         assert {filled for _, filled in expected.values()} == {True, False}
         bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
         low, high = axes.get_xlim()
         for y, (x, _) in expected.items():
-            half = measures[y].difference.effect.ci95 * column.scale
+            half = effects[y].ci95 * column.scale
             assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
     worse = {int(line.get_ydata()[0]) for line in figure.axes[1].lines if line.get_marker() == "s"}
-    losses = {y: row.metrics["loss"] for y, row in enumerate(table.rows)}
-    assert worse == {y for y, m in losses.items() if m.separated and m.diff > 0}, "told apart in grey too"
+    losses = [row.metrics["loss"].difference for row in table.rows]
+    assert worse == {y for y, e in enumerate(losses) if e.separated and e.mean > 0}, "told apart in grey too"
     assert "(nats)" in figure.axes[1].get_xlabel()
     assert "← better" in figure.axes[1].get_xlabel()
     assert "better →" in figure.axes[0].get_xlabel()
@@ -126,10 +126,9 @@ def test_wide_intervals_are_cut_with_an_arrow():
     low, high = axes.get_xlim()
     beyond = {
         (y, marker, edge)
-        for y, m in enumerate(row.metrics["loss"] for row in table.rows)
-        if m.diff is not None
-        for half in [m.difference.effect.ci95]
-        for marker, edge, cut in (("<", low, m.diff - half < low), (">", high, m.diff + half > high))
+        for y, e in enumerate(row.metrics["loss"].difference for row in table.rows)
+        if e.mean is not None
+        for marker, edge, cut in (("<", low, e.mean - e.ci95 < low), (">", high, e.mean + e.ci95 > high))
         if cut
     }
     arrows = [line for line in axes.lines if line.get_marker() in ("<", ">")]

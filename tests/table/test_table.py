@@ -70,7 +70,7 @@ def effect(row, baseline):
 
 def row(result, variant):
     found = next(row for row in result.rows if row.variant == variant)
-    metrics = {key: measure.to_json() for key, measure in found.metrics.items()}
+    metrics = {key: measure.flatten() | {"values": measure.values} for key, measure in found.metrics.items()}
     return vars(found) | {"n": found.n, "status": found.status, "metrics": metrics}
 
 
@@ -224,9 +224,10 @@ def test_without_a_baseline_there_is_nothing_to_compare():
 
 def test_no_number_that_was_not_measured():
     empty = table(rows("lazy", "b"), [], contrasts=[Contrast("c", {"lazy": 1, "b": -1})])
-    measures = [r.metrics["loss"].to_json() for r in (*empty.rows, *empty.contrasts)]
-    for measure in measures:
-        assert {v for k, v in measure.items() if k != "values"} <= {None, 0}
+    for measure in [r.metrics["loss"].flatten() for r in empty.rows] + [
+        vars(c.metrics["loss"]) for c in empty.contrasts
+    ]:
+        assert {*measure.values()} <= {None, 0}
     grid = [line for line in render_markdown(empty).splitlines() if line.startswith("| ")]
     assert {number for line in grid for number in re.findall(r"\d+", line)} == {"0", "3"}  # "0/3"
 
@@ -489,11 +490,11 @@ def test_contrasts_are_tested_with_holm_over_the_contrasts():
     result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
     by_seed = {name: dict(enumerate(v.tolist())) for name, v in values.items()}
     p = [compute_contrast(by_seed, c.weights).p for c in contrasts]
-    got = [c.metrics["loss"].to_json() for c in result.contrasts]
+    got = [vars(c.metrics["loss"]) for c in result.contrasts]
     assert [c["p"] for c in got] == pytest.approx(p)
     assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))
     assert "interaction = +1 lazy -1 b -1 c +1 d" in render_markdown(result)
-    with pytest.raises(ValueError, match=r"weights: .* of contrast 'c'; give weights that add up to zero"):
+    with pytest.raises(ValueError, match=r"contrast 'c': weights=.*: must add up to zero"):
         Contrast("c", {"lazy": 1.0, "b": -0.5})
 
 
@@ -532,9 +533,9 @@ def test_mistakes_are_named(change, message):
 
 
 def test_wrong_columns_are_named():
-    with pytest.raises(ValueError, match="better: 'less' of column 'x'; use 'lower', 'higher' or None"):
+    with pytest.raises(ValueError, match="column 'x': better='less': must be one of lower, higher or None"):
         Column("x", "x", "less")
-    with pytest.raises(ValueError, match=r"digits: '.3q' of column 'x'; use a number of decimals"):
+    with pytest.raises(ValueError, match=r"column 'x': digits='.3q': must be 0 to 20 decimals"):
         Column("x", "x", digits=".3q")
 
 
@@ -560,7 +561,7 @@ def test_csv_is_tidy_and_exact():
         for key, measure in r.metrics.items():
             for name in ("mean", "ci95", "diff", "diff_ci95", "p", "p_adj", "mde"):
                 shown = lines[r.variant, key][name]
-                assert (float(shown) if shown else None) == measure.to_json()[name]
+                assert (float(shown) if shown else None) == measure.flatten()[name]
     frame = pd.read_csv(io.StringIO(result.to_csv()))
     wide = frame.pivot(index="variant", columns="metric", values="mean")
     assert wide.shape == (17, 12)

@@ -78,6 +78,7 @@ def compare_tables(
     if not shared:
         listed = "; ".join(f"{name} has {', '.join(of)}" for name, of in zip(names, rows, strict=True))
         raise ValueError(f"{names[0]!r}, {names[1]!r}: share no row; {listed}")
+    first, second = map(_list_facts, tables)
     return TableComparison(
         names=names,
         tables=tables,
@@ -86,7 +87,7 @@ def compare_tables(
             for key in _choose_columns(tables, asked)
         },
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
-        facts=_find_differing_facts(tables),
+        facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
 
@@ -121,22 +122,18 @@ def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, T
     )
 
 
-def _find_differing_facts(tables: tuple[Table, Table]) -> dict[str, tuple[str, str]]:
-    found = {
-        name: (of(tables[0]), of(tables[1]))
-        for name, of in {
-            "ablation": lambda table: table.ablation,
-            "base": lambda table: table.base,
-            "baseline": lambda table: table.baseline,
-            "seeds": lambda table: "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
-            "commit": lambda table: table.git_sha,
-            "made with": lambda table: table.environment,
-            "command": lambda table: table.command,
-            "backend": lambda table: ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
-            "claim": lambda table: table.declaration.claim if table.declaration else NOT_DEFINED,
-        }.items()
+def _list_facts(table: Table) -> dict[str, str]:
+    return {
+        "ablation": table.ablation,
+        "base": table.base,
+        "baseline": table.baseline,
+        "seeds": "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
+        "commit": table.git_sha,
+        "made with": table.environment,
+        "command": table.command,
+        "backend": ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
+        "claim": table.declaration.claim if table.declaration else NOT_DEFINED,
     }
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
 
 def _format_seeds(seeds: Sequence[int]) -> str:

@@ -361,6 +361,10 @@ class Table:
         failed = {name: len(seeds) for name, seeds in self.find_failures().items()}
         return {name: f"{count} of {cells[name]}" for name, count in failed.items() if 2 * count > cells[name]}
 
+    def describe_state(self, variant: str) -> str:
+        """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
+        return f"did not learn ({self.unlearned[variant]})" if variant in self.unlearned else ""
+
     def find_failures(self) -> dict[str, set[int]]:
         """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
@@ -427,7 +431,6 @@ class Table:
         `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
         """
         lines: list[dict[str, object]] = []
-        unlearned = self.unlearned
         for row in self.rows:
             about = {
                 "ablation": self.ablation,
@@ -436,7 +439,7 @@ class Table:
                 "base": row.base,
                 "source": row.source,
                 "status": row.status,
-                **({} if self.yardstick is None else {"state": format_state(unlearned.get(row.variant))}),
+                **({} if self.yardstick is None else {"state": self.describe_state(row.variant)}),
                 "cells": len(row.seeds),
                 "complete": row.n,
                 "git_sha": join_or_mixed(row.git_shas),
@@ -445,11 +448,6 @@ class Table:
                 of = {"metric": column.key, "better": column.better, **row.metrics[column.key].flatten()}
                 lines.append({**about, **row.labels, **of})
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
-
-
-def format_state(unlearned: str | None) -> str:
-    """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
-    return f"did not learn ({unlearned})" if unlearned else ""
 
 
 def _drop_defaults(record: "Column | TableRow", **changes: Any) -> dict[str, Any]:

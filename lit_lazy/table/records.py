@@ -71,12 +71,6 @@ class Column:
         except ValueError:
             require(False, f"{what}: digits", self.digits, fix)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Column":
-        """The column of an `asdict`. Unknown keys are ignored, missing ones get their default."""
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**known | {"bounds": tuple(known.get("bounds", ()))})
-
     def format(self, value: float, sign: str = "") -> str:
         """The value as displayed. A nonzero value that would round to 0 is shown with one significant digit."""
         shown = value * self.scale

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
     BulletList,
@@ -97,17 +98,12 @@ def render_html_parts(table: Table) -> tuple[str, str]:
         folded = Collapsible(Heading(f"All {len(table.columns)} columns", 3), tuple(means))
         means = [_build_means(table, compared, whole=False), folded]
     title = Heading(f"Results: {table.ablation}", 2)
-    numbers = [title, *_build_yardstick(table), *means, *_build_tests_section(table)]
-    return to_html(_build_opening(table)), to_html(numbers)
+    return to_html(_build_opening(table)), to_html([title, *_build_numbers(table, means)])
 
 
 def _build_blocks(table: Table) -> list[Block]:
-    means = [*_build_yardstick(table), _build_means(table, table.columns)]
-    return [Heading(table.ablation, 2), *_build_opening(table), *means, *_build_tests_section(table)]
-
-
-def _build_yardstick(table: Table) -> list[Block]:
-    return [Paragraph(text) for text in describe_yardstick(table)]
+    numbers = _build_numbers(table, [_build_means(table, table.columns)])
+    return [Heading(table.ablation, 2), *_build_opening(table), *numbers]
 
 
 def _build_opening(table: Table) -> list[Block]:
@@ -115,9 +111,9 @@ def _build_opening(table: Table) -> list[Block]:
     return [*_build_finding(table), *(Paragraph(text, warning=True) for text in _list_warnings(table))]
 
 
-def _build_tests_section(table: Table) -> list[Block]:
-    """The legend of the means, the tests, the notes and the provenance."""
-    blocks: list[Block] = [Paragraph(_LEGEND)]
+def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
+    """The yardstick, the means and their legend, the tests, the notes and the provenance."""
+    blocks: list[Block] = [*map(Paragraph, describe_yardstick(table)), *means, Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
         titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
         blocks.append(Paragraph(f"Not tested, since rows differ there by construction ({reason}): {titles}."))
@@ -140,13 +136,12 @@ def _build_tests_section(table: Table) -> list[Block]:
 
 
 def _build_finding(table: Table) -> list[Block]:
-    """The finding; of a question, its verdict or what the verdict still needs."""
-    declared, verdict = table.declaration, table.verdict
+    """The finding; of a question, its verdict and what was declared."""
+    declared = table.declaration
     if declared is None:
-        return [Paragraph(text) for text in describe_findings(table)]
-    dead = [Paragraph(text) for text in describe_unlearned(table)]
-    if verdict is None:
-        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+        return [*map(Paragraph, describe_findings(table))]
+    if table.verdict is None:
+        return build_verdict(declared, table)
     column = table.columns_by_key[declared.primary]
     where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
@@ -154,11 +149,18 @@ def _build_finding(table: Table) -> list[Block]:
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
         f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
     )
+    return [*build_verdict(declared, table), Paragraph(about)]
+
+
+def build_verdict(declared: Declaration, table: Table) -> list[Block]:
+    """What is known of a question: its verdict with contrasts and looks, or what the verdict still needs."""
+    verdict, dead = table.verdict, map(Paragraph, describe_unlearned(table))
+    if verdict is None:
+        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+    column = table.columns_by_key[declared.primary]
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
-    blocks: list[Block] = [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines))]
-    if declared.after:
-        blocks.append(Paragraph(describe_earlier(declared)))
-    return [*blocks, Paragraph(about)]
+    earlier = [Paragraph(describe_earlier(declared))] if declared.after else []
+    return [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines)), *earlier]
 
 
 def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
@@ -187,14 +189,11 @@ _LEGEND = (
 )
 _SUMMARY_LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
 _EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
-_SYMBOLS = (
-    "p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same difference in every seed: exact "
-    "for a deterministic quantity, untestable for a random one, so no p; (least to greatest) of a seed where a row's "
-    "spread was not measured. –"
-)
 _DIFFERENCE_LEGEND = (
     "Differences: row minus baseline, seed by seed; mean over the seeds of both, ± half-width of the unadjusted 95 % "
-    f"interval; paired t test; {_SYMBOLS} no seed with both values."
+    "interval; paired t test; p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same "
+    "difference in every seed: exact for a deterministic quantity, untestable for a random one, so no p; (least to "
+    "greatest) of a seed where a row's spread was not measured. – no seed with both values."
 )
 _MDE_LEGEND = (
     f"Detectable: the true difference that this test at level {ALPHA} finds with power {POWER}, given the spread seen "

@@ -10,7 +10,8 @@ from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.figures.selection import choose_rows
-from lit_lazy.table.records import Column, Measure, Table, TableRow
+from lit_lazy.table.records import Column, Table, TableRow
+from lit_lazy.table.statistics import Effect
 
 UNLEARNED = "#8C8C8C"
 """Colour of rows that did not learn the task."""
@@ -62,18 +63,18 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
 
 def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
-    shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
+    shown = [(y, row, row.metrics[column.key].difference) for y, row in enumerate(rows)]
     unlearned = table.unlearned
     points = {
-        row.variant: (m.diff * column.scale, *_find_interval_ends(m, column))
-        for _, row, m in shown
-        if m.diff is not None
+        row.variant: (effect.mean * column.scale, *_find_interval_ends(effect, column))
+        for _, row, effect in shown
+        if effect.mean is not None
     }
     low, high = compute_limits([points[name] for name in points if name not in unlearned] or [*points.values()])
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
-    for y, row, m in shown:
-        if m.diff is None:
+    for y, row, effect in shown:
+        if effect.mean is None:
             # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
             place = {"xytext": (8 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
@@ -81,16 +82,16 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
             if row.variant == table.baseline:
                 axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
             continue
-        x = m.diff * column.scale
+        x = effect.mean * column.scale
         dead = row.variant in unlearned
-        colour = UNLEARNED if dead else _choose_colour(x, column) if m.separated else NEUTRAL
-        left, right = _find_interval_ends(m, column)
+        colour = UNLEARNED if dead else _choose_colour(x, column) if effect.separated else NEUTRAL
+        left, right = _find_interval_ends(effect, column)
         if left < right:
-            width, style = (1.2, ":") if m.difference.effect.test == "saturated" else (1.6, "-")
+            width, style = (1.2, ":") if effect.test == "saturated" else (1.6, "-")
             draw_interval(axes, y, left, right, colour, width, style)
-        face = colour if m.separated or dead else "white"
+        face = colour if effect.separated or dead else "white"
         if not low <= x <= high:
-            _draw_far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
+            _draw_far_point(axes, high if x > high else low, y, column.format(effect.mean, sign="+"), colour, face)
             continue
         shape = "X" if dead else "s" if colour == WORSE else "o"
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
@@ -115,9 +116,8 @@ def style_forest_panel(axes: Axes, ticks: int) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _find_interval_ends(m: Measure, column: Column) -> tuple[float, float]:
+def _find_interval_ends(effect: Effect, column: Column) -> tuple[float, float]:
     """Ends of a difference's interval, or of its range if no spread was measured, in the column's unit."""
-    effect = m.difference.effect
     assert effect.mean is not None
     if effect.test == "saturated" and effect.low is not None and effect.high is not None:
         return effect.low * column.scale, effect.high * column.scale

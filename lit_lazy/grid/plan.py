@@ -21,6 +21,7 @@ from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.stored import make_record
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
@@ -107,7 +108,7 @@ class Plan:
                 require_known_format(PLAN, plan, FORMAT)
             rows: list[dict[str, Any]] = plan["rows"]
             plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
-            plan["columns"] = tuple(map(Column.from_json, plan["columns"]))
+            plan["columns"] = tuple(make_record(Column, column) for column in plan["columns"])
             plan["axes"] = tuple(plan["axes"])
             plan["primary"] = tuple(plan.get("primary", ()))
             plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])

@@ -23,7 +23,7 @@ from lit_lazy.table.document import escape_markdown
 from lit_lazy.table.records import Column, Measure, Table
 from lit_lazy.table.render import format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
-from lit_lazy.table.stored import TABLE, read_table
+from lit_lazy.table.stored import TABLE, make_record, read_table
 from lit_lazy.table.verdicts import format_finding, format_interval
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ def _read_first_round(folder: Path) -> list[Answer]:
 
 def _recall(name: str, record: Mapping[str, Any]) -> Answer:
     words = Words(**record["listed"])
-    (column,) = (Column.from_json(one) for one in record["columns"] if one["key"] == record["primary"])
+    (column,) = (make_record(Column, one) for one in record["columns"] if one["key"] == record["primary"])
     number, unit = partial(column.format, sign="+"), column.difference_unit
     contrasts = {
         f"contrast: {part['name']}": f"{format_interval(part['mean'], part['low'], part['high'], number)} {unit}"

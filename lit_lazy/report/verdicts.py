@@ -5,16 +5,10 @@ from pathlib import Path
 
 from lit_lazy.report.findings import QuestionResult
 from lit_lazy.support.console import format_duration
-from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, to_markdown
-from lit_lazy.table.finding_text import describe_unlearned
+from lit_lazy.table.document import Block, Heading, Paragraph, to_markdown
+from lit_lazy.table.render import build_verdict
 from lit_lazy.table.stored import TABLE, read_table
-from lit_lazy.table.verdicts import (
-    describe_bounds,
-    describe_contrasts,
-    describe_earlier,
-    describe_looks,
-    describe_missing,
-)
+from lit_lazy.table.verdicts import describe_bounds
 
 
 def read_questions(folder: Path) -> list[QuestionResult]:
@@ -33,10 +27,10 @@ def format_summary(found: Iterable[QuestionResult]) -> str:
 
 def _build_blocks(result: QuestionResult) -> list[Block]:
     table = result.table
-    declared, verdict = result.declared, table.verdict
-    blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2), *map(Paragraph, describe_unlearned(table))]
-    if verdict is None:
-        return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+    declared = result.declared
+    blocks = [Heading(f"{table.ablation} on {table.base}", 2), *build_verdict(declared, table)]
+    if table.verdict is None:
+        return blocks
     column = table.columns_by_key[declared.primary]
     spent = "" if table.seconds is None else f" Training and evaluation: {format_duration(table.seconds)}."
     rule = ", ".join([declared.rule, *describe_bounds(declared, column)])
@@ -46,9 +40,7 @@ def _build_blocks(result: QuestionResult) -> list[Block]:
         f"Declared {where} (digest {declared.digest}), run at {table.git_sha}.{spent} "
         f"Folder: {result.folder}. Made by: {table.command}"
     )
-    lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
-    repeated = [Paragraph(describe_earlier(declared))] if declared.after else []
-    return [*blocks, Paragraph(verdict.sentence), BulletList(tuple(lines)), *repeated, Paragraph(about)]
+    return [*blocks, Paragraph(about)]
 
 
 def _format_seeds(seeds: Sequence[int]) -> str:

@@ -4,14 +4,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
 
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import (
     STATUS_ORDER,
     Column,
     Contrast,
-    ContrastMeasure,
     ContrastRow,
     Detectable,
     Measure,
@@ -37,8 +35,8 @@ from lit_lazy.table.statistics import (
     tost,
 )
 
-Values = Mapping[str, SeedValues]
-"""One metric by variant and seed, from complete cells only."""
+Values = Mapping[str, float | None]
+"""One metric of one row by seed."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
     expected = {(row.variant, seed) for row in spec.rows for seed in row.seeds}
     by_variant = {name: [o for o in observed if o.variant == name and (name, o.seed) in expected] for name in variants}
     complete = {name: [o for o in cells if o.status == "complete"] for name, cells in by_variant.items()}
-    values = {
-        column.key: {name: {o.seed: o.metrics.get(column.key) for o in cells} for name, cells in complete.items()}
-        for column in spec.columns
+    known = {
+        name: {column.key: {str(o.seed): o.metrics.get(column.key) for o in cells} for column in spec.columns}
+        for name, cells in complete.items()
     }
     table = Table(
         ablation=spec.ablation,
@@ -109,7 +107,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         yardstick=spec.yardstick,
         files=dict(spec.files),
     )
-    return add_statistics(table, values, spec.contrasts, spec.primary)
+    return add_statistics(table, known, spec.contrasts, spec.primary)
 
 
 def recompute_statistics(
@@ -120,96 +118,59 @@ def recompute_statistics(
     Columns that the table lacks and contrasts of rows that it lacks are ignored.
     """
     declared = {column.key: column for column in columns}
-    names = {row.variant for row in table.rows}
-    values = {
-        key: {
-            row.variant: {seed: row.metrics[key].values.get(str(seed)) for seed in row.cells.get("complete", [])}
-            for row in table.rows
-        }
-        for key in table.columns_by_key
-    }
-    return add_statistics(
-        replace(table, columns=tuple(_declare_again(declared.get(column.key), column) for column in table.columns)),
-        values,
-        [contrast for contrast in contrasts if set(contrast.weights) <= names],
-        primary,
-    )
-
-
-def _declare_again(declared: Column | None, column: Column) -> Column:
-    """A column as declared, but by construction only where the table's rows differ so."""
-    return column if declared is None else replace(declared, by_construction=column.by_construction)
+    # A column is by construction only where the table's rows differ so.
+    columns = [
+        replace(declared.get(column.key, column), by_construction=column.by_construction) for column in table.columns
+    ]
+    known = {row.variant: row.values for row in table.rows}
+    contrasts = [contrast for contrast in contrasts if known.keys() >= contrast.weights.keys()]
+    return add_statistics(replace(table, columns=tuple(columns)), known, contrasts, primary)
 
 
 def add_statistics(
-    table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
+    table: Table, known: Mapping[str, Mapping[str, Values]], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
-    """The table with the statistics of `values`, by key of its columns."""
-    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline) for c in table.columns}
+    """The table with the statistics of the known values, by row and key, of its complete cells."""
+    variants = [row.variant for row in table.rows if row.variant != table.baseline]
+    differences = {variant: {variant: 1.0, table.baseline: -1.0} for variant in variants}
+    measures, tested, summaries = {}, {}, {}
+    for column in table.columns:
+        values = {
+            row.variant: {
+                seed: known[row.variant].get(column.key, {}).get(str(seed)) for seed in row.cells.get("complete", [])
+            }
+            for row in table.rows
+        }
+        effects = _compute_effects(column, values, differences)
+        measures[column.key] = _build_measures(column, values, effects)
+        summaries[column.key] = _build_summary(measures[column.key], effects)
+        tested[column.key] = _compute_effects(column, values, {c.name: c.weights for c in contrasts})
     return replace(
         table,
-        rows=tuple(
-            replace(row, metrics={key: result.rows[row.variant] for key, result in results.items()})
-            for row in table.rows
-        ),
-        summaries={key: result.summary for key, result in results.items()},
+        rows=tuple(replace(row, metrics={key: of[row.variant] for key, of in measures.items()}) for row in table.rows),
+        summaries=summaries,
         contrasts=tuple(
-            ContrastRow(c.name, dict(c.weights), {key: result.contrasts[c.name] for key, result in results.items()})
-            for c in contrasts
+            ContrastRow(c.name, dict(c.weights), {key: of[c.name] for key, of in tested.items()}) for c in contrasts
         ),
-        primary=next((key for key in primary if key in results), None),
+        primary=next((key for key in primary if key in measures), None),
     )
 
 
-class _ColumnResults(NamedTuple):
-    """The statistics of one column: measures by variant and by contrast, and their summary."""
-
-    rows: dict[str, Measure]
-    contrasts: dict[str, ContrastMeasure]
-    summary: Summary
-
-
-def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
-    def compute_effect(weights: Mapping[str, float]) -> Effect:
-        effect = compute_contrast(values, weights, column.bounds)
-        if column.by_construction and effect.p is not None:
-            return replace(effect, test="construction", p=None)
-        return effect
-
-    effects = {name: compute_effect({name: 1.0, baseline: -1.0}) for name in values if name != baseline}
-    rows = _build_measures(column, values, effects)
-    return _ColumnResults(
-        rows,
-        _build_contrast_measures({c.name: compute_effect(c.weights) for c in contrasts}),
-        _build_summary(rows, effects),
-    )
-
-
-_NOT_COMPARED = ContrastMeasure(Effect(None, None, 0), None, None)
-
-
-def _build_measures(column: Column, values: Values, effects: Mapping[str, Effect]) -> dict[str, Measure]:
-    differences = _build_contrast_measures(effects)
-    same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
-    p_same = _adjust_p_values(same, effects)
-    measures = {}
-    for name, seeds in values.items():
-        found = estimate(seeds, column.bounds)
-        measures[name] = Measure(
-            found.mean,
-            found.ci95,
-            found.n,
-            found.undefined,
-            values={str(seed): value for seed, value in drop_undefined(seeds).items()},
-            difference=differences.get(name, _NOT_COMPARED),
-            p_same=p_same.get(name),
-        )
-    return measures
-
-
-def _build_contrast_measures(effects: Mapping[str, Effect]) -> dict[str, ContrastMeasure]:
-    p_adj = _adjust_p_values({name: e.p for name, e in effects.items()}, effects)
-    return {name: ContrastMeasure(e, p_adj.get(name), minimum_detectable_effect(e)) for name, e in effects.items()}
+def _compute_effects(
+    column: Column, values: Mapping[str, SeedValues], contrasts: Mapping[str, Mapping[str, float]]
+) -> dict[str, Effect]:
+    """The effects of contrasts, given as weights of rows by name, in one family of tests."""
+    effects = {name: compute_contrast(values, weights, column.bounds) for name, weights in contrasts.items()}
+    if column.by_construction:
+        effects = {
+            name: effect if effect.p is None else replace(effect, test="construction", p=None)
+            for name, effect in effects.items()
+        }
+    p_adj = _adjust_p_values({name: effect.p for name, effect in effects.items()}, effects)
+    return {
+        name: replace(effect, p_adj=p_adj.get(name), mde=minimum_detectable_effect(effect))
+        for name, effect in effects.items()
+    }
 
 
 def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str, Effect]) -> dict[str, float]:
@@ -218,30 +179,45 @@ def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str,
 
 
 def _count_compared(effects: Mapping[str, Effect]) -> int:
-    return sum(e.n >= FEWEST_SEEDS for e in effects.values())
+    return sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
+
+
+def _build_measures(
+    column: Column, values: Mapping[str, SeedValues], effects: Mapping[str, Effect]
+) -> dict[str, Measure]:
+    same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
+    p_same = _adjust_p_values(same, effects)
+    measures = {}
+    for name, seeds in values.items():
+        found = estimate(seeds, column.bounds)
+        defined = {str(seed): value for seed, value in drop_undefined(seeds).items()}
+        difference = effects.get(name, Effect(None, None, 0))
+        measures[name] = Measure(
+            found.mean, found.ci95, found.n, found.undefined, defined, difference, p_same.get(name)
+        )
+    return measures
 
 
 def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -> Summary:
     compared = _count_compared(effects)
-    tested = [e for e in effects.values() if e.test == "t"]
+    tested = [effect for effect in effects.values() if effect.test == "t"]
+
+    def median_mde(alpha: float, n: int) -> float:
+        found = (minimum_detectable_effect(effect, alpha) for effect in tested if effect.n == n)
+        return median(mde for mde in found if mde is not None)
+
     return Summary(
         compared=compared,
         tested=len(tested),
-        separates=tuple(name for name in effects if rows[name].separated),
-        same=tuple(name for name in effects if rows[name].same),
-        seeds=tuple(sorted({e.n for e in effects.values() if e.n})),
-        undefined=sum(m.undefined for m in rows.values()),
+        separates=tuple(name for name, effect in effects.items() if effect.separated),
+        same=tuple(name for name in effects if (p := rows[name].p_same) is not None and p < ALPHA),
+        seeds=tuple(sorted({effect.n for effect in effects.values() if effect.n})),
         # Rows with more seeds detect much smaller differences, so a median over all rows would describe none of them.
         detectable=tuple(
-            Detectable(n, _median_mde(ALPHA, of_n), _median_mde(ALPHA / compared, of_n))
-            for n in sorted({e.n for e in tested})
-            for of_n in [[e for e in tested if e.n == n]]
+            Detectable(n, median_mde(ALPHA, n), median_mde(ALPHA / compared, n))
+            for n in sorted({effect.n for effect in tested})
         ),
     )
-
-
-def _median_mde(alpha: float, effects: Sequence[Effect]) -> float:
-    return median(mde for e in effects if (mde := minimum_detectable_effect(e, alpha)) is not None)
 
 
 def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str]) -> TableRow:

@@ -8,7 +8,7 @@ from typing import Any
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned
-from lit_lazy.table.records import ContrastMeasure, Table, TableRow
+from lit_lazy.table.records import Table, TableRow
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
@@ -53,11 +53,17 @@ class TableComparison:
     def to_json(self) -> dict[str, Any]:
         """Strict JSON of everything but the tables."""
         columns = {
-            key: [{**vars(row), "effect": vars(row.effect)} for row in rows] for key, rows in self.columns.items()
+            key: [{**vars(row), "effect": _drop_adjusted(row.effect)} for row in rows]
+            for key, rows in self.columns.items()
         }
         settings = None if self.settings is None else [[*found, list(rows)] for found, rows in self.settings.items()]
         kept = {"names": self.names, "columns": columns, "only": self.only, "facts": self.facts}
         return {**kept, "settings": settings}
+
+
+def _drop_adjusted(effect: Effect) -> dict[str, Any]:
+    """Without what only the tests of one table have."""
+    return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
 
 
 def compare_tables(
@@ -72,6 +78,7 @@ def compare_tables(
     if not shared:
         listed = "; ".join(f"{name} has {', '.join(of)}" for name, of in zip(names, rows, strict=True))
         raise ValueError(f"{names[0]!r}, {names[1]!r}: share no row; {listed}")
+    first, second = map(_list_facts, tables)
     return TableComparison(
         names=names,
         tables=tables,
@@ -80,7 +87,7 @@ def compare_tables(
             for key in _choose_columns(tables, asked)
         },
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
-        facts=_find_differing_facts(tables),
+        facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
 
@@ -115,22 +122,18 @@ def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, T
     )
 
 
-def _find_differing_facts(tables: tuple[Table, Table]) -> dict[str, tuple[str, str]]:
-    found = {
-        name: (of(tables[0]), of(tables[1]))
-        for name, of in {
-            "ablation": lambda table: table.ablation,
-            "base": lambda table: table.base,
-            "baseline": lambda table: table.baseline,
-            "seeds": lambda table: "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
-            "commit": lambda table: table.git_sha,
-            "made with": lambda table: table.environment,
-            "command": lambda table: table.command,
-            "backend": lambda table: ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
-            "claim": lambda table: table.declaration.claim if table.declaration else NOT_DEFINED,
-        }.items()
+def _list_facts(table: Table) -> dict[str, str]:
+    return {
+        "ablation": table.ablation,
+        "base": table.base,
+        "baseline": table.baseline,
+        "seeds": "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
+        "commit": table.git_sha,
+        "made with": table.environment,
+        "command": table.command,
+        "backend": ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
+        "claim": table.declaration.claim if table.declaration else NOT_DEFINED,
     }
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
 
 def _format_seeds(seeds: Sequence[int]) -> str:
@@ -187,7 +190,7 @@ def _format_column(found: TableComparison, key: str, rows: Sequence[RowCompariso
     lines = [(column.heading, "A", "B", "B - A", "")]
     for row in rows:
         a, b = (format_estimate(of[row.variant], column) for of in (first, second))
-        difference = format_effect(ContrastMeasure(row.effect, None, None), column)
+        difference = format_effect(row.effect, column)
         lines.append((row.variant, a, b, difference, _describe_test(row)))
     return align(lines)
 

@@ -190,9 +190,10 @@ class Declaration:
 
     def to_json(self) -> dict[str, Any]:
         """Without what is at its default and not always there, so that a further field changes no digest."""
-        return _omit_defaults(
-            self, ("statements", "few_seeds_because", "after", "begun", "seen", "earlier", "earlier_seeds")
-        )
+        optional = ("statements", "few_seeds_because", "after", "begun", "seen", "earlier", "earlier_seeds")
+        absent = {one.name for one in fields(self) if one.name in optional and getattr(self, one.name) == one.default}
+        kept = asdict(self, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
+        return {name: value for name, value in kept.items() if name not in absent}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
@@ -200,15 +201,6 @@ class Declaration:
         known: dict[str, Any] = {"rules": 1} | dict(data) | {name: tuple(data[name]) for name in listed if name in data}
         known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
         return cls(**known)
-
-
-def _omit_defaults(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The record as a dict with lists for tuples, without those of the fields that are at their default."""
-    kept = asdict(record, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
-    for part in fields(record):
-        if part.name in names and getattr(record, part.name) == part.default:
-            del kept[part.name]
-    return kept
 
 
 @dataclass(frozen=True)
@@ -260,17 +252,3 @@ class Verdict:
     """Whether no look that is left would decide, if means and spreads stay."""
     chances: tuple[Chance, ...] = ()
     """Of the looks that are left, if it is undecided."""
-
-    def to_json(self) -> dict[str, Any]:
-        return _omit_defaults(self, ("futile", "chances"))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        def read_parts(parts: list[Mapping[str, Any]]) -> tuple[Finding, ...]:
-            return tuple(Finding(**part) for part in parts)
-
-        looks = tuple(Look(look["n"], read_parts(look["parts"])) for look in data["looks"])
-        chances = tuple(Chance(**chance) for chance in data.get("chances", ()))
-        futile = data.get("futile", False)
-        parts, exploratory = read_parts(data["parts"]), tuple(data["exploratory"])
-        return cls(data["status"], data["sentence"], data["n"], parts, exploratory, looks, futile, chances)

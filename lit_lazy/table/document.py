@@ -3,8 +3,9 @@
 import html as html_text
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lit_lazy.support.errors import escape_controls
 
@@ -41,19 +42,17 @@ class Tabular:
 
     def split(self, width: int) -> "list[Tabular]":
         """Split into tables of at most `width` characters (but at least two columns), each with the first column."""
-        sizes = [max(len(line[i]) for line in (self.header, *self.rows)) + 3 for i in range(len(self.header))]
+        columns = list(zip(self.header, *self.rows, strict=True))
+        sizes = [max(map(len, column)) + 3 for column in columns]
         parts: list[list[int]] = [[0]]
         for i in range(1, len(sizes)):
-            if len(parts[-1]) > 1 and sum(sizes[j] for j in parts[-1]) + sizes[i] + 1 > width:
+            if len(parts[-1]) > 1 and sum(sizes[j] for j in (*parts[-1], i)) + 1 > width:
                 parts.append([0])
             parts[-1].append(i)
+        lines = [[*zip(*(columns[i] for i in part), strict=True)] for part in parts]
         return [
-            Tabular(
-                tuple(self.header[i] for i in part),
-                tuple(tuple(row[i] for i in part) for row in self.rows),
-                sum(i < self.words for i in part),
-            )
-            for part in parts
+            Tabular(header, tuple(rows), sum(i < self.words for i in part))
+            for part, (header, *rows) in zip(parts, lines, strict=True)
         ]
 
 
@@ -65,7 +64,8 @@ class Collapsible:
     blocks: "tuple[Block, ...]"
 
 
-Block = Heading | Paragraph | BulletList | Tabular | Collapsible
+Unfolded = Heading | Paragraph | BulletList | Tabular
+Block = Unfolded | Collapsible
 
 
 def shorten_block(block: Block, most: int, whole: str) -> list[Block]:
@@ -97,17 +97,29 @@ def _shorten_text(text: str, whole: str) -> str:
 
 def to_text(blocks: Sequence[Block], width: int = 120) -> str:
     """Text without markup, for a terminal: paragraphs are wrapped at `width` characters, wider tables are split."""
-    return "\n\n".join(_format_text(block, width) for block in blocks) + "\n"
+    return "\n\n".join(_format_text(block, width) for block in _unfold(blocks, width)) + "\n"
 
 
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
     """Markdown that is aligned in a terminal and valid on GitHub; tables wider than `width` characters are split."""
-    return "\n\n".join(_format_markdown(block, width) for block in blocks) + "\n"
+    return "\n\n".join(map(_format_markdown, _unfold(blocks, width))) + "\n"
 
 
 def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
     """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in Markdown."""
-    return "\n\n".join(_format_latex(block, width) for block in blocks) + "\n"
+    return "\n\n".join(map(_format_latex, _unfold(blocks, width))) + "\n"
+
+
+def _unfold(blocks: Sequence[Block], width: int) -> Iterator[Unfolded]:
+    """The blocks, those of a fold after its title, and tables in parts of at most `width` characters."""
+    for block in blocks:
+        match block:
+            case Collapsible(title, inner):
+                yield from _unfold([title, *inner], width)
+            case Tabular():
+                yield from block.split(width)
+            case _:
+                yield block
 
 
 def to_html(blocks: Sequence[Block]) -> str:
@@ -135,7 +147,7 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"\*(?=\S)", r"\\*", text)
 
 
-def _format_markdown(block: Block, width: int) -> str:
+def _format_markdown(block: Unfolded) -> str:
     match block:
         case Heading(text, level):
             return "#" * level + " " + escape_markdown(text)
@@ -144,66 +156,53 @@ def _format_markdown(block: Block, width: int) -> str:
         case BulletList(items):
             return "\n".join(f"- {escape_markdown(item)}" for item in items)
         case Tabular():
-            return "\n\n".join(_format_markdown_table(part) for part in block.split(width))
-        case Collapsible(title, blocks):
-            return "\n\n".join(_format_markdown(part, width) for part in (title, *blocks))
+            header, *rows = _align(block, escape_markdown)
+            sizes = enumerate(map(len, header))
+            rule = ["-" * size if i < block.words else "-" * (size - 1) + ":" for i, size in sizes]
+            return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
-def _format_markdown_table(grid: Tabular) -> str:
-    escaped = [[escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
-    header, *rows = _align(escaped, grid.words)
-    rule = ["-" * len(cell) if i < grid.words else "-" * (len(cell) - 1) + ":" for i, cell in enumerate(header)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
-
-
-def _align(lines: Sequence[Sequence[str]], words: int) -> list[list[str]]:
+def _align(grid: Tabular, escape: Callable[[str], str]) -> list[tuple[str, ...]]:
     """The lines of a table, header first, with the cells of each column padded to one width of at least 3."""
     columns = []
-    for i, (title, *cells) in enumerate(zip(*lines, strict=True)):
-        if i >= words and any(cell.endswith("*") for cell in (title, *cells)):
+    for i, column in enumerate(zip(grid.header, *grid.rows, strict=True)):
+        title, *cells = map(escape, column)
+        pad = str.ljust if i < grid.words else str.rjust
+        if pad == str.rjust and any(cell.endswith("*") for cell in (title, *cells)):
             # Numbers without a trailing star are padded so that digits stay aligned.
             cells = [cell if cell.endswith("*") else f"{cell} " for cell in cells]
         size = max(3, *map(len, (title, *cells)))
-        columns.append([cell.ljust(size) if i < words else cell.rjust(size) for cell in (title, *cells)])
-    return [list(line) for line in zip(*columns, strict=True)]
+        columns.append([pad(cell, size) for cell in (title, *cells)])
+    return [*zip(*columns, strict=True)]
 
 
-def _format_text(block: Block, width: int) -> str:
+def _format_text(block: Unfolded, width: int) -> str:
     match block:
         case Heading(text, _):
             return _squeeze(text)
         case Paragraph(text, warning):
             return textwrap.fill(f"Warning: {_squeeze(text)}" if warning else _squeeze(text), width)
         case BulletList(items):
-            return "\n".join(
-                textwrap.fill(_squeeze(item), width, initial_indent="- ", subsequent_indent="  ") for item in items
-            )
+            fill = partial(textwrap.fill, width=width, initial_indent="- ", subsequent_indent="  ")
+            return "\n".join(fill(_squeeze(item)) for item in items)
         case Tabular():
-            return "\n\n".join(_format_text_table(part) for part in block.split(width))
-        case Collapsible(title, blocks):
-            return "\n\n".join(_format_text(part, width) for part in (title, *blocks))
+            return "\n".join("  ".join(cells).rstrip() for cells in _align(block, _squeeze))
 
 
-def _format_text_table(grid: Tabular) -> str:
-    lines = _align([[_squeeze(cell) for cell in line] for line in (grid.header, *grid.rows)], grid.words)
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
-
-
-_LATEX = {
+_LATEX = str.maketrans({
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "$": r"\$",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "±": r"$\pm$", "Δ": r"$\Delta$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "–": "--",
     "…": r"\dots{}", "θ": r"$\theta$", "τ": r"$\tau$", "*": r"$^{*}$",
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _escape_latex(text: str) -> str:
-    escaped = "".join(_LATEX.get(character, character) for character in _squeeze(text))
-    escaped = re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
+    escaped = re.sub(r"(?<!\w)-(?=\d)", "$-$", _squeeze(text).translate(_LATEX))
     return "{}" + escaped if escaped.startswith("[") else escaped  # else it is an argument of \\, \item or \midrule
 
 
-def _format_latex(block: Block, width: int) -> str:
+def _format_latex(block: Unfolded) -> str:
     match block:
         case Heading(text, _):
             return rf"\paragraph*{{{_escape_latex(text)}}}"
@@ -212,20 +211,11 @@ def _format_latex(block: Block, width: int) -> str:
         case BulletList(items):
             body = "\n".join(rf"  \item {_escape_latex(item)}" for item in items)
             return f"\\begin{{itemize}}\n{body}\n\\end{{itemize}}"
-        case Tabular():
-            return "\n\n".join(_format_latex_table(part) for part in block.split(width))
-        case Collapsible(title, blocks):
-            return "\n\n".join(_format_latex(part, width) for part in (title, *blocks))
-
-
-def _format_latex_table(grid: Tabular) -> str:
-    def join(cells: Sequence[str]) -> str:
-        return "  " + " & ".join(map(_escape_latex, cells)) + r" \\"
-
-    form = "l" * grid.words + "r" * (len(grid.header) - grid.words)
-    lines = [rf"\begin{{tabular}}{{{form}}}", r"  \toprule", join(grid.header), r"  \midrule"]
-    lines += [*map(join, grid.rows), r"  \bottomrule", r"\end{tabular}\par"]
-    return "\n".join(lines)
+        case Tabular(header, rows, words):
+            top, *rest = ("  " + " & ".join(map(_escape_latex, cells)) + r" \\" for cells in (header, *rows))
+            form = "l" * words + "r" * (len(header) - words)
+            lines = [r"  \toprule", top, r"  \midrule", *rest, r"  \bottomrule"]
+            return "\n".join([rf"\begin{{tabular}}{{{form}}}", *lines, r"\end{tabular}\par"])
 
 
 _STYLE = """
@@ -265,16 +255,12 @@ def _format_html(block: Block) -> str:
             return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
         case BulletList(items):
             return "<ul>" + "".join(f"<li>{escape_html(item)}</li>" for item in items) + "</ul>"
-        case Tabular():
-            return _format_html_table(block)
+        case Tabular(header, rows, words):
+            kinds = ["" if i < words else ' class="number"' for i in range(len(header))]
+            return format_html_table([[escape_html(cell) for cell in row] for row in rows], header, kinds)
         case Collapsible(title, blocks):
             body = "\n".join(map(_format_html, blocks))
             return f"<details><summary>{escape_html(title.text)}</summary>\n{body}\n</details>"
-
-
-def _format_html_table(grid: Tabular) -> str:
-    kinds = ["" if i < grid.words else ' class="number"' for i in range(len(grid.header))]
-    return format_html_table([[escape_html(cell) for cell in row] for row in grid.rows], grid.header, kinds)
 
 
 def format_html_table(rows: Sequence[Sequence[str]], header: Sequence[str], kinds: Sequence[str]) -> str:

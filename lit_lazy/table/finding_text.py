@@ -1,7 +1,6 @@
 """The finding of a table in one or two sentences, which open every rendering of it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lit_lazy.table.records import Column, Measure, Summary, Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
@@ -24,21 +23,15 @@ def describe_findings(table: Table) -> list[str]:
     dead = describe_unlearned(table)
     if table.verdict is not None:
         return [*dead, table.verdict.sentence]
-    sentences = [
-        sentence
-        for column in table.main_columns
-        if (sentence := _describe_tested(table, column) or _describe_beyond_baseline(table, column))
-    ]
-    if sentences:
-        return [*dead, *sentences[:MOST_COLUMNS]]
-    return (
-        dead
-        + [
-            f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
-            for column in table.main_columns
-            if table.summaries[column.key].seeds
-        ][:1]
+    said = (
+        _describe_tested(table, column) or _describe_beyond_baseline(table, column) for column in table.main_columns
     )
+    untested = [
+        f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
+        for column in table.main_columns
+        if table.summaries[column.key].seeds
+    ]
+    return [*dead, *([*filter(None, said)][:MOST_COLUMNS] or untested[:1])]
 
 
 def describe_unlearned(table: Table) -> list[str]:
@@ -85,14 +78,14 @@ def _describe_tested(table: Table, column: Column) -> str:
     same = [name for name in names if name in summary.same and name not in summary.separates]
     rest = [name for name in names if name != table.baseline and name not in (*summary.separates, *same)]
     untested = [name for name in rest if measures[name].difference.p_adj is None]
-    apart = _find_disjoint_rows(table, column, untested)
+    above, below = _find_disjoint_rows(table, column, untested)
     groups = [
         *separated.items(),
         (format_margin(column), same),
         ("undecided", [name for name in rest if name not in untested]),
-        ("without a test, but above it in every seed", apart.above),
-        ("without a test, but below it in every seed", apart.below),
-        ("not tested", [name for name in untested if name not in (*apart.above, *apart.below)]),
+        ("without a test, but above it in every seed", above),
+        ("without a test, but below it in every seed", below),
+        ("not tested", [name for name in untested if name not in (*above, *below)]),
     ]
     parts = [f"{title}: {_join_names(names)}" for title, names in groups if names]
     if not parts:
@@ -108,9 +101,9 @@ def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
     titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
     groups: dict[str, list[str]] = {title: [] for title in titles}
     for name, measure in table.collect_measures(column.key).items():
-        separated = name in table.summaries[column.key].separates and not table.is_void(name, column.key)
-        if measure.diff is not None and separated:
-            groups[titles[measure.diff < 0]].append(name)
+        diff = measure.difference.mean
+        if diff is not None and measure.difference.separated and not table.is_void(name, column.key):
+            groups[titles[diff < 0]].append(name)
     return groups
 
 
@@ -130,12 +123,14 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     """The rows that lie above or below a baseline with the same value in every seed; "" if there are none."""
     measures = table.collect_measures(column.key)
     levels = {*measures[table.baseline].values.values()}
-    apart = _find_disjoint_rows(table, column, [name for name in measures if not table.is_void(name, column.key)])
-    if column.by_construction or len(levels) != 1 or not (apart.above or apart.below):
+    above, below = _find_disjoint_rows(
+        table, column, [name for name in measures if not table.is_void(name, column.key)]
+    )
+    if column.by_construction or len(levels) != 1 or not (above or below):
         return ""
     unit = f" {column.unit}" if column.unit else ""
     level = f"{table.baseline} has {column.format(levels.pop())}{unit} in every seed, so there is no test"
-    groups = [("above it in every seed", apart.above), ("below it in every seed", apart.below)]
+    groups = [("above it in every seed", above), ("below it in every seed", below)]
     parts = [
         f"{title}: {_join_names([f'{name} {_format_range(measures[name], column)}' for name in far])}"
         for title, far in groups
@@ -144,24 +139,18 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     return f"{_capitalise_title(column)} ({_format_n(table.summaries[column.key])}): {level}; {'; '.join(parts)}."
 
 
-class _DisjointRows(NamedTuple):
-    """Rows whose values all lie above, or all below, every value of the baseline; farthest first."""
+def _find_disjoint_rows(table: Table, column: Column, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The rows whose values all lie above, and all below, every value of the baseline, as displayed; farthest first.
 
-    above: list[str]
-    below: list[str]
-
-
-def _find_disjoint_rows(table: Table, column: Column, names: Sequence[str]) -> _DisjointRows:
-    """Compare rounded values of rows that, like the baseline, have at least three seeds and no undefined value."""
+    Of those that, like the baseline, have at least three seeds and no undefined value.
+    """
     measures = table.collect_measures(column.key)
     baseline = measures[table.baseline]
     full = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
-    far = sorted(full, key=lambda name: -abs(measures[name].diff or 0.0))
+    far = sorted(full, key=lambda name: -abs(measures[name].difference.mean or 0.0))
     shown = {name: [*map(column.round_value, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
-    return _DisjointRows(
-        [name for name in far if min(shown[name]) > most], [name for name in far if max(shown[name]) < least]
-    )
+    return [name for name in far if min(shown[name]) > most], [name for name in far if max(shown[name]) < least]
 
 
 def _format_range(measure: Measure, column: Column) -> str:

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import bdtr, bdtrc, betainccinv, betaincinv  # scipy.stats takes half a second to import
 
 from lit_lazy.table.declaration import BY_STATEMENT, Chance, Declaration, Finding, Look, Statement, Status
 from lit_lazy.table.statistics import LEAST, RESOLUTION, t_quantile
@@ -53,6 +52,8 @@ class Critical(NamedTuple):
     @property
     def fewest_met(self) -> int:
         """Seeds in which a statement must hold to be supported: the least y with P(Bin(n, 1/2) >= y) <= `support`."""
+        from scipy.special import bdtrc
+
         return next(y for y in range(self.n + 2) if bdtrc(y - 1, self.n, SHARE_CLAIMED) <= self.support)
 
 
@@ -126,6 +127,8 @@ def _decide_statement(declaration: Declaration, parts: np.ndarray, critical: Cri
 
 def _is_rare(met: np.ndarray, critical: Critical) -> np.ndarray:
     """Whether a statement that holds in three quarters of trainings would hardly be met in so few seeds."""
+    from scipy.special import bdtr
+
     return bdtr(met, critical.n, SHARE_DENIED) <= critical.refute
 
 
@@ -275,6 +278,8 @@ def _explain(declaration: Declaration, status: Status, parts: np.ndarray, critic
 
 def _estimate_share(met: np.ndarray, critical: Critical) -> tuple[float, float, float]:
     """The share of seeds in which a statement holds, with its simultaneous interval (Clopper and Pearson 1934)."""
+    from scipy.special import betainccinv, betaincinv
+
     n, y, level = critical.n, int(met.sum()), critical.refute
     low = float(betaincinv(y, n - y + 1, level)) if y else 0.0
     return y / n, low, float(betainccinv(y + 1, n - y, level)) if y < n else 1.0

@@ -8,16 +8,17 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from lit_lazy.support.checks import check_kinds
+from lit_lazy.support.checks import check_kinds, require
 from lit_lazy.support.errors import escape_controls, short_repr
 from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.table.declaration import Declaration, Verdict
-from lit_lazy.table.statistics import ALPHA, RESOLUTION, Effect
+from lit_lazy.table.statistics import RESOLUTION, Effect
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""
 LONGEST_TEXT = 250
 """Maximum length of a key, title or name; MLflow's limit for the name of a metric."""
+PRINTABLE = f"must be 1 to {LONGEST_TEXT} printable characters"
 MOST_DIGITS = 20
 FORMAT = 2
 """Format of table.json; raised when a field is added, removed or changes its meaning. 1 had the statistics too."""
@@ -55,34 +56,19 @@ class Column:
     margin: float | None = None
 
     def __post_init__(self) -> None:
-        if self.better not in ("lower", "higher", None):
-            raise ValueError(f"better: {self.better!r} of column {self.key!r}; use 'lower', 'higher' or None")
-        check_kinds(f"column {short_repr(self.key)}", self)
-        for what, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
-            if not _is_printable(text):
-                raise ValueError(
-                    f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
-                )
-        if not is_metric_name(self.key):
-            raise ValueError(f"key: {self.key!r} of a column; MLflow takes no metric of this name, so none is there")
-        if self.margin is not None and self.margin <= 0:
-            raise ValueError(f"margin: {self.margin} of column {self.key!r}; use a difference above 0, or None")
-        if not self.scale:
-            raise ValueError(f"scale: 0 of column {self.key!r}; use 1 to show values as they are")
+        what = f"column {short_repr(self.key)}"
+        check_kinds(what, self)
+        for name, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
+            require(_is_printable(text), f"{what}: {name}", text, PRINTABLE)
+        require(is_metric_name(self.key), f"{what}: key", self.key, "MLflow takes no metric of this name")
+        require(self.margin is None or self.margin > 0, f"{what}: margin", self.margin, "must be above 0, or None")
+        require(bool(self.scale), f"{what}: scale", self.scale, "must not be 0; 1 shows values as they are")
+        fix = f"must be 0 to {MOST_DIGITS} decimals or a format such as ',.0f'"
+        require(isinstance(self.digits, str) or 0 <= self.digits <= MOST_DIGITS, f"{what}: digits", self.digits, fix)
         try:
-            if isinstance(self.digits, int) and not 0 <= self.digits <= MOST_DIGITS:
-                raise ValueError
             float(self.format(1.0 / self.scale))
         except ValueError:
-            raise ValueError(
-                f"digits: {self.digits!r} of column {self.key!r}; use a number of decimals or a format such as ',.0f'"
-            ) from None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Column":
-        """The column of an `asdict`. Unknown keys are ignored, missing ones get their default."""
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**known | {"bounds": tuple(known.get("bounds", ()))})
+            require(False, f"{what}: digits", self.digits, fix)
 
     def format(self, value: float, sign: str = "") -> str:
         """The value as displayed. A nonzero value that would round to 0 is shown with one significant digit."""
@@ -156,11 +142,11 @@ class Contrast:
     weights: dict[str, float]
 
     def __post_init__(self) -> None:
-        check_kinds(f"contrast {short_repr(self.name)}", self)
-        if not _is_printable(self.name):
-            raise ValueError(f"name: {self.name!r} of a contrast; use 1 to {LONGEST_TEXT} printable characters")
-        if abs(math.fsum(self.weights.values())) > 1e-9 or not any(self.weights.values()):
-            raise ValueError(f"weights: {self.weights} of contrast {self.name!r}; give weights that add up to zero")
+        what = f"contrast {short_repr(self.name)}"
+        check_kinds(what, self)
+        require(_is_printable(self.name), f"{what}: name", self.name, PRINTABLE)
+        balanced = any(self.weights.values()) and abs(math.fsum(self.weights.values())) <= 1e-9
+        require(balanced, f"{what}: weights", self.weights, "must add up to zero")
 
 
 @dataclass(frozen=True)
@@ -185,27 +171,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class ContrastMeasure:
-    """The effect of a contrast, or of a row minus the baseline, on one metric.
-
-    `p_adj` is `effect.p` after Holm over the contrasts, or rows, of the metric; `mde` the minimum detectable effect at
-    this spread and n.
-    """
-
-    effect: Effect
-    p_adj: float | None
-    mde: float | None
-
-    @property
-    def separated(self) -> bool:
-        """Whether the effect is significant after Holm."""
-        return self.p_adj is not None and self.p_adj < ALPHA
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self.effect) | {"p_adj": self.p_adj, "mde": self.mde}
-
-
-@dataclass(frozen=True)
 class Measure:
     """One metric of one row, defined in `n` complete cells and undefined in `undefined`; `values` is by seed.
 
@@ -218,33 +183,17 @@ class Measure:
     n: int
     undefined: int
     values: dict[str, float]
-    difference: ContrastMeasure
+    difference: Effect
     p_same: float | None
 
-    @property
-    def diff(self) -> float | None:
-        """The row's mean minus the baseline's."""
-        return self.difference.effect.mean
-
-    @property
-    def separated(self) -> bool:
-        """Whether the row differs from the baseline, after Holm."""
-        return self.difference.separated
-
-    @property
-    def same(self) -> bool:
-        """Whether the row is equivalent to the baseline within the column's margin."""
-        return self.p_same is not None and self.p_same < ALPHA
-
-    def to_json(self) -> dict[str, Any]:
-        """A flat record: the numbers of the difference are named by `_DIFFERENCE_KEYS`."""
-        difference = {_DIFFERENCE_KEYS.get(name, name): value for name, value in self.difference.to_json().items()}
-        mean = {name: value for name, value in vars(self).items() if name not in ("difference", "p_same")}
-        return {**mean, **difference, "p_same": self.p_same}
+    def flatten(self) -> dict[str, Any]:
+        """The numbers as in table.csv, where those of the difference stand next to the row's own mean, ci95 and n."""
+        difference = {_OF_DIFFERENCE.get(name, name): value for name, value in vars(self.difference).items()}
+        own = {"mean": self.mean, "ci95": self.ci95, "n": self.n, "undefined": self.undefined}
+        return own | difference | {"p_same": self.p_same}
 
 
-_DIFFERENCE_KEYS = {"mean": "diff", **{name: f"diff_{name}" for name in ("ci95", "n", "se", "df", "low", "high")}}
-"""Keys of a difference in table.csv, next to the row's own mean, ci95 and n."""
+_OF_DIFFERENCE = {"mean": "diff"} | {name: f"diff_{name}" for name in ("ci95", "n", "se", "df", "low", "high")}
 
 
 @dataclass(frozen=True)
@@ -313,7 +262,6 @@ class Summary:
     separates: tuple[str, ...]
     same: tuple[str, ...]
     seeds: tuple[int, ...]
-    undefined: int
     detectable: tuple[Detectable, ...]
 
 
@@ -333,7 +281,7 @@ class Yardstick:
 class ContrastRow:
     name: str
     weights: dict[str, float]
-    metrics: dict[str, ContrastMeasure]
+    metrics: dict[str, Effect]
 
 
 def _are_twins(a: TableRow, b: TableRow, keys: Sequence[str]) -> bool:
@@ -405,6 +353,10 @@ class Table:
         failed = {name: len(seeds) for name, seeds in self.find_failures().items()}
         return {name: f"{count} of {cells[name]}" for name, count in failed.items() if 2 * count > cells[name]}
 
+    def describe_state(self, variant: str) -> str:
+        """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
+        return f"did not learn ({self.unlearned[variant]})" if variant in self.unlearned else ""
+
     def find_failures(self) -> dict[str, set[int]]:
         """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
@@ -471,7 +423,6 @@ class Table:
         `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
         """
         lines: list[dict[str, object]] = []
-        unlearned = self.unlearned
         for row in self.rows:
             about = {
                 "ablation": self.ablation,
@@ -480,21 +431,15 @@ class Table:
                 "base": row.base,
                 "source": row.source,
                 "status": row.status,
-                **({} if self.yardstick is None else {"state": format_state(unlearned.get(row.variant))}),
+                **({} if self.yardstick is None else {"state": self.describe_state(row.variant)}),
                 "cells": len(row.seeds),
                 "complete": row.n,
                 "git_sha": join_or_mixed(row.git_shas),
             }
             for column in self.columns:
-                measure = row.metrics[column.key].to_json()
-                del measure["values"]
-                lines.append({**about, **row.labels, "metric": column.key, "better": column.better, **measure})
+                of = {"metric": column.key, "better": column.better, **row.metrics[column.key].flatten()}
+                lines.append({**about, **row.labels, **of})
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
-
-
-def format_state(unlearned: str | None) -> str:
-    """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
-    return f"did not learn ({unlearned})" if unlearned else ""
 
 
 def _drop_defaults(record: "Column | TableRow", **changes: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Render a table as plain text, Markdown, LaTeX and HTML."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
     BulletList,
@@ -28,8 +29,8 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Measure, Table, TableRow, format_state
-from lit_lazy.table.statistics import ALPHA, POWER, drop_rounding
+from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
+from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,
@@ -48,12 +49,18 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
 
     width, whole: as in `render_text`.
     """
-    blocks = [*_build_opening(table), *_build_primary_means(table), *_build_primary_contrasts(table)]
-    failures = [BulletList(tuple(items)) for items in [_list_unfinished(table, ["failed"])] if items]
-    shown = [row.metrics[c.key].difference for row in table.rows for c in table.main_columns[:1]]
-    shown += [contrast.metrics[c.key] for contrast in table.contrasts for c in table.main_columns[:1]]
-    legend = [Paragraph(_SUMMARY_LEGEND)] if any(measure.p_adj is not None for measure in shown) else []
-    return _render_short([*blocks, *legend, *failures], whole, width)
+    blocks = _build_opening(table)
+    for column in table.main_columns[:1]:
+        blocks.append(_build_means(table, [column], whole=False, differences=True))
+        if table.contrasts and table.declaration is None:  # a question's contrasts are part of its verdict
+            blocks.append(_build_contrasts(table, [column]))
+        effects = [row.metrics[column.key].difference for row in table.rows]
+        effects += [contrast.metrics[column.key] for contrast in table.contrasts]
+        if any(effect.p_adj is not None for effect in effects):
+            blocks.append(Paragraph(_SUMMARY_LEGEND))
+    if failed := _list_unfinished(table, ["failed"]):
+        blocks.append(BulletList(failed))
+    return _render_short(blocks, whole, width)
 
 
 def render_text(table: Table, whole: Path, width: int = 120) -> str:
@@ -85,31 +92,28 @@ def render_html(table: Table) -> str:
 
 def render_html_parts(table: Table) -> tuple[str, str]:
     """The table as two sections: the finding, and the numbers with only the compared columns unfolded."""
+    compared = [column for column in table.columns if column.key in table.compared]
+    means: list[Block] = [_build_means(table, table.columns)]
+    if len(compared) not in (0, len(table.columns)):
+        folded = Collapsible(Heading(f"All {len(table.columns)} columns", 3), tuple(means))
+        means = [_build_means(table, compared, whole=False), folded]
     title = Heading(f"Results: {table.ablation}", 2)
-    numbers = [title, *_build_yardstick(table), *_build_compared_means(table), *_build_tests_section(table)]
-    return to_html(_build_opening(table)), to_html(numbers)
+    return to_html(_build_opening(table)), to_html([title, *_build_numbers(table, means)])
 
 
 def _build_blocks(table: Table) -> list[Block]:
-    means = [*_build_yardstick(table), _build_means_table(table)]
-    return [Heading(table.ablation, 2), *_build_opening(table), *means, *_build_tests_section(table)]
-
-
-def _build_yardstick(table: Table) -> list[Block]:
-    return [Paragraph(text) for text in describe_yardstick(table)]
+    numbers = _build_numbers(table, [_build_means(table, table.columns)])
+    return [Heading(table.ablation, 2), *_build_opening(table), *numbers]
 
 
 def _build_opening(table: Table) -> list[Block]:
     """The finding and the warnings."""
-    return [
-        *_build_finding(table),
-        *(Paragraph(text, warning=True) for text in _list_warnings(table)),
-    ]
+    return [*_build_finding(table), *(Paragraph(text, warning=True) for text in _list_warnings(table))]
 
 
-def _build_tests_section(table: Table) -> list[Block]:
-    """The legend of the means, the tests, the notes and the provenance."""
-    blocks: list[Block] = [Paragraph(_LEGEND)]
+def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
+    """The yardstick, the means and their legend, the tests, the notes and the provenance."""
+    blocks: list[Block] = [*map(Paragraph, describe_yardstick(table)), *means, Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
         titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
         blocks.append(Paragraph(f"Not tested, since rows differ there by construction ({reason}): {titles}."))
@@ -122,23 +126,22 @@ def _build_tests_section(table: Table) -> list[Block]:
     if primary:
         tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
     blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
-    for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", list(table.notes))):
+    for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", table.notes)):
         if items:
-            blocks += [Heading(title, 3), BulletList(tuple(items))]
-    provenance: list[Block] = [Paragraph(_describe_provenance(table))]
-    if commits := _list_commits(table):
-        provenance.append(BulletList(tuple(commits)))
-    return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
+            blocks += [Heading(title, 3), BulletList(items)]
+    commits = _list_commits(table)
+    about = Paragraph(_describe_provenance(table))
+    provenance = (about, BulletList(commits)) if commits else (about,)
+    return [*blocks, Collapsible(Heading("Provenance", 3), provenance)]
 
 
 def _build_finding(table: Table) -> list[Block]:
-    """The finding; of a question, its verdict or what the verdict still needs."""
-    declared, verdict = table.declaration, table.verdict
+    """The finding; of a question, its verdict and what was declared."""
+    declared = table.declaration
     if declared is None:
-        return [Paragraph(text) for text in describe_findings(table)]
-    dead = [Paragraph(text) for text in describe_unlearned(table)]
-    if verdict is None:
-        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+        return [*map(Paragraph, describe_findings(table))]
+    if table.verdict is None:
+        return build_verdict(declared, table)
     column = table.columns_by_key[declared.primary]
     where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
@@ -146,11 +149,18 @@ def _build_finding(table: Table) -> list[Block]:
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
         f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
     )
+    return [*build_verdict(declared, table), Paragraph(about)]
+
+
+def build_verdict(declared: Declaration, table: Table) -> list[Block]:
+    """What is known of a question: its verdict with contrasts and looks, or what the verdict still needs."""
+    verdict, dead = table.verdict, map(Paragraph, describe_unlearned(table))
+    if verdict is None:
+        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+    column = table.columns_by_key[declared.primary]
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
-    blocks: list[Block] = [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines))]
-    if declared.after:
-        blocks.append(Paragraph(describe_earlier(declared)))
-    return [*blocks, Paragraph(about)]
+    earlier = [Paragraph(describe_earlier(declared))] if declared.after else []
+    return [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines)), *earlier]
 
 
 def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
@@ -158,23 +168,16 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
     if directed and rows:
-        cells = [
-            (
-                row.variant,
-                *(_format_difference(table, row, c) for c in directed),
-            )
-            for row in rows
-        ]
-        blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects_table("Variant", directed, cells)]
+        cells = {row.variant: [_format_difference(table, row, c) for c in directed] for row in rows}
+        blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects("Variant", directed, cells)]
     if directed and table.contrasts:
-        cells = [(row.name, *(format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
-        blocks += [Heading("Contrasts", level), _build_effects_table("Contrast", directed, cells)]
+        blocks += [Heading("Contrasts", level), _build_contrasts(table, directed)]
         if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
-            sums = (" ".join(f"{w:+g} {variant}" for variant, w in row.weights.items()) for row in table.contrasts)
-            blocks.append(BulletList(tuple(f"{c.name} = {s}" for c, s in zip(table.contrasts, sums, strict=True))))
+            sums = {row.name: " ".join(f"{w:+g} {name}" for name, w in row.weights.items()) for row in table.contrasts}
+            blocks.append(BulletList(tuple(f"{name} = {terms}" for name, terms in sums.items())))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
-        blocks.append(BulletList(tuple(_describe_columns(table, columns))))
+        blocks.append(BulletList(_describe_columns(table, columns)))
     return blocks
 
 
@@ -186,14 +189,11 @@ _LEGEND = (
 )
 _SUMMARY_LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
 _EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
-_SYMBOLS = (
-    "p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same difference in every seed: exact "
-    "for a deterministic quantity, untestable for a random one, so no p; (least to greatest) of a seed where a row's "
-    "spread was not measured. –"
-)
 _DIFFERENCE_LEGEND = (
     "Differences: row minus baseline, seed by seed; mean over the seeds of both, ± half-width of the unadjusted 95 % "
-    f"interval; paired t test; {_SYMBOLS} no seed with both values."
+    "interval; paired t test; p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same "
+    "difference in every seed: exact for a deterministic quantity, untestable for a random one, so no p; (least to "
+    "greatest) of a seed where a row's spread was not measured. – no seed with both values."
 )
 _MDE_LEGEND = (
     f"Detectable: the true difference that this test at level {ALPHA} finds with power {POWER}, given the spread seen "
@@ -208,17 +208,11 @@ def _list_warnings(table: Table) -> list[str]:
         f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
         for twins in table.find_twins()
     ]
-    return [*table.warnings, *same, *_warn_incomplete(table)]
-
-
-def _warn_incomplete(table: Table) -> list[str]:
-    total = sum(len(row.seeds) for row in table.rows)
-    done = sum(row.n for row in table.rows)
-    if done == total:
-        return []
+    done, total = table.count_cells()
     counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
     rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return [f"Not complete: {done} of {total} cells have a result ({rest})."]
+    missing = [f"Not complete: {done} of {total} cells have a result ({rest})."] if done < total else []
+    return [*table.warnings, *same, *missing]
 
 
 def _describe_provenance(table: Table) -> str:
@@ -237,73 +231,34 @@ def _describe_provenance(table: Table) -> str:
     return f"{about}{files}{made_with}{spent} Made by: {table.command}"
 
 
-def _build_compared_means(table: Table) -> list[Block]:
-    """The compared columns, then all columns folded; just all columns if none or all of them are compared."""
-    compared = [column for column in table.columns if column.key in table.compared]
-    if len(compared) in (0, len(table.columns)):
-        return [_build_means_table(table)]
-    states = ["State"] if table.unlearned else []
-    rows = [
-        (
-            row.variant,
-            *(format_state(table.unlearned.get(row.variant)) for _ in states),
-            _format_n(row),
-            *(_format_mean(table, row, column) for column in compared),
-        )
-        for row in table.rows
-    ]
-    header = ("Variant", *states, "n", *(column.heading for column in compared))
-    short = Tabular(header, tuple(rows), 1 + len(states))
-    return [short, Collapsible(Heading(f"All {len(table.columns)} columns", 3), (_build_means_table(table),))]
+def _build_means(table: Table, columns: Sequence[Column], whole: bool = True, differences: bool = False) -> Tabular:
+    """The rows' means in these columns. whole: with source, base and labels. differences: to the baseline, too."""
+    rows = table.rows
+    words = [("Variant", *(row.variant for row in rows))]
+    if table.unlearned:
+        words.append(("State", *(table.describe_state(row.variant) for row in rows)))
+    if whole:
+        words.append(("Source", *(row.source for row in rows)))
+        if any(row.base != table.base for row in rows):
+            words.append(("Base", *(row.base for row in rows)))
+        words += [(label, *(row.labels[label] for row in rows)) for label in rows[0].labels]
+    numbers = [("n", *map(_format_n, rows))]
+    for column in columns:
+        numbers.append((column.heading, *(_format_mean(table, row, column) for row in rows)))
+        if differences:
+            numbers.append((f"Δ to {table.baseline}", *(_format_difference(table, row, column) for row in rows)))
+    header, *lines = zip(*words, *numbers, strict=True)
+    return Tabular(header, tuple(lines), len(words))
 
 
-def _build_means_table(table: Table) -> Tabular:
-    labels = list(table.rows[0].labels)
-    bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
-    states = ["State"] if table.unlearned else []
-    rows = [
-        (
-            row.variant,
-            *(format_state(table.unlearned.get(row.variant)) for _ in states),
-            row.source,
-            *(row.base for _ in bases),
-            *(row.labels[label] for label in labels),
-            _format_n(row),
-            *(_format_mean(table, row, column) for column in table.columns),
-        )
-        for row in table.rows
-    ]
-    header = ("Variant", *states, "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
-    return Tabular(header, tuple(rows), 2 + len(states) + len(bases) + len(labels))
+def _build_contrasts(table: Table, columns: Sequence[Column]) -> Tabular:
+    cells = {row.name: [format_effect(row.metrics[c.key], c) for c in columns] for row in table.contrasts}
+    return _build_effects("Contrast", columns, cells)
 
 
-def _build_primary_means(table: Table) -> list[Block]:
-    """The primary column, or without one the first main column, with its differences to the baseline."""
-    if not table.main_columns:
-        return []
-    column = table.main_columns[0]
-    states = ["State"] if table.unlearned else []
-    rows = [
-        (
-            row.variant,
-            *(format_state(table.unlearned.get(row.variant)) for _ in states),
-            _format_n(row),
-            _format_mean(table, row, column),
-            "baseline" if row.variant == table.baseline else _format_difference(table, row, column),
-        )
-        for row in table.rows
-    ]
-    header = ("Variant", *states, "n", column.heading, f"Δ to {table.baseline}")
-    return [Tabular(header, tuple(rows), 1 + len(states))]
-
-
-def _build_primary_contrasts(table: Table) -> list[Block]:
-    """The contrasts of the same column, such as main effects; a question's are part of its verdict."""
-    if not (table.contrasts and table.main_columns) or table.declaration is not None:
-        return []
-    column = table.main_columns[0]
-    cells = [(contrast.name, format_effect(contrast.metrics[column.key], column)) for contrast in table.contrasts]
-    return [_build_effects_table("Contrast", [column], cells)]
+def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Sequence[str]]) -> Tabular:
+    header = (first, *(column.difference_heading for column in columns))
+    return Tabular(header, tuple((name, *line) for name, line in cells.items()), 1)
 
 
 def _format_n(row: TableRow) -> str:
@@ -317,7 +272,7 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     text = format_estimate(m, column)
     if m.mean is not None and m.n != row.n:
         text += f" (n={m.n})"
-    return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
+    return text + "*" * (m.difference.separated and not table.is_void(row.variant, column.key))
 
 
 def _format_interval(column: Column, mean: float, half_width: float, values: Collection[float]) -> str:
@@ -342,20 +297,17 @@ def format_estimate(m: Measure, column: Column) -> str:
     return text
 
 
-def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
-    return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
-
-
 def _format_difference(table: Table, row: TableRow, column: Column) -> str:
     """The difference to the baseline; the row's status if it has no complete cell."""
+    if row.variant == table.baseline:
+        return "baseline"
     if not row.n:
         return row.status
     return format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
 
 
-def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
+def format_effect(effect: Effect, column: Column, void: bool = False) -> str:
     """The effect with its p value; void: whether it says nothing, so that it gets no star."""
-    effect = m.effect
     if effect.mean is None:
         return NOT_DEFINED
     if effect.test == "tie":
@@ -365,8 +317,8 @@ def format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str
         text += f" ({column.format(effect.low, '+')} to {column.format(effect.high, '+')})"
     if effect.ci95 is not None:
         text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
-    if m.p_adj is not None:
-        text += f", {_format_p_value(m.p_adj)}" + "*" * (m.separated and not void)
+    if effect.p_adj is not None:
+        text += f", {_format_p_value(effect.p_adj)}" + "*" * (effect.separated and not void)
     return text
 
 
@@ -377,12 +329,12 @@ def _format_p_value(p: float) -> str:
     return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
 
 
-def _describe_columns(table: Table, columns: Sequence[Column]) -> list[str]:
+def _describe_columns(table: Table, columns: Sequence[Column]) -> tuple[str, ...]:
     """What each column separates; columns with the same description share a line."""
     titles: dict[str, list[str]] = {}
     for column in columns:
         titles.setdefault(_describe_column(table, column), []).append(column.title)
-    return [f"{'; '.join(names)}: {text}" for text, names in titles.items()]
+    return tuple(f"{'; '.join(names)}: {text}" for text, names in titles.items())
 
 
 def _describe_column(table: Table, column: Column) -> str:
@@ -408,48 +360,45 @@ def _describe_column(table: Table, column: Column) -> str:
     return text + "."
 
 
-def _list_unfinished(table: Table, statuses: Sequence[str]) -> list[str]:
-    items = []
-    for row in table.rows:
-        for status in statuses:
-            for seed in row.cells.get(status, []):
-                reason = row.reasons.get(str(seed))
-                items.append(f"{row.variant}, seed {seed}: {status}" + (f" ({reason})" if reason else ""))
-    return items
+def _list_unfinished(table: Table, statuses: Sequence[str]) -> tuple[str, ...]:
+    return tuple(
+        f"{row.variant}, seed {seed}: {status}" + (f" ({reason})" if (reason := row.reasons.get(str(seed))) else "")
+        for row in table.rows
+        for status in statuses
+        for seed in row.cells.get(status, [])
+    )
 
 
-def _list_commits(table: Table) -> list[str]:
+def _list_commits(table: Table) -> tuple[str, ...]:
     shas = sorted({sha for row in table.rows for sha in row.git_shas})
-    dirty = [sha for sha in shas if sha.endswith("-dirty")]
-    if len(shas) < 2 and not dirty:
-        return []
+    if len(shas) < 2 and not any(sha.endswith("-dirty") for sha in shas):
+        return ()
     items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
     for sha in shas:
         where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
-        items.append(f"{sha}: {where}" + (" (with uncommitted changes)" if sha in dirty else ""))
-    return items
+        items.append(f"{sha}: {where}" + " (with uncommitted changes)" * sha.endswith("-dirty"))
+    return tuple(items)
 
 
-def save(table: Table, stem: Path, endings: Sequence[str] = ("md", "csv", "tex", "json", "html")) -> list[Path]:
+FILES: Mapping[str, Callable[[Table], str]] = {
+    "md": render_markdown,
+    "csv": Table.to_csv,
+    "tex": render_latex,
+    "json": lambda table: json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+    "html": render_html,
+}
+"""What makes the text of a table's file, by ending."""
+
+
+def save(table: Table, stem: Path, endings: Collection[str] = FILES.keys()) -> list[Path]:
     """Write STEM.md, .csv, .tex, .json and .html, or only some of these; returns the paths."""
-    return write_texts(stem, {ending: text for ending, text in _render_files(table).items() if ending in endings})
+    return write_texts(stem, {ending: FILES[ending](table) for ending in endings})
 
 
 def is_saved(table: Table, stem: Path) -> bool:
     """Whether all files that `save` writes are there and whole."""
-    files = {stem.with_suffix(f".{ending}"): text for ending, text in _render_files(table).items()}
+    files = {stem.with_suffix(f".{ending}"): render(table) for ending, render in FILES.items()}
     return all(file.is_file() and file.read_bytes() == text.encode() for file, text in files.items())
-
-
-def _render_files(table: Table) -> dict[str, str]:
-    """The texts of a table's files, by ending."""
-    return {
-        "md": render_markdown(table),
-        "csv": table.to_csv(),
-        "tex": render_latex(table),
-        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-        "html": render_html(table),
-    }
 
 
 def write_texts(stem: Path, texts: Mapping[str, str]) -> list[Path]:

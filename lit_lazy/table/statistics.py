@@ -2,7 +2,8 @@
 
 All functions are pure and take `{seed: value}` mappings. A value that is None, NaN or infinite is undefined and
 dropped; estimates count the dropped values. Sums are correctly rounded, so results do not depend on the order in which
-cells finish. Formulas: docs/method.md, section 10; why this test: docs/results/default-test.md.
+cells finish. Formulas: docs/method.md, section 10; why this test: docs/results/default-test.md. Functions import
+scipy.special, which takes a third of a second, when they are called; scipy.stats would take half a second more.
 """
 
 import math
@@ -10,9 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
-
-# scipy.stats, whose distributions call these functions, takes half a second to import.
-from scipy.special import ncfdtrinc, stdtr, stdtrit
 
 SeedValues = Mapping[int, float | None]
 Test = Literal["t", "tie", "constant", "saturated", "construction"]
@@ -58,7 +56,8 @@ class Effect:
       None            the rows share fewer than three seeds.
     A "tie" or "constant" is exact for a deterministic quantity and untestable for a random one. The data cannot
     distinguish the two, so p is None, never 0; `ci95` and `se` are 0. `mean` is None if the rows share no
-    seed; `ci95`, `se` and `df` are None if they share one, or if a row is saturated.
+    seed; `ci95`, `se` and `df` are None if they share one, or if a row is saturated. A table sets `p_adj`, which is `p`
+    after Holm over the rows or contrasts of a metric, and `mde`, the minimum detectable effect at this spread and n.
     """
 
     mean: float | None
@@ -70,6 +69,13 @@ class Effect:
     high: float | None = None
     test: Test | None = None
     p: float | None = None
+    p_adj: float | None = None
+    mde: float | None = None
+
+    @property
+    def separated(self) -> bool:
+        """Whether the effect is significant after Holm."""
+        return self.p_adj is not None and self.p_adj < ALPHA
 
 
 def drop_undefined(values: SeedValues) -> dict[int, float]:
@@ -196,6 +202,8 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
     """
     if effect.test != "t" or effect.se is None or effect.df is None:
         return None
+    from scipy.special import ncfdtrinc
+
     critical = t_quantile(alpha / 2, effect.df)
     # T^2 is noncentral F(1, df, noncentrality^2).
     return effect.se * math.sqrt(float(ncfdtrinc(1, effect.df, 1 - power, critical**2)))
@@ -203,11 +211,15 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
 
 def t_tail(x: float, df: float) -> float:
     """P(T > x) of Student's t with `df` degrees of freedom."""
+    from scipy.special import stdtr
+
     return float(stdtr(df, -x))
 
 
 def t_quantile(tail: float, df: float) -> float:
     """The x with `t_tail(x, df) == tail`."""
+    from scipy.special import stdtrit
+
     return -float(stdtrit(df, tail))
 
 

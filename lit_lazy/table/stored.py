@@ -39,38 +39,27 @@ def parse_table(text: str | bytes, named: str) -> Table:
 
 
 def _make_table(data: Mapping[str, Any]) -> Table:
-    columns = tuple(map(Column.from_json, data["columns"]))
-    rows = tuple(_make(TableRow, row, git_shas=tuple(row["git_shas"]), metrics={}) for row in data["rows"])
+    columns = tuple(make_record(Column, column) for column in data["columns"])
+    rows = tuple(make_record(TableRow, row, metrics={}) for row in data["rows"])
     variants = [row.variant for row in rows]
     twice = sorted({variant for variant in variants if variants.count(variant) > 1})
     require(not twice, "rows", twice, "there twice")
-    table = _make(
+    table = make_record(
         Table,
         data,
         rows=rows,
         columns=columns,
         summaries={},
         contrasts=(),
-        warnings=tuple(data["warnings"]),
-        notes=tuple(data["notes"]),
         primary=None,
         declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
         verdict=None,
-        yardstick=_make(Yardstick, data["yardstick"]) if data.get("yardstick") else None,
+        yardstick=make_record(Yardstick, data["yardstick"]) if data.get("yardstick") else None,
     )
     known = {row["variant"]: {key: _pick_values(part) for key, part in row["metrics"].items()} for row in data["rows"]}
-    values = {
-        column.key: {
-            row.variant: {
-                seed: known[row.variant].get(column.key, {}).get(str(seed)) for seed in row.cells.get("complete", [])
-            }
-            for row in rows
-        }
-        for column in columns
-    }
     contrasts = [Contrast(contrast["name"], contrast["weights"]) for contrast in data["contrasts"]]
     primary = [data["primary"]] if data["primary"] else []
-    return add_verdict(add_statistics(table, values, contrasts, primary), table.declaration)
+    return add_verdict(add_statistics(table, known, contrasts, primary), table.declaration)
 
 
 def _pick_values(metric: Mapping[str, Any]) -> Mapping[str, float]:
@@ -80,9 +69,13 @@ def _pick_values(metric: Mapping[str, Any]) -> Mapping[str, float]:
     return values
 
 
-def _make(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
-    """A dataclass from those of the values that are its fields. Raises ValueError for a value of another type."""
+def make_record(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
+    """A dataclass from those of JSON's values that are its fields, whose lists are tuples.
+
+    Raises ValueError for a value of another type.
+    """
     known = {name: values[name] for name in kind.__dataclass_fields__ if name in values}
-    made = kind(**known | changes)
+    lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    made = kind(**known | lists | changes)
     check_kinds(kind.__name__, made)
     return made

@@ -29,14 +29,14 @@ def test_points_intervals_and_fill_are_the_tables():
     figure = effects_figure(table, ["recall", "loss"])
     cut = set()
     for axes, column in zip(figure.axes, (EFFECT_COLUMNS[1], EFFECT_COLUMNS[0]), strict=True):
-        measures = [row.metrics[column.key] for row in table.rows]
-        expected = {y: (m.diff * column.scale, m.separated) for y, m in enumerate(measures) if m.diff is not None}
+        effects = [row.metrics[column.key].difference for row in table.rows]
+        expected = {y: (e.mean * column.scale, e.separated) for y, e in enumerate(effects) if e.mean is not None}
         assert points(axes) == expected
         bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
         low, high = axes.get_xlim()
         beyond = set()
         for y, (x, _) in expected.items():
-            half = measures[y].difference.effect.ci95 * column.scale
+            half = effects[y].ci95 * column.scale
             assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
             beyond |= {
                 (y, m, edge) for m, edge, out in (("<", low, x - half < low), (">", high, x + half > high)) if out
@@ -46,8 +46,8 @@ def test_points_intervals_and_fill_are_the_tables():
         cut |= beyond
     assert cut
     worse = {int(line.get_ydata()[0]) for line in figure.axes[1].lines if line.get_marker() == "s"}
-    losses = {y: row.metrics["loss"] for y, row in enumerate(table.rows)}
-    assert worse == {y for y, m in losses.items() if m.separated and m.diff > 0}, "told apart in grey too"
+    losses = [row.metrics["loss"].difference for row in table.rows]
+    assert worse == {y for y, e in enumerate(losses) if e.separated and e.mean > 0}, "told apart in grey too"
 
 
 def test_intervals_are_whole_where_most_would_be_cut():

@@ -12,7 +12,7 @@ from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find
 from lit_lazy.table.build import recompute_statistics
-from lit_lazy.table.render import render_markdown, render_text, save
+from lit_lazy.table.render import render_text, save
 from lit_lazy.table.stored import read_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -63,23 +63,6 @@ def test_a_report_is_made_of_a_committed_table(
     assert (made / "table.md").read_text() == (folder / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--from", "none"], "'none/table.json': is no table.json (FileNotFoundError"),
-        (["--from", str(QUESTION), "table2"], "--from, NAME: a stored table has no runs; leave one of the two out"),
-        (["--from", str(QUESTION), "--from", ".", "--out", "x"], "--out 'x': is one file, --from names 2 folders"),
-    ],
-)
-def test_what_no_report_can_be_made_of_is_named(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_command_restates_a_table_by_what_is_declared_now(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,47 +79,55 @@ def test_the_command_restates_a_table_by_what_is_declared_now(
         assert (tmp_path / name).read_bytes() == (kept / name).read_bytes()
 
 
-def test_a_table_of_another_ablation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(RESULTS / "rivals-stdlib" / "table.json", tmp_path)
-    before = (tmp_path / "table.json").read_bytes()
-    assert main(["ablate", "table", "table2", "--from", str(tmp_path / "table.json")]) == 2
-    assert "is a table of 'rivals', not of 'table2'" in capsys.readouterr().err
-    assert (tmp_path / "table.json").read_bytes() == before
-
-
 def doctored(tmp_path: Path, **changes: object) -> Path:
     """A copy of a question's table with a changed declaration."""
     folder = tmp_path / "{q}" / QUESTION.name
     shutil.copytree(QUESTION, folder)
     table = json.loads((folder / "table.json").read_text())
-    table["declaration"] |= changes
+    table["declaration"] = table["declaration"] | changes if changes != {"declaration": None} else None
     (folder / "table.json").write_text(json.dumps(table))
     return folder / "table.json"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("words", "changes", "said"),
     [
-        ({"pilot_seeds": [3]}, "the table and the question declare another pilot_seeds; a verdict is on what was"),
-        ({"margin": 9.0, "claim": "Pigs fly."}, "the table and the question declare another claim, margin; a verdict"),
-        ({"seeds": [10] * 80}, "each must occur once"),
+        (["report", "--from", "none"], {}, "'none/table.json': is no table.json (FileNotFoundError"),
+        (["report", "--from", str(QUESTION), "table2"], {}, "--from, NAME: a stored table has no runs; leave one"),
+        (["report", "--from", "a", "--from", ".", "--out", "x"], {}, "--out 'x': is one file, --from names 2 folders"),
+        (["ablate", "table", "table2"], {}, "is a table of 'q_mask_2', not of 'table2'"),
+        (["ablate", "table", "q_mask_2", "--base", "stdlib"], {}, "--base stdlib: a table.json names its experiment"),
+        (
+            ["ablate", "table", "q_mask_2"],
+            {"pilot_seeds": [3]},
+            "declare another pilot_seeds; a verdict is on what was",
+        ),
+        (["ablate", "table", "q_mask_2"], {"margin": 9.0, "claim": "Pigs fly."}, "declare another claim, margin; a"),
+        (["ablate", "table", "q_mask_2"], {"seeds": [10] * 80}, "each must occur once"),
+        (
+            ["ablate", "table", "q_mask_2"],
+            {"declaration": None},
+            "the table declares nothing, the question's file does",
+        ),
     ],
 )
-def test_a_verdict_is_on_what_was_declared(
-    changes: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_no_table_of_it_is_named_and_left_as_it_was(
+    words: list[str],
+    changes: dict[str, object],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A verdict is on what was declared before its run, so file and question must declare the same."""
     table = doctored(tmp_path, **changes)
     before = table.read_bytes()
-    assert main(["ablate", "table", "q_mask_2", "--from", str(table)]) == 2
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main([*words, *(["--from", str(table)] if words[0] == "ablate" else [])]) == 2
     assert said in capsys.readouterr().err
     assert table.read_bytes() == before
-
-
-def test_a_question_and_its_table_both_declare_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = doctored(tmp_path)
-    table.write_text(json.dumps(json.loads(table.read_text()) | {"declaration": None}))
-    assert main(["ablate", "table", "q_mask_2", "--from", str(table)]) == 2
-    assert "the table declares nothing, the question's file does" in capsys.readouterr().err
+    assert not list(Path().iterdir())
 
 
 def test_verdicts_follow_from_the_values_whatever_a_file_says(
@@ -154,20 +145,3 @@ def test_verdicts_follow_from_the_values_whatever_a_file_says(
     kept.write_text(json.dumps(table))
     assert main(["ablate", "verdicts", str(kept.parents[1])]) == 2
     assert "there twice" in capsys.readouterr().err
-
-
-def test_an_experiment_beside_a_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    table = str(QUESTION / "table.json")
-    assert main(["ablate", "table", "q_mask_2", "--base", "stdlib", "--from", table]) == 2
-    assert "--base stdlib: a table.json names its experiment" in capsys.readouterr().err
-
-
-def test_a_table_with_its_statistics_is_read_too(tmp_path: Path) -> None:
-    """As it was written before they were left out."""
-    table = read_table(QUESTION / "table.json")
-    old = table.to_json()
-    del old["format"]
-    for row in old["rows"]:
-        row["metrics"] = {key: {"mean": 9.0, "n": 3, "values": values} for key, values in row["metrics"].items()}
-    (tmp_path / "table.json").write_text(json.dumps(old))
-    assert render_markdown(read_table(tmp_path / "table.json")) == (QUESTION / "table.md").read_text()

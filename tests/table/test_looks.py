@@ -1,8 +1,11 @@
-"""Looks in sequence: bounds, rules, rows that go on, what cannot decide, and the chances of the looks to come."""
+"""Verdicts look by look: bounds, rules, rows that go on, what cannot decide, chances of later looks, and words."""
 
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
 from lit_lazy.table.stored import parse_table
-from lit_lazy.table.verdicts import add_verdict, describe_contrasts, judge
+from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, judge
 
 LOOKS = (10, 20, 40, 80)
 LOSS = Column("loss", "loss", "lower", 3, "nats")
@@ -223,22 +226,6 @@ def test_a_question_that_an_earlier_look_would_decide_is_not_futile() -> None:
     assert found.chances[0].supported + found.chances[0].refuted > 0.8
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Comparison("a", "<=", 1.0), "sign='<=': must be < or >"),
-        (lambda: Comparison("a", "<", math.nan), "value=nan: must be a number"),
-        (lambda: Comparison("a", "<", "b"), "value='b': must be a number; the row that it is times is `of`"),
-        (lambda: Comparison("a", "<", 1.0, "a"), "of='a': must be another row"),
-        (lambda: Statement("s", SINK.holds, rivals=("new",)), r"statement 's': rivals=\['new'\]: must be rows that"),
-        (lambda: Statement("s", SINK.holds, rivals=("old",)), r"rivals=\['old'\]"),
-    ],
-)
-def test_mistakes_in_a_statement_are_named(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 @pytest.mark.parametrize("rule", ["lower", "same", "mostly"])
 def test_chances_are_those_of_simulated_futures(rule: str) -> None:
     """Over claims whose truth varies widely, the mean chance to be decided by n is the share that is decided."""
@@ -298,34 +285,114 @@ def test_the_interval_of_support_is_printed_where_it_is_not_that_of_refutation()
     assert "for support" not in describe_contrasts(one, judge_rows(one, rows), LOSS)[0]
 
 
-def test_there_is_no_verdict_before_the_first_look() -> None:
-    table = add_verdict(table_of(declare("lower"), {"old": [1.0] * 9, "new 0": [0.5] * 9}), declare("lower"))
-    assert table.verdict is None
-    assert "Its first look needs each of 10 seeds: new 0 lacks 109 (2 rows lack some)." in render_markdown(table)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Comparison("a", "<=", 1.0), "sign='<=': must be < or >"),
+        (lambda: Comparison("a", "<", math.nan), "value=nan: must be a number"),
+        (lambda: Comparison("a", "<", "b"), "value='b': must be a number; the row that it is times is `of`"),
+        (lambda: Comparison("a", "<", 1.0, "a"), "of='a': must be another row"),
+        (lambda: Statement("s", SINK.holds, rivals=("new",)), "statement 's': rivals=['new']: must be rows that"),
+        (lambda: Statement("s", SINK.holds, rivals=("old",)), "rivals=['old']"),
+        *(
+            (partial(replace, DECLARED, **changes), message)
+            for changes, message in (
+                ({"rule": "better"}, "rule='better': must be one of lower, higher, same, no_worse, mostly, removed, a"),
+                ({"margin": 0.0}, "margin=0.0: must be above 0"),
+                ({"removed": 0.4}, "removed=0.4: must be below kept=0.3"),
+                ({"contrasts": {}}, "contrasts=0: must be 1 to 5"),
+                ({"contrasts": {str(i): {"a": 1.0} for i in range(6)}}, "contrasts=6: must be 1 to 5"),
+                ({"seeds": (4, *range(1, 80))}, "each must occur once"),
+                ({"looks": ()}, "looks=(): must be numbers of seeds, such as (10, 20, 40, 80)"),
+                ({"looks": (10, 10)}, "looks=(10, 10): must grow from one to the next, and start at 2 seeds or more"),
+                ({"looks": (1, 80)}, "must grow from one to the next, and start at 2"),
+                ({"looks": (5, 80)}, "looks=(5, 80): start with at least 10 seeds, or say why not in few_seeds_becau"),
+                ({"looks": (10, 20)}, "seeds='80 seeds': must have one seed per training of the last look, 20"),
+                ({"rule": "mostly"}, "contrasts=['new - old']: must be Statement(...) for the rules mostly and alone"),
+                ({"statements": (SINK,)}, "Contrast(...) for all others"),
+                ({"rule": "alone", "statements": (SINK,)}, "rivals=(): the rule `alone` needs at least one"),
+                ({"rule": "mostly", "statements": (replace(SINK, rivals=("a",)),)}, "other rules have none"),
+            )
+        ),
+    ],
+)
+def test_mistakes_in_a_declaration_are_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+OLD_AND_NEW = {"old": around(2, 0.1, 10), "new": around(1, 0.2, 10)}
+
+
+def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open() -> None:
+    rows = {"old": [2.0] * 10, "good": around(1, 0.1, 10), "bad": around(3, 0.1, 10), "vague": around(1.9, 0.5, 10)}
+    statuses = {("good",): "supported", ("good", "vague"): "undecided", ("good", "vague", "bad"): "refuted"}
+    for names, status in statuses.items():
+        declared = replace(DECLARED, contrasts={name: {name: 1.0, "old": -1.0} for name in names})
+        assert judge_rows(declared, rows).status == status
+
+
+def test_there_is_no_verdict_while_a_declared_seed_is_missing() -> None:
+    whole = table_of(DECLARED, OLD_AND_NEW)
+    assert judge(replace(DECLARED, seeds=(9, *DECLARED.seeds[1:])), whole) is None
+    assert judge(replace(DECLARED, primary="other"), whole) is None
+    seeds = (*DECLARED.seeds[:10], *range(70))
+    more = table_of(replace(DECLARED, seeds=seeds), {name: [*x, 90.0] for name, x in OLD_AND_NEW.items()})
+    assert more.rows[0].n == 11
+    assert judge(DECLARED, more) == judge_rows(DECLARED, OLD_AND_NEW), "other seeds are not the declared ones"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "reasons"),
     [
-        ({"looks": (10, 10)}, r"looks=\(10, 10\): must grow from one to the next, and start at 2 seeds or more"),
-        ({"looks": (1, 80)}, "must grow from one to the next, and start at 2"),
-        ({"looks": (5, 80)}, r"looks=\(5, 80\): start with at least 10 seeds, or say why not in few_seeds_because"),
-        ({"looks": (10, 20)}, "seeds='80 seeds': must have one seed per training of the last look, 20"),
-        ({"rule": "mostly"}, r"contrasts=\['new - old'\]: must be Statement\(\.\.\.\) for the rules mostly and alone"),
-        ({"statements": (SINK,)}, r"Contrast\(\.\.\.\) for all others"),
-        ({"rule": "alone", "statements": (SINK,)}, r"rivals=\(\): the rule `alone` needs at least one"),
-        ({"rule": "mostly", "statements": (replace(SINK, rivals=("a",)),)}, "other rules have none"),
+        ({}, ()),
+        (
+            {"commit": ""},
+            ("its declaration, its experiment or a file that they import was not committed before its run",),
+        ),
+        ({"changed": True}, ("its declaration changed after its run began",)),
+        ({"pilot_seeds": (3, 112)}, ("some of its seeds were used in a pilot",)),
+        ({"after": "q", "earlier_seeds": (3, 4)}, ()),
+        ({"after": "q", "earlier_seeds": (3, 100)}, ("some of its seeds were used in q",)),
     ],
 )
-def test_mistakes_in_a_declaration_of_looks_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(DECLARED, **changes)
+def test_what_was_not_declared_before_is_exploratory(changes: dict[str, object], reasons: tuple[str, ...]) -> None:
+    found = judge_rows(replace(DECLARED, **changes), OLD_AND_NEW)
+    assert found.exploratory == reasons
+    assert found.sentence.endswith("".join(f" Exploratory: {reason}." for reason in reasons) or DECLARED.claim)
 
 
-def test_few_seeds_at_the_first_look_need_a_reason() -> None:
-    assert replace(DECLARED, looks=(5, 80), few_seeds_because="a training takes a day").looks == (5, 80)
+def test_a_declaration_of_the_first_round_is_refused() -> None:
+    first = {name: value for name, value in DECLARED.to_json().items() if name not in ("rules", "looks")}
+    with pytest.raises(ValueError, match=r"rules=1: must be version 2; docs/results/first-round\.md has the questions"):
+        Declaration.from_json(first)
 
 
-def test_seeds_of_the_earlier_question_make_it_exploratory() -> None:
-    assert replace(DECLARED, after="q", earlier_seeds=(3, 4)).exploratory == ()
-    assert replace(DECLARED, after="q", earlier_seeds=(3, 100)).exploratory == ("some of its seeds were used in q",)
+def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:
+    table = table_of(DECLARED, OLD_AND_NEW)
+
+    def write(**changes: object) -> list[str]:
+        return render_markdown(add_verdict(table, replace(DECLARED, **changes))).splitlines()
+
+    done, needs = write(), "Not decided yet: New is lower than old. "
+    assert done[2] == "Supported at look 1 of 4 (n = 10): New is lower than old."
+    assert done[4].startswith("- new - old: supported, lower: ")
+    assert "Declared in commit abc (digest " in "".join(done)
+    assert "Declared and not committed before its run (digest " in "".join(write(commit=""))
+    lacks = "Its first look needs each of 11 seeds: new lacks 110 (2 rows lack some)."
+    assert write(looks=(11, 80))[2] == needs + lacks
+    assert write(primary="loss/nope")[2] == f"{needs}No cell has measured its primary outcome, loss/nope."
+    assert add_verdict(add_verdict(table, DECLARED), None).verdict is None, "a verdict without a declaration is none"
+
+
+def test_an_interval_below_the_columns_digits_is_given_by_its_half_width() -> None:
+    found = judge_rows(DECLARED, {"old": [2.0] * 10, "new": around(1, 1e-5, 10)})
+    (line,), (part,) = describe_contrasts(DECLARED, found, LOSS), found.parts
+    assert line == f"new - old: supported, lower: -1.000 ± {(part.high - part.low) / 2:.1g} nats"
+
+
+def test_bounds_have_the_unit_of_what_they_are_compared_with() -> None:
+    share = replace(LOSS, unit="%", scale=100)
+    assert describe_bounds(DECLARED, share) == ("margin 10 points",)
+    assert describe_bounds(replace(DECLARED, rule="removed"), share) == ("removed below 10 %", "there above 30 %")
+    assert describe_bounds(DECLARED, replace(LOSS, unit="")) == ("margin 0.1",)

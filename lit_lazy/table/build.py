@@ -212,7 +212,6 @@ def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -
         separates=tuple(name for name, effect in effects.items() if effect.separated),
         same=tuple(name for name in effects if (p := rows[name].p_same) is not None and p < ALPHA),
         seeds=tuple(sorted({effect.n for effect in effects.values() if effect.n})),
-        undefined=sum(measure.undefined for measure in rows.values()),
         # Rows with more seeds detect much smaller differences, so a median over all rows would describe none of them.
         detectable=tuple(
             Detectable(n, median_mde(ALPHA, n), median_mde(ALPHA / compared, n))

@@ -263,7 +263,6 @@ class Summary:
     separates: tuple[str, ...]
     same: tuple[str, ...]
     seeds: tuple[int, ...]
-    undefined: int
     detectable: tuple[Detectable, ...]
 
 

@@ -30,11 +30,10 @@ from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_layers, m
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.named_files import find, find_grids, find_python_file
-from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
 from lit_lazy.training import checkpoints
@@ -77,8 +76,7 @@ def train(
 
     if name is not None:
         check_name("name", name)
-    if threads is not None:
-        require_whole("threads", threads, 1, MOST_THREADS)
+    check_value("threads", threads, Threads | None)
     check_logger_kinds(_require_sequence("loggers", loggers), option="loggers")
     folder = _require_path("runs", runs)
     if isinstance(config, str):
@@ -172,9 +170,8 @@ class Model:
         ... ]
         True
         """
-        require_whole("tokens", tokens, 1)
-        known = eviction is None or isinstance(eviction, Eviction)
-        require(known, "eviction", eviction, "must be None or an Eviction, such as Eviction(first=4, window=64)")
+        check_value("tokens", tokens, PositiveInt)
+        check_value("eviction", eviction, Eviction | None)
         sampling = Sampling(temperature, top_p, seed)
         given = self._encode("prompt", prompt)
         (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.special.ends, eviction)
@@ -219,7 +216,7 @@ class Model:
         >>> 0 <= found.metrics()["sink/rate"] <= 1
         True
         """
-        require_whole("sequences", sequences, 1)
+        check_value("sequences", sequences, PositiveInt)
         return measure(self.decoder, sample_validation(self._load_data(), sequences), sample=sequences)
 
     def with_(self, changes: Mapping[str, Any]) -> "Model":

@@ -1,8 +1,9 @@
 """Checks for user errors: one line, status 2, nothing created."""
 
+import argparse
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,14 @@ def expect_refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str])
     assert PASSWORD not in printed.err
     assert not re.search(r"Traceback|<class|Parser key|typing\.", printed.err)
     return printed.err
+
+
+def iter_commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """The words and the parser of each command below a parser."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if words and (not below or not below[0].required):
+        yield words, parser
+    for name, command in [pair for action in below for pair in action.choices.items()]:
+        yield from iter_commands(command, (*words, name))

@@ -125,8 +125,8 @@ class TestTrain:
             ("backcopy_tiny", {"name": ""}, "name '': is used as a folder name"),
             ("backcopy_tiny", {"runs": None}, "runs=None: must be a path"),
             ("backcopy_tiny", {"runs": ""}, "runs='': must be a path"),
-            ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number from 1 to 1024"),
-            ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number from 1 to 1024"),
+            ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number of at least 1 and at most 1024"),
+            ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number"),
             ("backcopy_tiny", {"threads": 1.5}, "threads=1.5: must be a whole number"),
             ("backcopy_tiny", {"loggers": "csv"}, "loggers='csv': must be a list or tuple, also of one name"),
             ("backcopy_tiny", {"loggers": ["neptune"]}, "loggers neptune: unknown; there are csv"),
@@ -197,11 +197,11 @@ class TestModel:
         [
             ({"tokens": 0}, "tokens=0: must be a whole number of at least 1"),
             ({"tokens": 2.5}, "tokens=2.5: must be a whole number of at least 1"),
-            ({"temperature": "1"}, "temperature='1': must be a finite number"),
-            ({"temperature": -1}, "temperature=-1: must be at least 0"),
-            ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
+            ({"temperature": "1"}, "temperature='1': must be a finite number of at least 0"),
+            ({"temperature": -1}, "temperature=-1: must be a finite number of at least 0"),
+            ({"top_p": 0}, "top_p=0: must be a finite number above 0 and at most 1"),
             ({"seed": 0.5}, "seed=0.5: must be a whole number"),
-            ({"eviction": 64}, r"eviction=64: must be None or an Eviction, such as Eviction\(first=4, window=64\)"),
+            ({"eviction": 64}, "eviction=64: must be an Eviction or None"),
         ],
     )
     def test_what_cannot_be_drawn_is_named(self, model: api.Model, options: dict[str, Any], said: str) -> None:

@@ -4,16 +4,8 @@ import argparse
 import sys
 
 from lit_lazy.command.main import main
-from lit_lazy.command.options import (
-    Commands,
-    Parser,
-    add_command,
-    add_out,
-    int_list,
-    name_list,
-    non_empty,
-    positive_int,
-)
+from lit_lazy.command.options import Commands, Parser, add_command, add_options, int_list, name_list, of_kind
+from lit_lazy.support.checks import NonEmptyText, PositiveInt
 
 
 def make_parser() -> Parser:
@@ -30,7 +22,7 @@ def make_parser() -> Parser:
 
 def _add_step(commands: Commands) -> None:
     help = "time a training step of lazy attention and of softmax (minutes)"
-    add_out(add_command(commands, "step", measure_step, help))
+    add_options(add_command(commands, "step", measure_step, help), "--out")
 
 
 def measure_step(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -50,18 +42,21 @@ file lacks; a file of other code, another machine or other options is replaced, 
     parser.add_argument(
         "--against",
         metavar="COMMIT",
-        type=non_empty,
+        type=of_kind(NonEmptyText),
         default="3b7b986",
         help="commit to compare cells with; it is checked out in a temporary worktree (default 3b7b986)",
     )
     parser.add_argument(
         "--pairs",
         metavar="N",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         help="pairs of cells, 2 or more, with seeds 0, 1, ... (default 10; stdlib_long 3)",
     )
     parser.add_argument(
-        "--steps", metavar="N", type=positive_int, help="training steps of each cell (default: the experiment's)"
+        "--steps",
+        metavar="N",
+        type=of_kind(PositiveInt),
+        help="training steps of each cell (default: the experiment's)",
     )
     parser.add_argument(
         "--sections",
@@ -72,7 +67,7 @@ file lacks; a file of other code, another machine or other options is replaced, 
     parser.add_argument(
         "--experiments", metavar="A,B", type=name_list, help="of the cells (default backcopy,stdlib_small,stdlib_long)"
     )
-    add_out(parser)
+    add_options(parser, "--out")
 
 
 def measure_cells(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -96,7 +91,7 @@ def _add_grid(commands: Commands) -> None:
     parser.add_argument(
         "--cells", type=int_list, default=None, help="grid sizes in cells, multiples of 5 (default 100,1000,10000)"
     )
-    add_out(parser)
+    add_options(parser, "--out")
 
 
 def measure_grid(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -109,8 +104,10 @@ def measure_grid(options: argparse.Namespace, _rest: list[str]) -> int:
 def _add_looks(commands: Commands) -> None:
     help = "simulate errors and power of verdicts at looks (two minutes)"
     parser = add_command(commands, "looks", simulate_looks, help)
-    parser.add_argument("--draws", metavar="N", type=positive_int, default=20_000, help="per scenario (default 20000)")
-    add_out(parser)
+    parser.add_argument(
+        "--draws", metavar="N", type=of_kind(PositiveInt), default=20_000, help="per scenario (default 20000)"
+    )
+    add_options(parser, "--out")
 
 
 def simulate_looks(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -122,7 +119,7 @@ def simulate_looks(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def _add_diagnostics(commands: Commands) -> None:
     help = "measure memory and time of the diagnostics (half an hour)"
-    add_out(add_command(commands, "diagnostics", measure_diagnostics, help))
+    add_options(add_command(commands, "diagnostics", measure_diagnostics, help), "--out")
 
 
 def measure_diagnostics(options: argparse.Namespace, _rest: list[str]) -> int:

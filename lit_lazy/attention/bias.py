@@ -7,13 +7,14 @@ returns `BiasTerms`, the bias and slopes of `flash_lazy.lazy_attention`. All par
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, check_value
 
 
 class BiasTerms(NamedTuple):
@@ -85,16 +86,10 @@ class LearnedBias(Bias):
 
     first_values = ("init_std",)
 
-    length: int | None = None
+    length: PositiveInt | None = None
     """Distances in the table; None for the context length. The authors' configurations use 512 or 1024."""
-    init_std: float = 0.0
+    init_std: NonNegativeFloat = 0.0
     """Standard deviation of the initial table: 0 (the authors' Triton example) or 0.001 (their PyTorch code)."""
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"LearnedBias.length={self.length}: must be at least 1, or None for the context length")
-        if not (math.isfinite(self.init_std) and self.init_std >= 0):
-            raise ValueError(f"LearnedBias.init_std={self.init_std}: must be finite and 0 or more")
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:
         return _LearnedBias(n_heads, self.length or context_length, self.init_std)
@@ -118,12 +113,8 @@ class _LearnedBias(BiasModule):
 class Alibi(Bias):
     """ALiBi (Press et al., arXiv 2108.12409): `-m_h * d` with fixed slopes, not scaled by 1/sqrt(head dim)."""
 
-    slopes: tuple[float, ...] | None = None
+    slopes: Annotated[tuple[float, ...], Bounds(min_length=1)] | None = None
     """One slope for all heads, or one per head; None for 2^(-8h/H), which is only 2^-8 for a single head."""
-
-    def __post_init__(self) -> None:
-        if self.slopes is not None and not (self.slopes and all(math.isfinite(slope) for slope in self.slopes)):
-            raise ValueError(f"Alibi.slopes={self.slopes}: must be finite numbers, or None for 2^(-8h/H)")
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         slopes = alibi_slopes(n_heads) if self.slopes is None else list(self.slopes)
@@ -164,18 +155,13 @@ class T5Bias(Bias):
     holds all distances beyond.
     """
 
-    n_buckets: int = 32
+    n_buckets: Annotated[int, Bounds(ge=2)] = 32
     """Number of buckets."""
     max_distance: int = 128
     """Distance from which all keys share the last bucket."""
 
     def __post_init__(self) -> None:
-        if self.n_buckets < 2:
-            raise ValueError(f"T5Bias.n_buckets={self.n_buckets}: must be at least 2")
-        if self.max_distance <= self.n_buckets // 2:
-            raise ValueError(
-                f"T5Bias.max_distance={self.max_distance}: must exceed n_buckets // 2 = {self.n_buckets // 2}"
-            )
+        check_value("T5Bias.max_distance", self.max_distance, Annotated[int, Bounds(gt=self.n_buckets // 2)])
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         return _T5Bias(n_heads, self.n_buckets, self.max_distance)
@@ -245,20 +231,12 @@ class Fire(Bias):
 
     first_values = ("c_init",)
 
-    length: int | None = None
+    length: PositiveInt | None = None
     """L, the length up to which positions are not rescaled; None for the context length."""
-    width: int = 32
+    width: PositiveInt = 32
     """Hidden width of f."""
-    c_init: float = 0.1
+    c_init: PositiveFloat = 0.1
     """Initial c of psi."""
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"Fire.length={self.length}: must be at least 1, or None for the context length")
-        if self.width < 1:
-            raise ValueError(f"Fire.width={self.width}: must be at least 1")
-        if not (math.isfinite(self.c_init) and self.c_init > 0):
-            raise ValueError(f"Fire.c_init={self.c_init}: must be finite and above 0")
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:
         return _Fire(n_heads, self.length or context_length, self.width, self.c_init)

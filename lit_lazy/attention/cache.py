@@ -6,24 +6,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import NonNegativeInt, PositiveInt
+
 Rotate = Callable[[Tensor], Tensor]
 """Rotates keys `[B, Hkv, L, D]` by their positions; fewer keys than positions have the last positions."""
 
 
 @dataclass(frozen=True)
-class Eviction:
+class Eviction(CheckedFields):
     """Eviction policy of a streaming cache: keep the first and the newest tokens (Xiao et al., arXiv 2309.17453)."""
 
-    first: int
-    """Number of first tokens to keep, 0 or more."""
-    window: int
-    """Number of newest tokens to keep, the current one included; at least 1."""
-
-    def __post_init__(self) -> None:
-        if self.first < 0 or self.window < 1:
-            raise ValueError(
-                f"Eviction(first={self.first}, window={self.window}): first must be 0 or more, window at least 1"
-            )
+    first: NonNegativeInt
+    """Number of first tokens to keep."""
+    window: PositiveInt
+    """Number of newest tokens to keep, the current one included."""
 
     @property
     def capacity(self) -> int:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,6 @@ class OutputGate(Gate):
     starts_open: bool = False
     """2 sigmoid(x W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
-    def __post_init__(self) -> None:
-        _check_per(self)
-
     def build(self, shape: LayerShape) -> GateModule:
         return _OutputGate(shape, self, shape.d_model)
 
@@ -88,9 +85,6 @@ class ValueGate(Gate):
     starts_open: bool = False
     """2 sigmoid(v W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
-    def __post_init__(self) -> None:
-        _check_per(self)
-
     def build(self, shape: LayerShape) -> GateModule:
         return _ValueGate(shape, self, shape.n_kv_heads * shape.head_dim)
 
@@ -115,8 +109,3 @@ class _HeadNorm(GateModule):
 
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
         return self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
-
-
-def _check_per(gate: OutputGate | ValueGate) -> None:
-    if gate.per not in get_args(Per):
-        raise ValueError(f"{type(gate).__name__}.per={gate.per!r}: must be one of {', '.join(get_args(Per))}")

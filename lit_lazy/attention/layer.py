@@ -22,6 +22,7 @@ from lit_lazy.attention.normaliser import (
     Softmax,
 )
 from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class AttentionSpec(CheckedFields, prefix="model.attention."):
     """Maps scores to weights."""
     bias: Bias = field(default_factory=NoBias)
     """Added to the scores, by distance and head."""
-    window: int | None = None
+    window: PositiveInt | None = None
     """Most recent keys that a query sees, its own included; None for all keys up to its own."""
     full_layers: tuple[int, ...] = ()
     """Layers, counted from 0, without the window."""
@@ -44,10 +45,6 @@ class AttentionSpec(CheckedFields, prefix="model.attention."):
     """Add a learned vector, at first 0, to queries, keys and values."""
     out_bias: bool = False
     """Add a learned vector, at first 0, to the output."""
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"model.attention.window={self.window}: must be at least 1, or None for no window")
 
 
 class Attention(MixerModule):

@@ -5,12 +5,11 @@ needs only `weights`, a function of a block of scores. `flash_lazy.rules` turns 
 window and mask, decoding, statistics, and memory linear in the length.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,10 @@ from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import MOST_FACTOR, Bounds, Share, require
 
 AttentionBackend = Literal[Backend, "sdpa"]
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""
-MOST_TAU_RATE = 1e6
-"""Largest factor on tau's learning rate: an optimiser multiplies them in fp32."""
 
 
 @dataclass(frozen=True)
@@ -360,9 +357,9 @@ class Elastic(Normaliser):
     """theta: tau / (keys the query sees) | tau / (context length) | tau[position] / (keys seen) | tau."""
     learn_tau: bool = True
     """Train tau; otherwise it keeps its initial value."""
-    tau_lr_scale: float = 1.0
+    tau_lr_scale: Annotated[float, Bounds(gt=0, le=MOST_FACTOR)] = 1.0
     """Factor on the learning rate of tau."""
-    tau_ramp: float = 0.0
+    tau_ramp: Share = 0.0
     """Share of the training over which tau moves linearly from tau_init to tau_final. It is not trained, nor afterwards
     unless learn_after_ramp."""
     tau_final: float = 1.0
@@ -372,30 +369,17 @@ class Elastic(Normaliser):
     steps."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.tau_init):
-            raise ValueError(f"Elastic.tau_init={self.tau_init}: must be finite")
-        allowed = get_args(Threshold)
-        if self.threshold not in allowed:
-            raise ValueError(f"Elastic.threshold={self.threshold!r}: must be one of {', '.join(allowed)}")
         if self.threshold == "constant" and self.tau_init >= 1:
             raise ValueError(
                 f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant': no weight exceeds 1, so output "
                 "and every gradient would stay zero; give a value below 1, for example 0.01"
             )
-        if not (math.isfinite(self.tau_lr_scale) and 0 < self.tau_lr_scale <= MOST_TAU_RATE):
-            raise ValueError(
-                f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be above 0 and at most {MOST_TAU_RATE:g} "
-                "(learn_tau=False freezes tau)"
-            )
         self._check_ramp()
 
     def _check_ramp(self) -> None:
-        if not 0 <= self.tau_ramp <= 1:
-            raise ValueError(f"Elastic.tau_ramp={self.tau_ramp}: must be a share of the training, 0 to 1")
-        highest = 1.0 if self.threshold == "constant" and self.tau_ramp > 0 else math.inf
-        if not (math.isfinite(self.tau_final) and self.tau_final < highest):
-            below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
-            raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
+        emits = self.threshold != "constant" or self.tau_ramp == 0 or self.tau_final < 1
+        fix = "must be below 1 with Elastic.threshold='constant'"
+        require(emits, "Elastic.tau_final", self.tau_final, fix)
         moves = self.tau_init != self.tau_final or self.learn_after_ramp
         fix = (
             f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp; learn_tau=False freezes tau"

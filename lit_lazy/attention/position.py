@@ -4,12 +4,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 
 class PositionModule(nn.Module):
@@ -100,11 +102,8 @@ class NoScaling(RopeScaling):
 class LinearScaling(RopeScaling):
     """Divides every frequency by the same factor (Chen et al., arXiv 2306.15595)."""
 
-    factor: float = 2.0
+    factor: PositiveFloat = 2.0
     """How much slower."""
-
-    def __post_init__(self) -> None:
-        _require_factor("LinearScaling.factor", self.factor)
 
     def scale(self, frequency: Tensor) -> Tensor:
         return frequency / self.factor
@@ -114,20 +113,17 @@ class LinearScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
     """Divides low frequencies by a factor, leaves high ones, and interpolates between them, as Llama 3.1 does."""
 
-    factor: float = 8.0
+    factor: PositiveFloat = 8.0
     """How much slower low frequencies are."""
-    low: float = 1.0
+    low: PositiveFloat = 1.0
     """Frequencies of at most so many turns in the trained length are low."""
     high: float = 4.0
     """Frequencies of at least so many turns are high."""
-    trained_length: int = 8192
+    trained_length: PositiveInt = 8192
     """Context length, in tokens, before the scaling."""
 
     def __post_init__(self) -> None:
-        _require_factor("Llama3Scaling.factor", self.factor)
-        if not 0 < self.low < self.high < math.inf:
-            raise ValueError(f"Llama3Scaling.low={self.low}: must be above 0 and below high={self.high}")
-        _require_count("Llama3Scaling.trained_length", self.trained_length)
+        require(self.low < self.high, "Llama3Scaling.low", self.low, f"must be below high={self.high}")
 
     def scale(self, frequency: Tensor) -> Tensor:
         turns = self.trained_length * frequency / (2 * math.pi)
@@ -139,14 +135,10 @@ class Llama3Scaling(RopeScaling):
 class DynamicScaling(RopeScaling):
     """Raises the base for texts longer than the trained ones, by their length (NTK-aware, as in transformers)."""
 
-    factor: float = 2.0
+    factor: PositiveFloat = 2.0
     """How much longer texts are to be read."""
-    trained_length: int = 8192
+    trained_length: PositiveInt = 8192
     """Length, in tokens, up to which the frequencies are as they are."""
-
-    def __post_init__(self) -> None:
-        _require_factor("DynamicScaling.factor", self.factor)
-        _require_count("DynamicScaling.trained_length", self.trained_length)
 
     @property
     def by_length(self) -> bool:
@@ -169,14 +161,8 @@ class GivenFrequencies(RopeScaling):
     """In radians per token, one for every two dimensions of a head."""
     long: tuple[float, ...] = ()
     """Those of texts longer than trained_length; empty for the same."""
-    trained_length: int = 8192
+    trained_length: PositiveInt = 8192
     """Longest text, in tokens, that has the first frequencies."""
-
-    def __post_init__(self) -> None:
-        for name in ("frequencies", "long"):
-            if not all(math.isfinite(x) for x in getattr(self, name)):
-                raise ValueError(f"GivenFrequencies.{name}: must be finite")
-        _require_count("GivenFrequencies.trained_length", self.trained_length)
 
     @property
     def by_length(self) -> bool:
@@ -195,34 +181,18 @@ class GivenFrequencies(RopeScaling):
         return torch.tensor(given, dtype=torch.float64, device=frequency.device)
 
 
-def _require_factor(field: str, factor: float) -> None:
-    if not (math.isfinite(factor) and factor > 0):
-        raise ValueError(f"{field}={factor}: must be finite and above 0")
-
-
-def _require_count(field: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"{field}={count}: must be at least 1")
-
-
 @dataclass(frozen=True)
 class Rope(Position):
     """Rotary positions (Su et al., arXiv 2104.09864): rotates dimensions (m, m + D/2) by `position * base^(-2m/D)`."""
 
-    base: float = 10000.0
+    base: Annotated[float, Bounds(gt=1)] = 10000.0
     """Base of the wavelengths. The paper uses a "larger base B" without giving its value."""
     scaling: RopeScaling = field(default_factory=NoScaling)
     """Change of the frequencies for texts longer than the trained ones."""
-    skip_every: int | None = None
+    skip_every: PositiveInt | None = None
     """Every layer whose number, from 1, is a multiple of it does not rotate (arXiv 2501.18795); None rotates in all."""
     skip_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that do not rotate."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.base) and self.base > 1):
-            raise ValueError(f"Rope.base={self.base}: must be finite and above 1")
-        if self.skip_every is not None:
-            _require_count("Rope.skip_every", self.skip_every)
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         if head_dim % 2:
@@ -287,13 +257,9 @@ class LearnedAbsolute(Position):
 
     first_values = ("init_std",)
 
-    init_std: float = 0.02
+    init_std: NonNegativeFloat = 0.02
     """Standard deviation of the initial vectors. Whether the model can tell the first keys from others depends on its
     ratio to that of the token embeddings."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.init_std) and self.init_std >= 0):
-            raise ValueError(f"LearnedAbsolute.init_std={self.init_std}: must be finite and 0 or more")
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         return _LearnedAbsolute(d_model, context_length, self.init_std)

@@ -21,6 +21,7 @@ from lit_lazy.attention.recurrence import (
     decayed_sum,
     gated_delta,
 )
+from lit_lazy.support.checks import PositiveInt
 
 NORM_EPS = 1e-5
 MOST_HEAD_DIM, MOST_STATE = 64, 128
@@ -85,15 +86,12 @@ class Mamba2(Mixer):
     this project's initial projections. `model.n_heads` and `model.position` have no effect.
     """
 
-    state: int | None = None
+    state: PositiveInt | None = None
     """State per value; None for 128, or the width of the model if smaller."""
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Values per head; None for the greatest common divisor of 64 and twice the width of the model."""
-    kernel: int = 4
+    kernel: PositiveInt = 4
     """Kernel size of the short convolution, in tokens."""
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "state", "head_dim", "kernel")
 
     def build(self, shape: LayerShape) -> RecurrentModule:
         width = 2 * shape.d_model
@@ -143,11 +141,8 @@ class GatedDeltaNet(Mixer):
     `model.position` has no effect.
     """
 
-    kernel: int = 4
+    kernel: PositiveInt = 4
     """Kernel size of the short convolutions, in tokens."""
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "kernel")
 
     def build(self, shape: LayerShape) -> RecurrentModule:
         return _GatedDeltaNet(shape, self.kernel)
@@ -196,10 +191,3 @@ def state_flops(n_heads: int, keys: int, values: int, products: int) -> int:
     6 per state entry and product, as for a weight; the additional work of chunked kernels is not counted.
     """
     return 6 * products * n_heads * keys * values
-
-
-def _check_sizes(mixer: Mixer, *names: str) -> None:
-    for name in names:
-        value = getattr(mixer, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{type(mixer).__name__}.{name}={value}: must be at least 1")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lit_lazy.attention.normaliser import (
     find_softmax_backend,
     fused_softmax,
 )
+from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,6 @@ class SinkLogit(Normaliser):
 
     init: float = 0.0
     """Initial logit: 0 is OffByOne, minus infinity is Softmax."""
-
-    def __post_init__(self) -> None:
-        _require_finite(self, "init")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Sink(torch.full((shape.n_heads,), self.init), learned=True)
@@ -87,18 +85,11 @@ class _Sink(NormaliserModule):
 class ClippedSoftmax(Normaliser):
     """`clip((1 + g) p - g, 0, 1)` of the softmax weight p (Bondarenko et al., arXiv 2306.12929)."""
 
-    alpha: float = 3.0
+    alpha: NonNegativeFloat = 3.0
     """g is alpha divided by a length; the authors recommend 2 to 4. From 1 on nearly equal scores all become 0, so a
     layer with small initial scores starts without output and gradient."""
     length: Literal["keys", "context"] = "keys"
     """g = alpha / (keys the query sees), or, as published, alpha / (training context length)."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"ClippedSoftmax.alpha={self.alpha}: must be finite and 0 or more")
-        allowed = get_args(type(self).__annotations__["length"])
-        if self.length not in allowed:
-            raise ValueError(f"ClippedSoftmax.length={self.length!r}: must be one of {', '.join(allowed)}")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _ClippedSoftmax(self.alpha, shape.context_length if self.length == "context" else None)
@@ -173,12 +164,8 @@ class Thresholded(Normaliser):
     t follows the largest of n such cosines. Weights are not normalised.
     """
 
-    beta: float = 1.0
+    beta: NonNegativeFloat = 1.0
     """Factor on the threshold; fixed."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta >= 0):
-            raise ValueError(f"{type(self).__name__}.beta={self.beta}: must be finite and 0 or more")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Thresholded(self, shape)
@@ -340,12 +327,8 @@ class TopK(Normaliser):
 
     renormalised = "TopK"
 
-    share: float = 0.25
+    share: Annotated[float, Bounds(gt=0, le=1)] = 0.25
     """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"TopK.share={self.share}: must be above 0 and at most 1")
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _TopK(self.share)
@@ -374,9 +357,6 @@ class SSMax(Normaliser):
 
     init: float = 0.43
     """Initial s; the default is the slope that the paper fitted to a trained model. 1 / 0.43 is about ln 10."""
-
-    def __post_init__(self) -> None:
-        _require_finite(self, "init")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _SSMax(shape.n_heads, self.init)
@@ -407,12 +387,8 @@ class AffineScaled(Normaliser):
     mean of alpha over the rows of the training, so that weights sum to m and alpha sets how far they are from even.
     """
 
-    momentum: float = 0.9
+    momentum: BelowOne = 0.9
     """Share of m that a training step keeps; m starts at 0."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"AffineScaled.momentum={self.momentum}: must be 0 or more and below 1")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _AffineScaled(shape, self.momentum)
@@ -567,9 +543,3 @@ def _require_even_width(normaliser: Normaliser, shape: LayerShape) -> None:
             f"{type(normaliser).__name__}: the head dimension must be even, got {shape.head_dim}; "
             "choose another d_model or n_heads"
         )
-
-
-def _require_finite(normaliser: Normaliser, name: str) -> None:
-    value = getattr(normaliser, name)
-    if not math.isfinite(value):
-        raise ValueError(f"{type(normaliser).__name__}.{name}={value}: must be finite")

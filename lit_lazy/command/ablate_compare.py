@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.options import Commands, add_command, add_runs, json_file, name_list, non_empty
+from lit_lazy.command.options import Commands, add_command, add_options, json_file, name_list, of_kind
+from lit_lazy.support.checks import NonEmptyText
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import find_grids
 
@@ -23,7 +24,7 @@ def add_to(commands: Commands) -> None:
         parser.add_argument(
             name.lower(),
             metavar=name,
-            type=non_empty,
+            type=of_kind(NonEmptyText),
             help="NAME-EXPERIMENT in --runs, a folder with a table.json, that file, or COMMIT:FOLDER of a git commit",
         )
     parser.add_argument(
@@ -34,7 +35,7 @@ def add_to(commands: Commands) -> None:
         help="metrics to compare, such as loss/excess (default: the primary outcome, otherwise the plotted metrics)",
     )
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="also write the comparison there, as JSON")
-    add_runs(parser)
+    add_options(parser, "--runs")
 
 
 def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -3,14 +3,13 @@
 import argparse
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
+from lit_lazy.command.options import Commands, add_command, add_grid, path
 
 
 def add_to(commands: Commands) -> None:
     summary = "pack the finished cells of an ablation into one small file, which `ablate run --results` goes on from"
     parser = add_command(commands, "pack", ablate_pack, summary)
     add_grid(parser)
-    add_runs(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",

@@ -14,23 +14,18 @@ from lit_lazy.command.grid_helpers import check_destinations, check_workers, def
 from lit_lazy.command.options import (
     Commands,
     ablation_name,
-    add_base,
     add_command,
     add_execution,
-    add_init_from,
-    add_launcher,
-    add_loggers,
-    add_runs,
-    add_storage,
-    add_workers,
+    add_options,
     append_init_from,
     duration,
     int_list,
     make_execution,
     name_list,
+    of_kind,
     path,
-    positive_int,
 )
+from lit_lazy.support.checks import PositiveInt
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
@@ -76,14 +71,15 @@ def add_to(commands: Commands) -> None:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a grid's experiment, seeds and execution."""
-    add_base(parser)
+    add_options(parser, "--base")
     parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="run every row with these seeds")
-    add_workers(parser)
-    add_launcher(parser)
+    add_options(parser, "--workers")
+    add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
+    add_options(parser, "--launcher", "--gpus", "--ray-address")
     parser.add_argument(
         "--looks",
         metavar="N",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         help="make at most N further looks of a question that has looks, also if it is futile to continue (default: "
         "until it is decided or futile)",
     )
@@ -97,15 +93,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--retry-failed",
         metavar="N",
         nargs="?",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         const=1,
         default=0,
         help="retry a failed cell immediately, up to N times (default 1), unless it diverged",
     )
-    add_storage(parser)
-    add_runs(parser)
-    add_init_from(parser)
-    add_loggers(parser)
+    add_options(parser, "--storage", "--runs", "--init-from", "--logger")
     add_execution(parser)
 
 

@@ -4,19 +4,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
-from lit_lazy.command.options import (
-    Commands,
-    ablation_name,
-    add_base,
-    add_command,
-    add_init_from,
-    add_loggers,
-    add_runs,
-    add_storage,
-    add_workers,
-    append_init_from,
-    positive_int,
-)
+from lit_lazy.command.options import Commands, ablation_name, add_command, add_options, append_init_from, of_kind
+from lit_lazy.support.checks import PositiveInt
 
 if TYPE_CHECKING:
     from lit_lazy.grid.search.run import SearchWork
@@ -32,20 +21,18 @@ def add_to(commands: Commands) -> None:
         resumes=True,
     )
     parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a search in ablations/ or a .py file")
-    add_base(parser)
+    add_options(parser, "--base")
     parser.add_argument(
         "--trials",
         metavar="N",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         help="number of points to train (default: the number that the search names)",
     )
-    add_workers(parser)
+    add_options(parser, "--workers")
+    add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; create nothing")
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
-    add_storage(parser)
-    add_runs(parser)
-    add_init_from(parser)
-    add_loggers(parser)
+    add_options(parser, "--storage", "--runs", "--init-from", "--logger")
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import open_grid_folder
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs
+from lit_lazy.command.options import Commands, add_command, add_grid
 
 if TYPE_CHECKING:
     from lit_lazy.grid.plan import GridFolder
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "status", ablate_status, "show finished, running and failed cells, with reasons")
     add_grid(parser)
-    add_runs(parser)
 
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:

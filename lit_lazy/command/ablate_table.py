@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, folder, path
+from lit_lazy.command.options import Commands, add_command, add_grid, folder, path
 
 if TYPE_CHECKING:
     from lit_lazy.table.records import Table
@@ -16,7 +16,6 @@ def add_to(commands: Commands) -> None:
         commands, "table", ablate_table, "rebuild an ablation's table from its cells or from a table.json"
     )
     add_grid(parser)
-    add_runs(parser)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", type=path,
         help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file",

@@ -1,8 +1,10 @@
 """`lit-lazy dashboard`"""
 
 import argparse
+from typing import Annotated
 
-from lit_lazy.command.options import Commands, add_command, add_open, add_runs, non_empty, whole_number
+from lit_lazy.command.options import Commands, add_command, add_options, of_kind
+from lit_lazy.support.checks import Bounds, NonEmptyText
 
 
 def add_to(commands: Commands) -> None:
@@ -11,12 +13,17 @@ def add_to(commands: Commands) -> None:
         "experiment",
         metavar="NAME",
         nargs="?",
-        type=non_empty,
+        type=of_kind(NonEmptyText),
         help="print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation",
     )
-    parser.add_argument("--port", metavar="N", type=whole_number(1, 65535), default=5000, help="port (default 5000)")
-    add_open(parser)
-    add_runs(parser)
+    parser.add_argument(
+        "--port",
+        metavar="N",
+        type=of_kind(Annotated[int, Bounds(ge=1, le=65535)]),
+        default=5000,
+        help="port (default 5000)",
+    )
+    add_options(parser, "--open", "--runs")
 
 
 def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:

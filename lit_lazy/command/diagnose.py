@@ -2,23 +2,21 @@
 
 import argparse
 from functools import partial
+from typing import Annotated
 
 from lit_lazy.command.options import (
     CHANGES,
     Commands,
-    add_checkpoint,
     add_command,
-    add_eviction,
-    add_runs,
-    add_threads,
+    add_options,
     folder,
     int_list,
     make_eviction,
-    non_empty,
-    positive_float,
-    positive_int,
+    of_kind,
     prepare_process,
+    read_list,
 )
+from lit_lazy.support.checks import Bounds, NonEmptyText, PositiveFloat, PositiveInt
 
 MOST_TOKENS = 2**17
 """Maximum length of a sequence: longer ones would take very long without progress messages."""
@@ -28,21 +26,21 @@ def add_to(commands: Commands) -> None:
     summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
     parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
     parser.epilog = CHANGES
-    add_checkpoint(parser)
+    add_options(parser, "checkpoint", "--import")
     parser.add_argument(
         "--data",
         metavar="EXPERIMENT",
-        type=non_empty,
+        type=of_kind(NonEmptyText),
         help="experiment whose validation data to use, a name or a .py file (default: the data of the training)",
     )
     parser.add_argument(
         "--lengths",
         metavar="512,1024",
-        type=partial(int_list, least=1, most=MOST_TOKENS),
+        type=partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
         default=[],
         help="further context lengths to measure at",
     )
-    add_eviction(parser)
+    add_options(parser, "--window", "--first")
     for part, default in (
         ("layers", "up to four, evenly spaced"),
         ("heads", "the one with the most weight on the first key"),
@@ -56,20 +54,19 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--sequences",
         metavar="N",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         default=64,
         help="maximum number of validation sequences (default 64)",
     )
     parser.add_argument(
         "--rise",
         metavar="NATS",
-        type=positive_float,
+        type=of_kind(PositiveFloat),
         help="raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model that was "
         "trained without thresholds and is changed by --model.attention.normaliser=Elastic",
     )
     parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
-    add_threads(parser)
-    add_runs(parser)
+    add_options(parser, "--threads", "--runs")
 
 
 def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
-from lit_lazy.command.options import Commands, add_command, add_runs
+from lit_lazy.command.options import Commands, add_command, add_options
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -29,7 +29,7 @@ SMOLLM2 = Path("models", "smollm2.ckpt")
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "doctor", doctor, "print versions, devices and backends, and report what is missing")
-    add_runs(parser)
+    add_options(parser, "--runs")
 
 
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -5,27 +5,27 @@ import argparse
 from lit_lazy.command.options import (
     CHANGES,
     Commands,
-    add_checkpoint,
     add_command,
-    add_threads,
-    non_empty,
+    add_options,
+    of_kind,
     prepare_process,
     print_metrics,
 )
+from lit_lazy.support.checks import NonEmptyText
 
 
 def add_to(commands: Commands) -> None:
     summary = "measure a trained model on its validation data"
     parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
     parser.epilog = CHANGES
-    add_checkpoint(parser)
+    add_options(parser, "checkpoint", "--import")
     parser.add_argument(
         "--evaluations",
         metavar="LIST",
-        type=non_empty,
+        type=of_kind(NonEmptyText),
         help="measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'",
     )
-    add_threads(parser)
+    add_options(parser, "--threads")
 
 
 def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:

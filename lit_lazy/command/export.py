@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_checkpoint, add_command, folder, import_classes
+from lit_lazy.command.options import Commands, add_command, add_options, folder, import_classes
 
 if TYPE_CHECKING:
     from lit_lazy.config.schema import RunConfig
@@ -17,7 +17,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "export", export, "export a trained model to a folder that transformers loads without lit-lazy"
     )
-    add_checkpoint(parser)
+    add_options(parser, "checkpoint", "--import")
     parser.add_argument("out", metavar="OUT", type=folder, help="output folder, new or empty")
 
 
@@ -44,7 +44,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
     """The result next to a checkpoint; None if there is none. Raises ValueError if it is damaged."""
-    from lit_lazy.support.typecheck import check_kinds
+    from lit_lazy.support.checks import check_kinds
     from lit_lazy.training.result import RESULT, RunResult
 
     path = checkpoint.parent / RESULT

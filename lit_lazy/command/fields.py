@@ -2,14 +2,14 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_command, add_experiment
+from lit_lazy.command.options import Commands, add_command, add_options
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "fields", fields, "list an experiment's fields that can be overridden, and the classes of its parts"
     )
-    add_experiment(parser)
+    add_options(parser, "experiment")
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:

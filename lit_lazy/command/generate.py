@@ -4,22 +4,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from lit_lazy.command.options import (
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_eviction,
-    add_threads,
-    make_eviction,
-    non_negative_int,
-    path,
-    prepare_process,
-    whole_number,
-)
+from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
+from lit_lazy.support.checks import Bounds, NonNegativeFloat, NonNegativeInt
 from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
@@ -32,7 +22,7 @@ MOST_TOKENS = 10**7
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "generate", generate, "continue a text with a trained model")
-    add_checkpoint(parser)
+    add_options(parser, "checkpoint", "--import")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; repeatable")
     parser.add_argument(
         "--prompt-file",
@@ -45,54 +35,35 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--tokens",
         metavar="N",
-        type=whole_number(1, MOST_TOKENS),
+        type=of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
         default=100,
         help="maximum number of tokens to add to each text (default 100)",
     )
     parser.add_argument(
         "--temperature",
         metavar="T",
-        type=non_negative_float,
+        type=of_kind(NonNegativeFloat),
         default=1.0,
         help="divide logits by T; 0 always takes the most probable token (default 1)",
     )
     parser.add_argument(
         "--top-p",
         metavar="P",
-        type=probability,
+        type=of_kind(Annotated[float, Bounds(gt=0, le=1)]),
         default=1.0,
         help="sample from the smallest set of tokens with total probability P (default 1: all tokens)",
     )
-    parser.add_argument("--seed", metavar="N", type=non_negative_int, default=0, help="seed of sampling (default 0)")
-    add_eviction(parser)
-    add_threads(parser)
+    parser.add_argument(
+        "--seed", metavar="N", type=of_kind(NonNegativeInt), default=0, help="seed of sampling (default 0)"
+    )
+    add_options(parser, "--window", "--first", "--threads")
 
 
 def prompt_file(text: str) -> Path:
     """Option type: a file to read, or - for standard input."""
     if text != "-" and not path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r}: no such file; give the path of one, or - for standard input")
+        raise ValueError(f"{text!r}: no such file; give the path of one, or - for standard input")
     return Path(text)
-
-
-def non_negative_float(text: str) -> float:
-    """Option type: a finite number of at least 0."""
-    return _parse_number(text, lambda x: 0 <= x < float("inf"), "a number of at least 0")
-
-
-def probability(text: str) -> float:
-    """Option type: a probability above 0."""
-    return _parse_number(text, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-
-
-def _parse_number(text: str, fits: Callable[[float], bool], kind: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not fits(number):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {kind}")
-    return number
 
 
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -38,13 +38,13 @@ def find_source(text: str) -> Path:
     """Option type: a folder or a file that exists, or what can only be a name on the Hub."""
     found = path(text)
     if not found.exists() and not is_hub_name(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: no such file or folder; give {KINDS}")
+        raise ValueError(f"{text!r}: no such file or folder; give {KINDS}")
     return found
 
 
 def digest(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not 64 hex digits")
+        raise ValueError(f"{text!r} is not 64 hex digits")
     return text
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import (
     Commands,
-    add_checkpoint,
     add_command,
-    add_threads,
+    add_options,
     folder,
     json_file,
     name_list,
-    positive_int,
+    of_kind,
     prepare_process,
 )
+from lit_lazy.support.checks import PositiveInt
 
 if TYPE_CHECKING:
     from lit_lazy.measure.harness.lm_eval_adapter import Count
@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
     )
-    add_checkpoint(parser)
+    add_options(parser, "checkpoint", "--import")
     parser.add_argument(
         "--tasks",
         metavar="piqa,boolq",
@@ -40,9 +40,11 @@ def add_to(commands: Commands) -> None:
         type=folder,
         help="folder with task files, which take precedence over the harness's tasks of the same name",
     )
-    parser.add_argument("--limit", metavar="N", type=positive_int, help="maximum questions per task, for a trial")
+    parser.add_argument(
+        "--limit", metavar="N", type=of_kind(PositiveInt), help="maximum questions per task, for a trial"
+    )
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
-    add_threads(parser)
+    add_options(parser, "--threads")
 
 
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:

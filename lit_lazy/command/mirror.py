@@ -3,13 +3,12 @@
 import argparse
 
 from lit_lazy.command.grid_helpers import open_grid_folder
-from lit_lazy.command.options import Commands, add_command, add_grid, add_runs
+from lit_lazy.command.options import Commands, add_command, add_grid
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "mirror", mirror, "send what MLflow lacks of an ablation, as after an outage")
     add_grid(parser)
-    add_runs(parser)
 
 
 def mirror(options: argparse.Namespace, _rest: list[str]) -> int:

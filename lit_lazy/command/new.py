@@ -35,9 +35,9 @@ def add_to(commands: Commands) -> None:
 def identifier(text: str) -> str:
     """Option type: a name that Python code can define."""
     if keyword.iskeyword(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a name, not a keyword of Python; for example my_{text}")
+        raise ValueError(f"{text!r}: must be a name, not a keyword of Python; for example my_{text}")
     if not text.isidentifier():
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r}: must be a Python identifier: letters, digits and _, no digit first; for example my_variant"
         )
     return text

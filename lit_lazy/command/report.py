@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import Commands, add_command, add_grid, add_open, add_runs, name_list, path
+from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, name_list, path
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
     )
-    add_grid(parser, "; without it, the page over all results in --runs")
+    add_grid(parser, nargs="?", help=f"{SHARED['ablation']['help']}; without it, the page over all results in --runs")
     parser.add_argument(
         "--from",
         dest="sources",
@@ -38,8 +38,7 @@ def add_to(commands: Commands) -> None:
         help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs; with "
         "--from, FOLDER/report.html in dist)",
     )
-    add_open(parser)
-    add_runs(parser)
+    add_options(parser, "--open")
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import require_results, require_runs
-from lit_lazy.command.options import Commands, add_command, add_runs, keep_given_options, non_empty
+from lit_lazy.command.options import Commands, add_command, add_options, keep_given_options, of_kind
+from lit_lazy.support.checks import NonEmptyText
 
 if TYPE_CHECKING:
     from lit_lazy.grid.runs_folder import RunsFolder
@@ -20,7 +21,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "runs", list_runs, "list what a runs folder holds (without COMMAND), or remove results from it"
     )
-    add_runs(parser)
+    add_options(parser, "--runs")
     below = parser.add_subparsers(title="commands", metavar="COMMAND")
     parts = [
         add_command(
@@ -31,7 +32,9 @@ def add_to(commands: Commands) -> None:
         ),
         add_command(below, "gc", collect_garbage, "remove what no table, report or run that resumes needs"),
     ]
-    parts[1].add_argument("results", metavar="NAME", type=non_empty, help="a name that `lit-lazy runs` lists")
+    parts[1].add_argument(
+        "results", metavar="NAME", type=of_kind(NonEmptyText), help="a name that `lit-lazy runs` lists"
+    )
     parts[2].add_argument(
         "--models",
         action="store_true",
@@ -41,7 +44,7 @@ def add_to(commands: Commands) -> None:
     for part in parts[1:]:
         part.add_argument("--yes", action="store_true", help="remove it (default: only print what would be removed)")
     for part in parts:
-        add_runs(part)
+        add_options(part, "--runs")
         keep_given_options(part)
 
 

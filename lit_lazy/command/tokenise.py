@@ -2,17 +2,18 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_command, add_experiment, positive_int
+from lit_lazy.command.options import Commands, add_command, add_options, of_kind
+from lit_lazy.support.checks import PositiveInt
 
 
 def add_to(commands: Commands) -> None:
     summary = "tokenise an experiment's text ahead of training"
     parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
-    add_experiment(parser)
+    add_options(parser, "experiment")
     parser.add_argument(
         "--processes",
         metavar="N",
-        type=positive_int,
+        type=of_kind(PositiveInt),
         help="parallel processes, at most one per file (default: one per core, and only this process for a small "
         "corpus)",
     )

@@ -9,11 +9,7 @@ from lit_lazy.command.options import (
     Commands,
     add_command,
     add_execution,
-    add_experiment,
-    add_init_from,
-    add_loggers,
-    add_runs,
-    add_threads,
+    add_options,
     append_init_from,
     make_execution,
     print_metrics,
@@ -25,8 +21,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
-    add_experiment(parser)
-    add_threads(parser)
+    add_options(parser, "experiment", "--threads")
     parser.add_argument(
         "--keep-checkpoint",
         action=argparse.BooleanOptionalAction,
@@ -35,9 +30,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the expected cost; create nothing")
     parser.add_argument("--verbose", action="store_true", help="print all final metrics instead of a selection")
-    add_loggers(parser)
-    add_runs(parser)
-    add_init_from(parser)
+    add_options(parser, "--logger", "--runs", "--init-from")
     add_execution(parser)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import find_leaf_classes, get_default
-from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
+from lit_lazy.support.checks import describe_kind, field_types, is_exchangeable, is_group
 
 WIDTH = 110
 """Characters per line."""

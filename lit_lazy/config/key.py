@@ -19,11 +19,11 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
+from lit_lazy.support.checks import field_types
 from lit_lazy.support.class_source import read_source, require_unedited
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import suggest_file
-from lit_lazy.support.typecheck import field_types
 
 SCHEMA = 2
 """Raised when a field's default or meaning changes: the same key would denote another training."""

@@ -6,15 +6,14 @@ import importlib
 import numbers
 import pkgutil
 import sys
-import types
 import typing
 from abc import ABC
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from lit_lazy.support.checks import field_types, list_types
 from lit_lazy.support.errors import did_you_mean, short_repr
-from lit_lazy.support.typecheck import field_types
 
 T = TypeVar("T")
 
@@ -37,12 +36,12 @@ def to_dict(value: Any, annotation: Any = None) -> Any:
         return make_class_entry(value) | {
             field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
         }
-    # The tuple of `tuple[float, ...] | None`; float itself of `float | None`.
-    inner = [part for part in (annotation, *typing.get_args(annotation)) if part is not type(None)]
+    kinds = list_types(annotation)
     if isinstance(value, tuple):
-        return [to_dict(item, next(iter(typing.get_args(inner[-1])), inner[-1])) for item in value]
+        item_kinds = [part for kind in kinds for part in typing.get_args(kind)[:1]]
+        return [to_dict(item, next(iter(item_kinds), None)) for item in value]
     # An int in a float field is the same setting and must give the same key.
-    return float(value) if float in inner and isinstance(value, numbers.Real) else value
+    return float(value) if float in kinds and isinstance(value, numbers.Real) else value
 
 
 def make_class_entry(value: Any) -> dict[str, Any]:
@@ -108,13 +107,9 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
 
 def from_dict(cls: Any, value: Any) -> Any:
     """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
-    origin = typing.get_origin(cls)
-    if origin in (types.UnionType, typing.Union):
-        inner = [arg for arg in typing.get_args(cls) if arg is not type(None)]
-        return None if value is None else from_dict(inner[0], value)
-    if origin is tuple:
-        kinds = typing.get_args(cls)
-        return tuple(from_dict(kinds[0], item) for item in value) if kinds[1:] == (Ellipsis,) else tuple(value)
+    cls = next((kind for kind in list_types(cls) if kind is not type(None)), cls)
+    if typing.get_origin(cls) is tuple and isinstance(value, list | tuple):
+        return tuple(from_dict(typing.get_args(cls)[0], item) for item in value)
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)

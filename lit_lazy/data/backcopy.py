@@ -8,14 +8,14 @@ key, the one before it, and any other query has none.
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.data.synthetic import check_memory, check_sizes
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.data.synthetic import check_memory
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10
 """One token, its two row-group flags, and the oracle's loss."""
@@ -34,46 +34,29 @@ class Backcopy(DataConfig):
     sequence. The symbol before BOS is in neither group: its target is BOS, at 0 nats.
     """
 
-    vocab_size: int = 64
+    vocab_size: Annotated[int, Bounds(ge=3, le=4096)] = 64
     """Number of symbols, including triggers, excluding BOS."""
-    context_length: int = 64
+    context_length: Annotated[int, Bounds(ge=3)] = 64
     """Tokens per sequence, including BOS."""
-    n_triggers: int = 3
+    n_triggers: PositiveInt = 3
     """Number of trigger symbols; after one, the symbol before it is repeated."""
-    trigger_mass: float = 0.25
+    trigger_mass: Annotated[float, Bounds(gt=0, lt=1)] = 0.25
     """Probability m of a trigger after a non-trigger; triggers then hold a share m / (1 + m) of the positions."""
-    concentration: float = 0.3
+    # Below 0.05 a row's probabilities exceed the range of float64, and the chain may become reducible.
+    concentration: Annotated[float, Bounds(ge=0.05, le=1e6)] = 0.3
     """Dirichlet concentration of the bigram table's rows; smaller values make the chain more predictable."""
-    train_sequences: int = 81_920
+    train_sequences: PositiveInt = 81_920
     """Training sequences (the default is 640 batches of 128 without repetition)."""
-    validation_sequences: int = 1_024
+    validation_sequences: PositiveInt = 1_024
     """Validation sequences."""
-    task_seed: int = 0
+    task_seed: NonNegativeInt = 0
     """Seed of the bigram table and the sequences; the run's seed affects neither."""
-    fixed_token_at: int | None = None
+    fixed_token_at: PositiveInt | None = None
     """Position of BOS in every sequence, from 1; its key is then watched. None: first position, not watched."""
 
     def __post_init__(self) -> None:
-        require_whole("data.n_triggers", self.n_triggers, 1)
-        require_whole("data.vocab_size", self.vocab_size, 3)
-        smallest = self.n_triggers + 2
-        require(
-            smallest <= self.vocab_size <= 4096,
-            "data.vocab_size",
-            self.vocab_size,
-            f"must lie in {smallest} .. 4096: two more than data.n_triggers={self.n_triggers} at least, and a bigram "
-            "table that fits in memory at most",
-        )
-        require_whole("data.context_length", self.context_length, 3)
-        require(0 < self.trigger_mass < 1, "data.trigger_mass", self.trigger_mass, "must lie strictly between 0 and 1")
-        # Below 0.05 a row's probabilities exceed the range of float64, and the chain may become reducible.
-        require(0.05 <= self.concentration <= 1e6, "data.concentration", self.concentration, "must lie in 0.05 .. 1e6")
-        check_sizes(self)
-        position = self.fixed_token_at
-        if position is not None:
-            require_whole("data.fixed_token_at", position, 1)
-            limit = f"must not exceed data.context_length={self.context_length}"
-            require(position <= self.context_length, "data.fixed_token_at", position, limit)
+        check_value("data.vocab_size", self.vocab_size, Annotated[int, Bounds(ge=self.n_triggers + 2)])
+        check_value("data.fixed_token_at", self.fixed_token_at, Annotated[int, Bounds(le=self.context_length)] | None)
 
     def load(self) -> DataSource:
         check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")

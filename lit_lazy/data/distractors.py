@@ -8,6 +8,7 @@ keys. Only the two together give the answer. A distance bias in addition to RoPE
 import functools
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -16,13 +17,12 @@ from lit_lazy.data.pair_vocabulary import PairVocabulary
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
     check_memory,
-    check_sizes,
     draw_permutations,
     draw_splits,
     make_ignored_targets,
     make_source,
 )
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,26 @@ class Distractors(DataConfig):
     those whose key does not; and `oracle_nll` (float32): 0, since every answer is certain.
     """
 
-    queries: int = 8
+    queries: Annotated[int, Bounds(ge=4)] = 8
     """Queries per sequence, after the pairs: an even number, half of them with distractors."""
-    lags: int = 4
+    lags: Annotated[int, Bounds(ge=2)] = 4
     """Number of distances that count: queries, 2 * queries, ..."""
     keys: int = 16
     """Number of keys."""
-    values: int = 8
+    values: Annotated[int, Bounds(ge=2)] = 8
     """Number of values."""
-    train_sequences: int = 38_400
+    train_sequences: PositiveInt = 38_400
     """Training sequences."""
-    validation_sequences: int = 1_024
+    validation_sequences: PositiveInt = 1_024
     """Validation sequences."""
-    task_seed: int = 0
+    task_seed: NonNegativeInt = 0
     """Seed of the sequences; the run's seed does not affect them."""
 
     def __post_init__(self) -> None:
-        require_whole("data.queries", self.queries, 4)
         require(
             self.queries % 2 == 0, "data.queries", self.queries, "must be even: half of the queries have distractors"
         )
-        require_whole("data.lags", self.lags, 2)
-        require_whole("data.keys", self.keys, self.queries)
-        require_whole("data.values", self.values, 2)
-        check_sizes(self)
+        check_value("data.keys", self.keys, Annotated[int, Bounds(ge=self.queries)])
 
     @property
     def vocabulary(self) -> PairVocabulary:

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -10,12 +11,11 @@ from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
     check_memory,
-    check_sizes,
     draw_splits,
     make_ignored_targets,
     make_source,
 )
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,24 @@ class Mqar(DataConfig):
     """Number of token ids: the filler, keys and values."""
     context_length: int = 512
     """Tokens per sequence."""
-    pairs: int = 64
+    pairs: PositiveInt = 64
     """Pairs per sequence, at its start."""
-    power: float = 0.01
+    power: PositiveFloat = 0.01
     """Position of the queries: 1 is uniform, less prefers early positions."""
     random_fillers: bool = False
     """Fill with random tokens instead of token 0."""
-    train_sequences: int = 100_000
+    train_sequences: PositiveInt = 100_000
     """Training sequences."""
-    validation_sequences: int = 3_000
+    validation_sequences: PositiveInt = 3_000
     """Validation sequences."""
-    task_seed: int = 0
+    task_seed: NonNegativeInt = 0
     """Seed of the sequences; the run's seed does not affect them."""
 
     def __post_init__(self) -> None:
-        require_whole("data.pairs", self.pairs, 1)
-        require_whole("data.context_length", self.context_length, 4 * self.pairs)
-        require(
-            self.context_length % 2 == 0,
-            "data.context_length",
-            self.context_length,
-            "must be even: a pair has two tokens",
-        )
-        require_whole("data.vocab_size", self.vocab_size, 2 * self.pairs + 2)
-        require(0 < self.power < math.inf, "data.power", self.power, "must be finite and above 0")
-        check_sizes(self)
+        length = self.context_length
+        check_value("data.context_length", length, Annotated[int, Bounds(ge=4 * self.pairs)])
+        require(length % 2 == 0, "data.context_length", length, "must be even: a pair has two tokens")
+        check_value("data.vocab_size", self.vocab_size, Annotated[int, Bounds(ge=2 * self.pairs + 2)])
 
     def outline(self) -> Outline:
         return Outline("mqar", self.vocab_size, self.context_length, self.train_sequences)

@@ -8,6 +8,7 @@ key and value, so that one layer suffices.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -16,13 +17,12 @@ from lit_lazy.data.pair_vocabulary import PairVocabulary
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
     check_memory,
-    check_sizes,
     draw_permutations,
     draw_splits,
     make_ignored_targets,
     make_source,
 )
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,26 @@ class Recall(DataConfig):
 
     pairs: int = 8
     """Pairs per sequence, at its start."""
-    queries: int = 16
+    queries: Annotated[int, Bounds(ge=2)] = 16
     """Queries per sequence, after the pairs: an even number, half of them for absent keys."""
     keys: int = 72
     """Number of keys."""
-    values: int = 4
+    values: Annotated[int, Bounds(ge=2)] = 4
     """Number of values."""
-    train_sequences: int = 38_400
+    train_sequences: PositiveInt = 38_400
     """Training sequences."""
-    validation_sequences: int = 1_024
+    validation_sequences: PositiveInt = 1_024
     """Validation sequences."""
-    task_seed: int = 0
+    task_seed: NonNegativeInt = 0
     """Seed of the sequences; the run's seed does not affect them."""
 
     def __post_init__(self) -> None:
-        require_whole("data.queries", self.queries, 2)
         require(
             self.queries % 2 == 0, "data.queries", self.queries, "must be even: half of the queries ask for absent keys"
         )
         half = self.queries // 2
-        require_whole("data.pairs", self.pairs, half)
-        require_whole("data.keys", self.keys, self.pairs + half)
-        require_whole("data.values", self.values, 2)
-        check_sizes(self)
+        check_value("data.pairs", self.pairs, Annotated[int, Bounds(ge=half)])
+        check_value("data.keys", self.keys, Annotated[int, Bounds(ge=self.pairs + half)])
 
     @property
     def vocabulary(self) -> PairVocabulary:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import Sampler
 
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class StepBatchSampler(Sampler[list[int]]):
     def __init__(
         self, n_items: int, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
     ):
-        require_whole("n_items", n_items, 1)
-        require_whole("batch_size", batch_size, 1)
-        require_whole("seed", seed, 0)
+        check_value("n_items", n_items, PositiveInt)
+        check_value("batch_size", batch_size, PositiveInt)
+        check_value("seed", seed, NonNegativeInt)
         require(batch_size <= n_items, "batch_size", batch_size, f"must not exceed the {n_items} items")
         self.n_items = n_items
         self.batch_size = batch_size
@@ -54,7 +54,7 @@ class StepBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         step = self.start_step()  # here, because a generator would read it only at its first batch
-        require_whole("start_step", step, 0)
+        check_value("start_step", step, NonNegativeInt)
         return self._batches(step)
 
     def _batches(self, step: int) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.trigram import ByteTrigram, trigrams
-from lit_lazy.support.checks import require_whole
+from lit_lazy.support.checks import Bounds, PositiveInt
 
 # Tests, installed packages, and two generated parts: the character tables, so similar that a split by file would leak
 # them into validation, and the manual as one string literal, which would be half of the validation text.
@@ -35,16 +36,12 @@ class Stdlib(DataConfig):
     to validation. The files of each part are joined by a NUL byte and cut into windows that do not overlap.
     """
 
-    context_length: int = 256
+    context_length: Annotated[int, Bounds(ge=2)] = 256
     """Tokens (bytes) per window."""
-    validation_windows: int = 256
+    validation_windows: PositiveInt = 256
     """Number of validation windows, evenly spread over the validation text."""
     bos: bool = False
     """Begin every window with a BOS token: NUL, which otherwise occurs only between two files."""
-
-    def __post_init__(self) -> None:
-        require_whole("data.context_length", self.context_length, 2)
-        require_whole("data.validation_windows", self.validation_windows, 1)
 
     def load(self) -> DataSource:
         return _build_source(self)

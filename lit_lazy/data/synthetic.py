@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import IGNORED, DataSource, TokenDataset, fingerprint
-from lit_lazy.support.checks import require_whole
 from lit_lazy.support.memory import require_memory
 
 
@@ -45,13 +44,6 @@ class AnsweredSequences(NamedTuple):
 
 
 AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
-
-
-def check_sizes(task: SyntheticTask) -> None:
-    """Raises a one-line ValueError if the numbers of sequences or the seed are out of range."""
-    require_whole("data.train_sequences", task.train_sequences, 1)
-    require_whole("data.validation_sequences", task.validation_sequences, 1)
-    require_whole("data.task_seed", task.task_seed, 0)
 
 
 def check_memory(task: SyntheticTask, bytes_per_sequence: int, *sizes: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from lit_lazy.data.pipeline.tokens import (
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
 from lit_lazy.data.trigram import ByteTrigram, trigrams
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.errors import short_repr
 
@@ -75,25 +76,21 @@ class Text(DataConfig):
     still includes every target, also a document's first token, which is predicted from the separator before it."""
     bos: bool = False
     """Begin every window with the separator, as its BOS token."""
-    context_length: int = 256
+    context_length: Annotated[int, Bounds(ge=2)] = 256
     """Tokens per window."""
     max_tokens: int | None = None
     """Maximum number of training tokens, and of validation tokens if `validation` is set; None for all."""
     validation: str = ""
     """Validation text: a path, or a split of the hub dataset. Empty to hold out a share of the documents."""
-    validation_share: float = 0.1
+    validation_share: Annotated[float, Bounds(gt=0, lt=1)] = 0.1
     """Share of the documents held out, selected by a hash of their text, if `validation` is empty."""
-    validation_windows: int = 256
+    validation_windows: PositiveInt = 256
     """Number of validation windows, evenly spread over the validation text."""
     validation_overlap: bool = False
     """Allow a `validation` of which more than a tenth of the documents are in the training text too."""
 
     def __post_init__(self) -> None:
-        require_whole("data.context_length", self.context_length, 2)
-        require_whole("data.validation_windows", self.validation_windows, 1)
-        require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "must be in (0, 1)")
-        if self.max_tokens is not None:
-            require_whole("data.max_tokens", self.max_tokens, self.context_length)
+        check_value("data.max_tokens", self.max_tokens, Annotated[int, Bounds(ge=self.context_length)] | None)
         require(not (self.path and self.hub), "data.hub", self.hub, f"excludes data.path={self.path!r}; give one")
         require(not self.stream or bool(self.hub), "data.stream", self.stream, "needs data.hub; files are streamed")
         require(not self.stream or self.max_tokens is not None, "data.stream", self.stream, "needs data.max_tokens")

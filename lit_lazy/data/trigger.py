@@ -8,12 +8,13 @@ anchor.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from lit_lazy.data.base import DataConfig, DataSource, Outline
-from lit_lazy.data.synthetic import AnsweredSequences, check_memory, check_sizes, draw_splits, make_source
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.data.synthetic import AnsweredSequences, check_memory, draw_splits, make_source
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40
 """Token, target, groups and oracle, and what drawing them takes."""
@@ -33,25 +34,18 @@ class Trigger(DataConfig):
     and `oracle_nll` (float32, nats), the negative log-likelihood of the target under its law.
     """
 
-    symbols: int = 32
+    symbols: Annotated[int, Bounds(ge=2)] = 32
     """Number of symbols."""
-    context_length: int = 32
+    context_length: Annotated[int, Bounds(ge=3)] = 32
     """Tokens per sequence, including BOS."""
-    trigger_share: float = 0.25
+    trigger_share: Annotated[float, Bounds(gt=0, lt=1)] = 0.25
     """Probability of a trigger at a position from the third on."""
-    train_sequences: int = 76_800
+    train_sequences: PositiveInt = 76_800
     """Training sequences."""
-    validation_sequences: int = 1_024
+    validation_sequences: PositiveInt = 1_024
     """Validation sequences."""
-    task_seed: int = 0
+    task_seed: NonNegativeInt = 0
     """Seed of the sequences; the run's seed does not affect them."""
-
-    def __post_init__(self) -> None:
-        require_whole("data.symbols", self.symbols, 2)
-        require_whole("data.context_length", self.context_length, 3)
-        share = self.trigger_share
-        require(0 < share < 1, "data.trigger_share", share, "must lie strictly between 0 and 1")
-        check_sizes(self)
 
     @property
     def bos(self) -> int:

@@ -9,19 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.data.base import Outline
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.support.stored_names import check_row_name
-from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, RowInfo
@@ -33,6 +32,7 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
 """Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
+Seeds = Annotated[tuple[NonNegativeInt, ...], Bounds(min_length=1)]
 MOST_CELLS = 100_000
 """Upper bound for a grid, whose cells are all held in memory."""
 
@@ -60,7 +60,7 @@ class Row:
     """New values by dotted path into the `RunConfig`; a function is called with the base experiment."""
     source: str
     """Origin: paper (via review), authors' code, or ours."""
-    seeds: tuple[int, ...] | None = None
+    seeds: Seeds | None = None
     """None for the ablation's seeds."""
     note: str = ""
 
@@ -106,7 +106,7 @@ class Ablation:
     name: str
     baseline: str = ""
     """The row with which all others are compared; the first by default."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: Seeds = (0, 1, 2)
     columns: tuple[Column, ...] = COLUMNS
     rows: tuple[Row, ...] = ()
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -154,14 +154,11 @@ class Ablation:
         for contrast in self.contrasts:
             for name in contrast.weights:
                 self._require_row(f"contrast {contrast.name!r}:", name)
-        if not self.seeds:
-            raise ValueError(f"{here}: needs at least one seed")
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
                 raise ValueError(f"{here}: {what} changes seed; give seeds=({changes['seed']},) instead")
         for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
-            if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-                raise ValueError(f"{here}: seeds={seeds!r}: must be distinct non-negative integers")
+            require(len(set(seeds)) == len(seeds), f"{here}: seeds", seeds, "must be distinct")
 
     def _require_row(self, what: str, name: str) -> None:
         names = {row.name: None for row in self.all_rows}

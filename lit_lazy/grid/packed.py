@@ -14,20 +14,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import ASIDE, GridFolder
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.stored_names import check_row_name
-from lit_lazy.support.typecheck import fits
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell
@@ -106,7 +105,7 @@ class Pack:
                 del line["seed"]  # the config has it
             ended = {line["key"]: line.pop("ended", 0) for line in lines}  # format 1 has none
             for key, time in ended.items():
-                require(fits(time, float) and 0 <= time <= LATEST, f"ended of {key}", time, "is no time of a file")
+                check_value(f"ended of {key}", time, Annotated[float, Bounds(ge=0, le=LATEST)])
             return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows, ended)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None

@@ -12,10 +12,9 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_errors
 from lit_lazy.grid.ablation import Ablation, Row, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import check_kinds, require
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.provenance import find_last_commit
-from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Rule, Statement, Verdict
 from lit_lazy.table.looks import ALPHA, find_open_rows
 from lit_lazy.table.records import Contrast

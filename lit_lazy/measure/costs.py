@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_va
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.model.saved_memory import measure_saved_bytes
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, PositiveInt, require
 from lit_lazy.support.timing import time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
@@ -32,21 +33,14 @@ class Costs(Evaluation):
     rounds of the ratio of their times, minus 1. Unlike all other metrics, times are not deterministic.
     """
 
-    sequences: int = 4
+    sequences: PositiveInt = 4
     """Validation sequences per step."""
-    rounds: int = 10
+    rounds: Annotated[int, Bounds(ge=2)] = 10
     """Rounds of turns, each in both orders."""
-    decoded: int = 16
+    decoded: PositiveInt = 16
     """Tokens decoded one by one, at the end of a context."""
-    divisors: tuple[int, ...] = ()
+    divisors: tuple[PositiveInt, ...] = ()
     """A step is timed too at the context's length divided by each of these, with as many tokens."""
-
-    def __post_init__(self) -> None:
-        for divisor in self.divisors:
-            require_whole("Costs.divisors", divisor, 1)
-        require_whole("Costs.sequences", self.sequences, 1)
-        require_whole("Costs.rounds", self.rounds, 2)
-        require_whole("Costs.decoded", self.decoded, 1)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if the model has no attention or its context has no room for the decoded tokens."""

@@ -15,7 +15,7 @@ from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, evaluation_mode
 from lit_lazy.measure.lengths import make_loss_metrics
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
-from lit_lazy.support.checks import require_whole
+from lit_lazy.support.checks import PositiveInt
 
 LARGEST = 127
 """Largest int8 of a symmetric scale."""
@@ -76,11 +76,8 @@ class Int8(Evaluation):
 
     weights_only: bool = False
     """Quantise only the weights; the metrics then begin with `int8_weights/`."""
-    sequences: int = SAMPLE
+    sequences: PositiveInt = SAMPLE
     """Number of evenly spaced validation sequences."""
-
-    def __post_init__(self) -> None:
-        require_whole("Int8.sequences", self.sequences, 1)
 
     @torch.no_grad()
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from lit_lazy.measure.diagnostics import (
 )
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.checks import require, require_field, require_whole
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, require
 
 STREAMED = "streamed/"
 """Prefix of names measured with an evicting cache."""
@@ -112,16 +113,10 @@ def compute_length_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]
 class Lengths(Evaluation):
     """Loss on sequences longer than in training."""
 
-    times: tuple[int, ...] = (1, 2, 4)
+    times: Annotated[tuple[PositiveInt, ...], Bounds(min_length=1)] = (1, 2, 4)
     """Lengths as multiples of the training's context."""
-    sequences: int = SAMPLE
+    sequences: PositiveInt = SAMPLE
     """Number of evenly spaced validation sequences."""
-
-    def __post_init__(self) -> None:
-        require(len(self.times) > 0, "Lengths.times", self.times, "needs at least one")
-        for times in self.times:
-            require_whole("Lengths.times", times, 1)
-        require_whole("Lengths.sequences", self.sequences, 1)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if positions, bias or data do not support the longest length."""
@@ -147,36 +142,29 @@ class Streaming(Evaluation):
     Xiao et al., arXiv 2309.17453. All losses are over the same tokens, those after the largest cache's first eviction.
     """
 
-    first: tuple[int, ...] = (0, 1, 4)
+    first: Annotated[tuple[NonNegativeInt, ...], Bounds(min_length=1)] = (0, 1, 4)
     """Numbers of first tokens to cache, measured one after the other."""
-    window: int = 64
+    window: PositiveInt = 64
     """Number of newest tokens to cache."""
-    times: int = 2
+    times: PositiveInt = 2
     """Length of the sequences as a multiple of the training's context."""
-    length: int | None = None
+    length: PositiveInt | None = None
     """Length of the sequences in tokens instead; None for `times` contexts."""
-    sequences: int = 16
+    sequences: PositiveInt = 16
     """Number of evenly spaced validation sequences."""
     n_held: bool = False
     """Also measure with thresholds by position in the text instead of by the keys in the cache."""
 
     def __post_init__(self) -> None:
-        require(len(self.first) > 0, "Streaming.first", self.first, "needs at least one")
-        for first in self.first:
-            require_whole("Streaming.first", first, 0)
-        for name in ("window", "times", "sequences"):
-            require_whole(f"Streaming.{name}", getattr(self, name), 1)
-        if self.length is not None:
-            require_whole("Streaming.length", self.length, 1)
-            fix = f"has no effect with Streaming.length={self.length}; leave it at {Streaming.times}"
-            require_field(self, "Streaming.times", self.times == Streaming.times, fix)
+        fix = f"has no effect with Streaming.length={self.length}; leave it at {Streaming.times}"
+        require(self.length is None or self.times == Streaming.times, "Streaming.times", self.times, fix)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if the model does not support eviction, or the sequences are too short for it."""
         model.new_cache(Eviction(max(self.first), self.window))
         length = self._find_length(model)
         evicts = max(self.first) + self.window < length
-        require_field(self, "Streaming.window", evicts, f"must evict within {length} tokens")
+        require(evicts, "Streaming.window", self.window, f"must evict within {length} tokens")
         check_reach(model, data, length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, PositiveInt, require
 from lit_lazy.support.errors import iter_causes, one_line
 
 if TYPE_CHECKING:
@@ -238,17 +238,12 @@ def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
 class LmEval(Evaluation):
     """Benchmarks of lm-evaluation-harness, which needs `pip install 'lit-lazy[lm-eval]'`; in fp32."""
 
-    tasks: tuple[str, ...] = tuple(TASKS)
+    tasks: Annotated[tuple[str, ...], Bounds(min_length=1)] = tuple(TASKS)
     """Tasks of the harness or of the task folder."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Maximum number of questions per task; None for all."""
     task_folder: str | None = None
     """Folder with custom task files, which override the harness's tasks; their content is part of the key."""
-
-    def __post_init__(self) -> None:
-        require(len(self.tasks) > 0, "LmEval.tasks", self.tasks, "needs at least one")
-        if self.limit is not None:
-            require_whole("LmEval.limit", self.limit, 1)
 
     def files(self) -> list[Path]:
         """All files in the task folder."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lit_lazy.data.haystack import NAMES, NEEDLE, PASSKEY, Hiding, Wording, hide
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.measure.diagnostics import TOKENS_AT_ONCE, evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, Share, require
 
 MOST_DIGITS = 18
 """A number of this many digits fits into 64 bits."""
@@ -55,29 +55,20 @@ class Passkey(Evaluation):
     NAME: ClassVar[str] = "passkey"
     WORDING: ClassVar[Wording] = PASSKEY
 
-    lengths: tuple[int, ...] = (256, 512, 1024)
+    lengths: Annotated[tuple[Annotated[int, Bounds(ge=2)], ...], Bounds(min_length=1)] = (256, 512, 1024)
     """Lengths of the sequences in tokens; text is at most as long, by less than a sentence."""
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: Annotated[tuple[Share, ...], Bounds(min_length=1)] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Places of the key, from 0, the beginning of the filler, to 1, its end."""
-    sequences: int = 8
+    sequences: PositiveInt = 8
     """Sequences of each length and depth."""
-    digits: int = 5
+    digits: Annotated[int, Bounds(ge=1, le=MOST_DIGITS)] = 5
     """Digits of a key; in data without text, its symbols."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of keys and places."""
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "depths"):
-            require(len(getattr(self, name)) > 0, self._option(name), getattr(self, name), "needs at least one")
-        for length in self.lengths:
-            require_whole(self._option("lengths"), length, 2)
-        for depth in self.depths:
-            require(0 <= depth <= 1, self._option("depths"), depth, "must be from 0 to 1")
         close = any(round(b - a, 9) < LEAST_STEP for a, b in pairwise(sorted(self.depths)))
-        require(not close, self._option("depths"), self.depths, f"must differ by at least {LEAST_STEP}")
-        require_whole(self._option("sequences"), self.sequences, 1)
-        require_whole(self._option("digits"), self.digits, 1, MOST_DIGITS)
-        require_whole(self._option("seed"), self.seed, 0)
+        require(not close, f"{type(self).__name__}.depths", self.depths, f"must differ by at least {LEAST_STEP}")
 
     @property
     def hiding(self) -> Hiding:
@@ -106,9 +97,6 @@ class Passkey(Evaluation):
             found |= self._name(by_length[-1], f"_{length}")
         return found | self._name(torch.stack(by_length).mean(0), "")
 
-    def _option(self, name: str) -> str:
-        return f"{type(self).__name__}.{name}"
-
     def _name(self, values: Tensor, suffix: str) -> dict[str, float]:
         accuracy, loss = values.tolist()
         return {f"{self.NAME}/accuracy{suffix}": accuracy, f"{self.NAME}/loss{suffix}": loss}
@@ -130,12 +118,8 @@ class Needle(Passkey):
     NAME: ClassVar[str] = "needle"
     WORDING: ClassVar[Wording] = NEEDLE
 
-    distractors: int = 3
+    distractors: Annotated[int, Bounds(ge=0, le=len(NAMES) - 1)] = 3
     """Sentences with other keys, at random places."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("Needle.distractors", self.distractors, 0, len(NAMES) - 1)
 
     @property
     def hiding(self) -> Hiding:

@@ -10,8 +10,7 @@ from lit_lazy.data.base import Batch
 from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
-from lit_lazy.support.checks import require
-from lit_lazy.support.typecheck import fits
+from lit_lazy.support.checks import PositiveFloat, check_value
 
 log = logging.getLogger("lit_lazy.measure.thresholds")
 PARTS, MOST_PARTS = 8, 32
@@ -30,7 +29,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
     per head (`Elastic`, with another threshold than per_token), or if the loss at its own taus is lower by that.
     """
-    require(fits(rise, float) and rise > 0, "rise", rise, "must be a number above 0, in nats a token")
+    check_value("rise", rise, PositiveFloat)
     taus = [_get_tau(attention.normaliser) for attention in model.attentions]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

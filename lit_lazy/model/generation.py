@@ -3,32 +3,27 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_lazy.attention import Cache, Eviction
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
-from lit_lazy.support.checks import require
-from lit_lazy.support.typecheck import check_kinds
+from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import Bounds, NonNegativeFloat
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(CheckedFields):
     """Settings of sampling."""
 
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     """Divisor of the logits; 0 takes the most probable token."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """Sample from the smallest set of tokens with this total probability, above 0 and at most 1."""
     seed: int = 0
     """Seed; each prompt has its own generator."""
-
-    def __post_init__(self) -> None:
-        check_kinds("Sampling", self)
-        require(self.temperature >= 0, "Sampling: temperature", self.temperature, "must be at least 0")
-        require(0 < self.top_p <= 1, "Sampling: top_p", self.top_p, "must be above 0 and at most 1")
 
 
 GREEDY = Sampling(temperature=0.0)

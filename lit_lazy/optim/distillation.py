@@ -3,7 +3,6 @@
 A term is a frozen dataclass (its settings) with one function of the two models' passes over the same batch.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import PositiveFloat
 
 
 class Passes(NamedTuple):
@@ -58,13 +57,10 @@ class NoDistillation(Distillation):
 class Logits(Distillation):
     """T^2 KL(teacher || model) of the next token's distribution at temperature T, in nats (Hinton et al. 2015)."""
 
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Factor of the term."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """T, which divides the logits of both."""
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "weight", "temperature")
 
     def compute(self, passes: Passes) -> Tensor:
         def compute_divergence(model: Tensor, teacher: Tensor) -> Tensor:
@@ -81,13 +77,10 @@ class AttentionOutputs(Distillation):
     Both squares are means over a sequence.
     """
 
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Factor of the term."""
 
     reads_attention = True
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "weight")
 
     def compute(self, passes: Passes) -> Tensor:
         errors = [
@@ -95,10 +88,3 @@ class AttentionOutputs(Distillation):
             for model, teacher in passes.mixed
         ]
         return self.weight * torch.stack(errors).mean()
-
-
-def _require_positive(settings: Distillation, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        fits = math.isfinite(value) and value > 0
-        require(fits, f"{type(settings).__name__}.{name}", value, "must be finite and above 0")

@@ -1,18 +1,17 @@
 """Settings of optimisers, which build torch's for a model's parameter groups."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import MOST_FACTOR, require, require_positive, require_whole
+from lit_lazy.support.checks import MOST_FACTOR, BelowOne, Bounds, PositiveFloat, require
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` with their `lr` and `weight_decay`."""
@@ -46,11 +45,8 @@ class Optimiser(CheckedFields, ABC):
 class AdamW(Optimiser):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), torch's."""
 
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-
-    def __post_init__(self) -> None:
-        _require_eps(self)
 
     def build(
         self,
@@ -66,7 +62,7 @@ class AdamW(Optimiser):
 class SGD(Optimiser):
     """Stochastic gradient descent with momentum (Sutskever et al. 2013), torch's: decay is added to the gradient."""
 
-    momentum: float = 0.9
+    momentum: BelowOne = 0.9
     """Decay factor of the sum of gradients per step; 0 for no momentum."""
     nesterov: bool = False
     """Use Nesterov momentum."""
@@ -74,7 +70,6 @@ class SGD(Optimiser):
     adaptive = False
 
     def __post_init__(self) -> None:
-        _require_momentum(self)
         require(not self.nesterov or self.momentum > 0, "SGD.nesterov", True, "needs a momentum above 0")
 
     def build(
@@ -97,32 +92,21 @@ class Muon(Optimiser):
     momentum nearly orthogonal.
     """
 
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Decay factor of the mean of a matrix's gradients per step."""
     nesterov: bool = True
     """Use Nesterov momentum."""
-    iterations: int = 5
+    iterations: Annotated[int, Bounds(ge=1, le=MOST_ITERATIONS)] = 5
     """Number of Newton-Schulz iterations."""
     adjustment: Adjustment = "match_rms_adamw"
     """Size of a matrix's step: match_rms_adamw is 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates (Liu
     et al., arXiv 2502.16982); original is sqrt(max(1, rows / columns))."""
-    lr_scale: float = 1.0
+    lr_scale: Annotated[float, Bounds(gt=0, le=MOST_FACTOR)] = 1.0
     """Learning rate of the matrices as a multiple of `train.lr`."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
 
     needs_whole_matrices = True
-
-    def __post_init__(self) -> None:
-        _require_momentum(self)
-        _require_eps(self)
-        require_whole("Muon.iterations", self.iterations, 1)
-        require(
-            self.iterations <= MOST_ITERATIONS, "Muon.iterations", self.iterations, f"must be at most {MOST_ITERATIONS}"
-        )
-        allowed = get_args(Adjustment)
-        require(self.adjustment in allowed, "Muon.adjustment", self.adjustment, f"must be one of {', '.join(allowed)}")
-        require_positive("Muon.lr_scale", self.lr_scale, MOST_FACTOR)
 
     def build(
         self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]
@@ -183,13 +167,3 @@ def _select_parameters(groups: Sequence[Group], wanted: Callable[[Tensor], bool]
     """The groups restricted to the wanted parameters, without empty ones."""
     parts = [{**group, "params": [*filter(wanted, group["params"])]} for group in groups]
     return [group for group in parts if group["params"]]
-
-
-def _require_momentum(settings: SGD | Muon) -> None:
-    fits = 0 <= settings.momentum < 1
-    require(fits, f"{type(settings).__name__}.momentum", settings.momentum, "must be at least 0 and below 1")
-
-
-def _require_eps(settings: AdamW | Muon) -> None:
-    fits = math.isfinite(settings.eps) and settings.eps > 0
-    require(fits, f"{type(settings).__name__}.eps", settings.eps, "must be finite and above 0")

@@ -6,10 +6,10 @@ A schedule is a frozen dataclass (its settings) with one function of the finishe
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import Bounds
 
 Decay = Literal["linear", "sqrt"]
 
@@ -40,14 +40,10 @@ class Cosine(Schedule):
 class WSD(Schedule):
     """Warm-up, stable, decay: the peak, then a fall to `train.final_lr_fraction` (Hu et al., arXiv 2404.06395)."""
 
-    decay_share: float = 0.2
+    decay_share: Annotated[float, Bounds(gt=0, le=1)] = 0.2
     """Share of the steps after the warm-up in which the rate decays."""
     decay: Decay = "sqrt"
     """Form of the decay: linear, or sqrt, 1 - sqrt(u) for the finished share u (Hägele et al., arXiv 2405.18392)."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.decay_share <= 1, "WSD.decay_share", self.decay_share, "must be above 0 and at most 1")
-        require(self.decay in get_args(Decay), "WSD.decay", self.decay, f"must be one of {', '.join(get_args(Decay))}")
 
     def factor(self, progress: float, final: float) -> float:
         fallen = max(0.0, 1 - (1 - progress) / self.decay_share)

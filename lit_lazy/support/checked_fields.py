@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Self
 
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import check_fields
 from lit_lazy.support.class_source import keep_file
-from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 
 class CheckedFields:
     """Base of frozen dataclasses: each field must fit its annotation, or a one-line ValueError names it.
 
-    A subclass's own `__post_init__` runs first, since its messages also tell the limits.
+    A subclass's own `__post_init__` runs after this check, and has only what an annotation cannot say.
     prefix: what precedes a field's name in messages; the class's name by default.
     """
 
@@ -37,10 +35,11 @@ class CheckedFields:
         if prefix is not None:
             cls._prefix = prefix
         if "__post_init__" in vars(cls):
-            cls.__post_init__ = _add_check(cls.__post_init__)
+            cls.__post_init__ = _check_first(cls.__post_init__)
 
     def __post_init__(self) -> None:
-        require_kinds(self)
+        cls = type(self)
+        check_fields(f"{cls.__name__}." if cls._prefix is None else cls._prefix, self)
 
 
 @functools.cache
@@ -63,30 +62,15 @@ def require_decorated(cls: type) -> None:
             raise ValueError(f"{cls.__name__}.{name}: is a new default without a type; write `{name}: TYPE = VALUE`")
 
 
-def _add_check(own: Callable[..., None]) -> Callable[..., None]:
-    """A class's own check, and that of the kinds, also where a wrong kind makes its own fail."""
+def _check_first(own: Callable[..., None]) -> Callable[..., None]:
+    """A class's own check, after that of the annotations."""
 
     @functools.wraps(own)
     def check(self: CheckedFields) -> None:
-        try:
-            own(self)
-        except (TypeError, AttributeError, OverflowError):
-            require_kinds(self)
-            raise
-        require_kinds(self)
+        CheckedFields.__post_init__(self)
+        own(self)
 
     return check
-
-
-def require_kinds(settings: CheckedFields) -> None:
-    """Raise a one-line ValueError if a field does not fit its annotation."""
-    cls = type(settings)
-    prefix = f"{cls.__name__}." if cls._prefix is None else cls._prefix
-    hints = field_types(cls)
-    for name in (field.name for field in dataclasses.fields(settings)):  # type: ignore[arg-type]
-        value, hint = getattr(settings, name), hints[name]
-        if not fits(value, hint):
-            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{_give_example(value, hint)}")
 
 
 def list_changes(
@@ -102,22 +86,3 @@ def list_changes(
             if old != new:
                 yield below, name, before, after
             yield from list_changes(old, new, below)
-
-
-def _give_example(value: Any, hint: Any) -> str:
-    if is_exchangeable(hint):
-        known = sorted(_iter_leaves(hint))
-        given = value.__name__ if isinstance(value, type) else str(value)
-        meant = [name for name in known if name.lower() == given.lower()]
-        return f", such as {[*meant, *known, hint.__name__][0]}()"
-    if is_part(hint):
-        return f", such as {hint.__name__}()"
-    return ", within 64 bits" if type(value) is int and int in (hint, *typing.get_args(hint)) else ""
-
-
-def _iter_leaves(base: type) -> Iterator[str]:
-    """Names of the dataclasses under a base, of those that are imported."""
-    for sub in base.__subclasses__():
-        if dataclasses.is_dataclass(sub):
-            yield sub.__name__
-        yield from _iter_leaves(sub)

@@ -1,11 +1,77 @@
-"""Checks of settings with one-line errors."""
+"""What a field takes: an annotation declares type, bounds and choices; values and texts are checked by it alone."""
 
+import dataclasses
+import functools
+import json
 import math
+import numbers
+import operator
+import types
+import typing
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
 from lit_lazy.support.errors import short_repr
 
+MOST = 2**63 - 1
+"""Upper bound of whole numbers, as in tensors and databases."""
 MOST_RATE, MOST_FACTOR = 1e20, 1e6
 """Largest learning rate, and largest factor on one, or weight decay: their product must be an fp32 number."""
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    type(None): "None",
+}
+UNIONS = (types.UnionType, typing.Union)
+EXAMPLES = {str: "('a','b')", int: "(1,2)", float: "(0.5,1.0)"}
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NONE = ("None", "null", "Null", "NULL", "~")
+COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "ge": (operator.ge, "of at least {}"),
+    "gt": (operator.gt, "above {}"),
+    "le": (operator.le, "at most {}"),
+    "lt": (operator.lt, "below {}"),
+    "min_length": (lambda value, least: len(value) >= least, ", of length {} or more"),
+}
+
+
+class Bounds(NamedTuple):
+    """In `Annotated[TYPE, Bounds(...)]`: limits of a number, or of a tuple's length, by annotated-types' names."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    min_length: int | None = None
+
+    def hold(self, value: Any) -> bool:
+        """Whether a value of the type is within all bounds."""
+        return all(COMPARISONS[name][0](value, bound) for name, bound in self._iter_set())
+
+    def __str__(self) -> str:
+        """In words, to follow those of the type."""
+        texts = [
+            COMPARISONS[name][1].format(bound if isinstance(bound, int) else f"{bound:g}")
+            for name, bound in self._iter_set()
+        ]
+        return " and ".join(texts)
+
+    def _iter_set(self) -> list[tuple[str, float]]:
+        return [(name, bound) for name, bound in self._asdict().items() if bound is not None]
+
+
+NonNegativeInt, PositiveInt = Annotated[int, Bounds(ge=0)], Annotated[int, Bounds(ge=1)]
+NonNegativeFloat, PositiveFloat = Annotated[float, Bounds(ge=0)], Annotated[float, Bounds(gt=0)]
+NonEmptyText = Annotated[str, Bounds(min_length=1)]
+Share = Annotated[float, Bounds(ge=0, le=1)]
+BelowOne = Annotated[float, Bounds(ge=0, lt=1)]
+Threads = Annotated[int, Bounds(ge=1, le=1024)]
+"""CPU threads of a process; torch crashes with tens of thousands."""
 
 
 def require(holds: bool, field: str, value: object, fix: str) -> None:
@@ -14,19 +80,167 @@ def require(holds: bool, field: str, value: object, fix: str) -> None:
         raise ValueError(f"{field}={short_repr(value)}: {fix}")
 
 
-def require_field(settings: object, path: str, holds: bool, fix: str) -> None:
-    """`require` for the field of `settings` at the last part of a dotted path."""
-    require(holds, path, getattr(settings, path.rpartition(".")[2]), fix)
+def check_fields(prefix: str, settings: Any) -> None:
+    """Raise a one-line ValueError if a dataclass field's value does not fit its annotation.
+
+    prefix: what precedes the field's name in the message.
+    """
+    hints = field_types(type(settings))
+    for name in (field.name for field in dataclasses.fields(settings)):
+        check_value(f"{prefix}{name}", getattr(settings, name), hints[name])
 
 
-def require_whole(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Require an int (not a bool) of at least `minimum` and, if given, at most `maximum`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    within = whole and value >= minimum and (maximum is None or value <= maximum)
-    wanted = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    require(within, field, value, f"must be a whole number {wanted}")
+def check_kinds(what: str, settings: Any) -> None:
+    """`check_fields` of a named thing, such as a row or a stored record."""
+    check_fields(f"{what}: ", settings)
 
 
-def require_positive(field: str, value: float, most: float) -> None:
-    """Require a number above 0 and at most `most`."""
-    require(math.isfinite(value) and 0 < value <= most, field, value, f"must be above 0 and at most {most:g}")
+def check_value(name: str, value: object, hint: Any) -> None:
+    """Raise a one-line ValueError if a value does not fit an annotation."""
+    if not fits(value, hint):
+        require(False, name, value, _describe_need(value, hint))
+
+
+@functools.cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Field -> annotation of a dataclass. Cached: a grid calls this hundreds of times per cell."""
+    return MappingProxyType(typing.get_type_hints(cls, include_extras=True))
+
+
+def list_types(hint: Any) -> list[Any]:
+    """The types of a union, or the one of another annotation, without bounds."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return list_types(parts[0])
+    return [kind for part in parts for kind in list_types(part)] if origin in UNIONS else [hint]
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value fits an annotation; always True for kinds of annotations that this project does not use."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return fits(value, parts[0]) and all(bounds.hold(value) for bounds in parts[1:])
+    if origin in UNIONS:
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        kinds = parts[:1] * len(value) if isinstance(value, tuple) and parts[1:] == (Ellipsis,) else parts
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(fits, value, kinds))
+    if origin in (Mapping, dict):
+        return isinstance(value, Mapping) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, parts[0]) for item in value)
+    if origin is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    if origin is Callable:
+        return callable(value)
+    if hint is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST
+    if hint in (bool, str, type(None)) or is_part(hint):
+        return isinstance(value, hint)
+    return True
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an int
+        return False
+
+
+def is_part(hint: Any) -> bool:
+    """Whether a field holds a dataclass or an exchangeable part."""
+    return dataclasses.is_dataclass(hint) or is_exchangeable(hint)
+
+
+def is_exchangeable(hint: Any) -> bool:
+    """Whether a field holds one of several classes: the concrete dataclasses under an abstract base."""
+    return ABC in getattr(hint, "__mro__", ())  # issubclass would include int, which other ABCs register
+
+
+def is_group(hint: Any) -> bool:
+    """Whether a field's own fields are set one by one. A base of exchangeable parts may be a dataclass too."""
+    return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
+
+
+def describe_kind(hint: Any) -> str:
+    """An annotation in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint in KINDS:
+        return KINDS[hint]
+    if origin is Annotated:
+        return f"{describe_kind(parts[0])} {parts[1]}".replace(" ,", ",")
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple and parts[1:] == (Ellipsis,):
+        example = EXAMPLES.get(list_types(parts[0])[0])
+        return f"a tuple, each item {describe_kind(parts[0])}{f', for example {example}' if example else ''}"
+    if origin is tuple:
+        example = ",".join("0.5" for _ in parts)
+        return f"{len(parts)} items in brackets, each {describe_kind(parts[0])}, for example [{example}]"
+    if origin in (Mapping, dict):
+        return f"a dict, each key {describe_kind(parts[0])}, each value {describe_kind(parts[1])}"
+    if origin is Sequence:
+        return "a list or tuple"
+    if origin is Callable:
+        return "a function"
+    if parts:
+        return " or ".join(describe_kind(part) for part in parts)
+    return f"a{'n' * (hint.__name__[0] in 'AEIO')} {hint.__name__}" if isinstance(hint, type) else "anything"
+
+
+def _describe_need(value: object, hint: Any) -> str:
+    """What a value that does not fit must be, with an example of a part."""
+    need = f"must be {describe_kind(hint)}"
+    if is_exchangeable(hint):
+        known = sorted(_iter_leaves(hint))
+        given = value.__name__ if isinstance(value, type) else str(value)
+        meant = [name for name in known if name.lower() == given.lower()]
+        return f"{need}, such as {[*meant, *known, hint.__name__][0]}()"
+    if is_part(hint):
+        return f"{need}, such as {hint.__name__}()"
+    return f"{need}, within 64 bits" if type(value) is int and abs(value) > MOST else need
+
+
+def _iter_leaves(base: type) -> typing.Iterator[str]:
+    """Names of the dataclasses under a base, of those that are imported."""
+    for sub in base.__subclasses__():
+        if dataclasses.is_dataclass(sub):
+            yield sub.__name__
+        yield from _iter_leaves(sub)
+
+
+def parse(text: str, hint: Any) -> Any:
+    """The value of an annotation that a text gives. Raises ValueError with what it must be."""
+    value: object = text
+    with suppress(KeyError, ValueError):
+        if fits(value := _read(text, hint), hint):
+            return value
+    raise ValueError(_describe_need(value, hint))
+
+
+def _read(text: str, hint: Any) -> Any:
+    """A text as a value of the type of an annotation. Raises ValueError or KeyError if it is none."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _read(text, parts[0])
+    if origin in UNIONS:
+        for part in sorted(parts, key=lambda part: part is not type(None)):
+            with suppress(ValueError):
+                return parse(text, part)
+        raise ValueError
+    if origin is Literal:
+        return {str(part): part for part in parts}[text]
+    if origin is tuple and text[:1] + text[-1:] in ("[]", "()"):
+        inner = text[1:-1].strip(" ,")
+        items = [item.strip(" '\"") for item in inner.split(",")] if inner else []
+        kinds = parts[:1] * len(items) if parts[1:] == (Ellipsis,) else parts
+        return tuple(parse(item, kind) for item, kind in zip(items, kinds, strict=True))
+    if hint is bool:
+        return WORDS[text.lower()]
+    if hint is type(None):
+        return None if text in NONE else text
+    return hint(text) if hint in (int, float, str) else json.loads(text)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
+from lit_lazy.support.checks import check_kinds
 from lit_lazy.support.errors import escape_controls, short_repr
 from lit_lazy.support.stored_names import check_row_name, is_metric_name
-from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, RESOLUTION, Effect
 

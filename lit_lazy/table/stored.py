@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import check_kinds, fits, require
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.formats import parse_json, require_known_format
-from lit_lazy.support.typecheck import check_kinds, fits
 from lit_lazy.table.build import add_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import FORMAT, Column, Contrast, Table, TableRow, Yardstick

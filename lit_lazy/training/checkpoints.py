@@ -21,7 +21,7 @@ from lit_lazy.data.base import Outline
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checked_fields import list_changes
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.training.module import SOURCES, LitLM, hash_sources
@@ -267,7 +267,7 @@ def _build_module(content: dict[str, Any]) -> LitLM:
     settings, state = content["hyper_parameters"], content["state_dict"]
     cfg = from_dict(RunConfig, settings["config"])
     for name in ("vocab_size", "context_length"):
-        require_whole(name, settings[name], 1)
+        check_value(name, settings[name], PositiveInt)
     embedding = state.get("model.embedding.weight")
     shape = (settings["vocab_size"], cfg.model.d_model)
     if embedding is None or embedding.shape != shape:

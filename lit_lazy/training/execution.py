@@ -2,27 +2,28 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import PositiveInt, require
 
 Strategy = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(CheckedFields):
     """Devices that share a batch, and memory options."""
 
-    devices: int = 1
+    devices: PositiveInt = 1
     """Processes that share every batch: one per GPU, or each with separate CPU threads."""
     strategy: Strategy = "ddp"
     """ddp: each device holds the full model. fsdp: parameters and optimiser states are sharded over the devices."""
-    micro_batch: int | None = None
+    micro_batch: PositiveInt | None = None
     """Sequences in a device's memory at a time; None for its full share of a batch."""
     compile: bool = False
     """torch.compile the model's training step."""
@@ -30,13 +31,9 @@ class Execution:
     """Save only each block's input for the backward pass, and recompute the rest there."""
 
     def __post_init__(self) -> None:
-        require_whole("--devices", self.devices, 1)
-        require(self.strategy in get_args(Strategy), "--strategy", self.strategy, "must be ddp or fsdp")
         fix = "shards a model over devices; add --devices 2 or more"
         require(self.strategy == "ddp" or self.devices > 1, "--strategy", self.strategy, fix)
         require(not (self.compile and self.strategy == "fsdp"), "--compile", True, "is untested with --strategy fsdp")
-        if self.micro_batch is not None:
-            require_whole("--micro-batch", self.micro_batch, 1)
 
     @property
     def is_plain(self) -> bool:

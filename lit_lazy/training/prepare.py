@@ -15,7 +15,7 @@ from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
-from lit_lazy.support.checks import require, require_field, require_whole
+from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
@@ -204,7 +204,7 @@ def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewher
 
 def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
     fits = data.sequences is None or cfg.train.batch_size <= data.sequences
-    require_field(cfg.train, "train.batch_size", fits, f"must not exceed the {data.sequences} training sequences")
+    require(fits, "train.batch_size", cfg.train.batch_size, f"must not exceed the {data.sequences} training sequences")
     state = 0 if cfg.train.trainable else 1 + cfg.train.optimiser.moments(matrix=True)
     if execution is None and not elsewhere:
         check_size(cfg.model, data.vocab_size, data.context_length, state=state)
@@ -215,7 +215,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, state=state)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
     fix = f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False"
-    require_field(data, "data.document_mask", cfg.model.mixer.attends or not data.document_mask, fix)
+    require(cfg.model.mixer.attends or not data.document_mask, "data.document_mask", data.document_mask, fix)
     if cfg.init_from is not None:
         hash_model(cfg.init_from)
     teacher = "needs a teacher: the model of init_from, which is not given"
@@ -271,8 +271,8 @@ def load_data(config: DataConfig) -> DataSource:
     name, source = type(config).__name__, _call_user_code(config, config.load)
     if not isinstance(source, DataSource):
         raise ValueError(f"data={name}: load() returned {short_repr(source)}; let it return a DataSource")
-    require_whole(f"data={name}: vocab_size", source.vocab_size, 1)
-    require_whole(f"data={name}: context_length", source.context_length, 1)
+    for attribute in ("vocab_size", "context_length"):
+        check_value(f"data={name}: {attribute}", getattr(source, attribute), PositiveInt)
     for attribute in ("name", "fingerprint"):
         text = getattr(source, attribute)
         require(isinstance(text, str) and text.isprintable(), f"data={name}: {attribute}", text, "must be one line")

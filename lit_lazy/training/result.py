@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import PositiveInt, check_kinds, check_value, require
 from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.formats import parse_json, require_known_format
-from lit_lazy.support.typecheck import check_kinds
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
@@ -70,7 +69,7 @@ class RunResult:
         result = cls(**fields)
         check_kinds(RESULT, result)
         train = result.config.get("train")
-        require_whole("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, 1)
+        check_value("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, PositiveInt)
         require("loss/val" in result.metrics, "metrics", result.metrics, "must have loss/val")
         require("git_sha" in result.environment, "environment", result.environment, "must have git_sha")
         for name, value in result.metrics.items():

@@ -185,14 +185,6 @@ def test_names_its_backend():
     assert layer(AttentionSpec()).backend_name(documents=True) == "chunked"
 
 
-@pytest.mark.parametrize("window", [0, -2])
-def test_wrong_window_is_named(window):
-    with pytest.raises(
-        ValueError, match=rf"^model\.attention\.window={window}: must be at least 1, or None for no window"
-    ):
-        AttentionSpec(window=window)
-
-
 @dataclass(frozen=True)
 class Given(Bias):
     """A bias whose module returns what it is given."""

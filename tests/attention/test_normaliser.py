@@ -292,25 +292,12 @@ class TestElastic:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"tau_init": math.inf}, "Elastic.tau_init=inf: must be finite"),
-            ({"tau_init": math.nan}, "Elastic.tau_init=nan: must be finite"),
-            (
-                {"threshold": "per_row"},
-                "Elastic.threshold='per_row': must be one of per_query, seq_len, per_token, constant",
-            ),
             ({"threshold": "constant"}, "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1"),
             ({"threshold": "constant", "tau_init": 3.0}, "Elastic.tau_init=3.0 with Elastic.threshold='constant'"),
-            ({"tau_lr_scale": 0.0}, "Elastic.tau_lr_scale=0.0: must be above 0 and at most 1e+06 (learn_tau=False"),
-            ({"tau_lr_scale": -1.0}, "Elastic.tau_lr_scale=-1.0: must be above 0 and at most 1e+06"),
-            ({"tau_lr_scale": math.inf}, "Elastic.tau_lr_scale=inf: must be above 0 and at most 1e+06"),
-            ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be above 0 and at most 1e+06"),
-            ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a share of the training, 0 to 1"),
-            ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a share of the training, 0 to 1"),
             (
                 {"learn_after_ramp": True, "learn_tau": False, "tau_ramp": 0.5},
                 "Elastic.learn_after_ramp=True: needs Elastic.learn_tau=True",
             ),
-            ({"tau_final": math.inf}, "Elastic.tau_final=inf: must be finite"),
             (
                 {"tau_init": 0.0, "threshold": "constant", "tau_ramp": 0.5},
                 "Elastic.tau_final=1.0: must be below 1 with Elastic.threshold='constant'",

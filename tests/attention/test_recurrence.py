@@ -203,7 +203,6 @@ def test_mamba2_cuts_any_width_into_heads(d_model, heads, head_dim):
     ("mistake", "message"),
     [
         (lambda: Mamba2(head_dim=5).build(SHAPE), "Mamba2.head_dim=5: must divide 2 * model.d_model=32"),
-        (lambda: Mamba2(kernel=0), "Mamba2.kernel=0: must be at least 1"),
         (
             lambda: layer(RetNet())(torch.zeros(1, 2, 16), PassInputs(lambda x: x, key_mask=torch.ones(1, 2))),
             "RetNet keeps a state",

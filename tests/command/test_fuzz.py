@@ -21,11 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mistakes import PASSWORD, snapshot_tree
+from mistakes import PASSWORD, iter_commands, snapshot_tree
 from two_rows import two_rows
 
 from lit_lazy.attention import Bias, Gate, Normaliser, Position
-from lit_lazy.command.main import main
+from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import DataConfig, backcopy, text
@@ -34,159 +34,33 @@ from lit_lazy.support.errors import LONGEST_MESSAGE
 
 SECONDS = 15
 URL = f"postgresql://me:{PASSWORD}@127.0.0.1:1/x"
-PLAIN = [
-    "",
-    "0",
-    "1",
-    "2",
-    "3",
-    "-1",
-    "1.5",
-    "true",
-    "None",
-    "null",
-    "e.py",
-    "a.py",
-    "s.py",
-    "final.ckpt",
-    "runs",
-    "new",
+PLAIN = "0 1 2 3 -1 1.5 true None null e.py a.py s.py final.ckpt runs new"
+HOSTILE = r"""
+nan .inf -inf 1e400 1e308 1e-320 1000000000000 18446744073709551616 1_0 0x10 0b1 1:30 2001-01-01 ~ ٣ ² ünï 😀
+!!python/object:os.system ' ` " \ :smile: [/x] [red] %s%n%d {0} {x!r} $HOME <b> =1+1 - -- --= .. / . *
+loop loop/x fifo folder notes.txt broken.py deep.json /dev/zero /dev/null /proc/self/mem /proc/new ~nobody/x
+a?b a#b 100%25 e.py/x none.py sqlite:///new.db sqlite:///a?b sqlite:////dev/zero sqlite:// http://127.0.0.1:1
+://:geheim@ a,b , 1,1 0,1,2 lazy softmax,lazy lazy,lazy
+"""
+VALUES = ["", *PLAIN.split()]
+STRANGE = [
+    *(URL, *HOSTILE.split(), "10" * 200, "9" * 5000, "x" * 300, "x/" * 3000, ",".join(map(str, range(3000)))),
+    *("[" * 200, "[" * 200_000, '{"a":' * 200, "{" * 20, "&a [*a]", "{a: b}", "[1, 2]"),
+    *("a\nb", "a\tb", "\0", "\x1b[31m", "\u202e", "\ud800"),
 ]
-HOSTILE = [
-    *(
-        "nan",
-        ".inf",
-        "-inf",
-        "1e400",
-        "1e308",
-        "1e-320",
-        "10" * 200,
-        "9" * 5000,
-        "1000000000000",
-        "18446744073709551616",
-    ),
-    *(
-        "٣",
-        "²",
-        "1_0",
-        "0x10",
-        "0b1",
-        "1:30",
-        "2001-01-01",
-        "~",
-        "!!python/object:os.system",
-        "&a [*a]",
-        "{a: b}",
-        "[1, 2]",
-    ),
-    *(
-        "[" * 200,
-        "[" * 200_000,
-        '{"a":' * 200,
-        "{" * 20,
-        "'",
-        '"',
-        "`",
-        "\\",
-        "a\nb",
-        "a\tb",
-        "\0",
-        "\x1b[31m",
-        "\u202e",
-    ),
-    *(
-        "\ud800",
-        "ünï",
-        "😀",
-        ":smile:",
-        "[/x]",
-        "[red]",
-        "%s%n%d",
-        "{0}",
-        "{x!r}",
-        "$HOME",
-        "<b>",
-        "=1+1",
-        "-",
-        "--",
-        "--=",
-    ),
-    *(
-        "x" * 300,
-        "x/" * 3000,
-        "..",
-        "/",
-        ".",
-        "*",
-        "loop",
-        "loop/x",
-        "fifo",
-        "folder",
-        "notes.txt",
-        "broken.py",
-        "deep.json",
-    ),
-    *(
-        "/dev/zero",
-        "/dev/null",
-        "/proc/self/mem",
-        "/proc/new",
-        "~nobody/x",
-        "a?b",
-        "a#b",
-        "100%25",
-        "e.py/x",
-        "none.py",
-    ),
-    *(
-        URL,
-        "sqlite:///new.db",
-        "sqlite:///a?b",
-        "sqlite:////dev/zero",
-        "sqlite://",
-        "http://127.0.0.1:1",
-        "://:geheim@",
-    ),
-    *("a,b", ",", "1,1", "0,1,2", "lazy", "softmax,lazy", "lazy,lazy", ",".join(map(str, range(3000)))),
+COMMAND_PARSERS = dict(iter_commands(make_parser()))
+ACTIONS = [
+    (name, action)
+    for parser in COMMAND_PARSERS.values()
+    for action in parser._actions
+    for name in action.option_strings
 ]
-OPTIONS = ["--runs", "--base", "--rows", "--seeds", "--workers", "--threads", "--retry-failed", "--storage", "--trials"]
-OPTIONS += [
-    "--out",
-    "--ui-url",
-    "--port",
-    "--cells",
-    "--lengths",
-    "--layers",
-    "--heads",
-    "--sequences",
-    "--data",
-    "--import",
-]
-OPTIONS += ["--launcher", "--gpus", "--ray-address", "--prompt", "--prompt-file", "--tokens", "--top-p", "--window"]
-OPTIONS += ["--tasks", "--task-folder", "--limit", "--processes"]
+OPTIONS = sorted({name for name, action in ACTIONS if action.nargs != 0})
+FLAGS = [*sorted({name for name, action in ACTIONS if action.nargs == 0}), "--version", "-x", "--"]
 EXECUTION = ["--devices", "--micro-batch", "--strategy", "--init-from"]
-FLAGS = [
-    "--compile",
-    "--checkpoint-activations",
-    "--dry-run",
-    "--fresh",
-    "--keep-checkpoint",
-    "--no-keep-checkpoint",
-    "--help",
-    "--version",
-    "-h",
-    "-x",
-    "--",
-]
-COMMANDS = [
-    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], []),
-    *(["generate"], ["export"], ["import"]),
-    *(["lm-eval"], ["tokenise"]),
-    *(
-        ["ablate", name]
-        for name in ("run", "search", "status", "table", "list", "rates", "verdicts", "questions", "rum")
-    ),
-]
+APART = {"new", "doctor", "completion", "mirror", "runs", "pack", "compare"}
+"""Commands that are meant to write, or look at the machine."""
+COMMANDS = [[], ["ablate"], ["ablate", "rum"], *(list(words) for words in COMMAND_PARSERS if not APART & {*words})]
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERED = "q_window_2-stdlib_small"
 """A question of docs/results."""
@@ -237,9 +111,9 @@ def values() -> st.SearchStrategy[str]:
     return st.one_of(
         st.integers(1, 64).map(str),
         st.floats(0.001, 0.9).map(str),
-        st.sampled_from(PLAIN),
-        st.sampled_from(PLAIN),
-        st.sampled_from(HOSTILE),
+        st.sampled_from(VALUES),
+        st.sampled_from(VALUES),
+        st.sampled_from(STRANGE),
         st.text(max_size=20),
         st.integers().map(str),
         st.floats().map(str),
@@ -257,7 +131,7 @@ def fields() -> st.SearchStrategy[str]:
         "model.attention.bias.length",
     ]
     parts += [f"data.{name}" for name in ("path", "tokenizer", "validation", "hub", "column", "max_tokens", "stream")]
-    return st.one_of(st.sampled_from([*known, *parts]), st.text(max_size=12), st.sampled_from(HOSTILE))
+    return st.one_of(st.sampled_from([*known, *parts]), st.text(max_size=12), st.sampled_from(STRANGE))
 
 
 def option(name: st.SearchStrategy[str]) -> st.SearchStrategy[list[str]]:

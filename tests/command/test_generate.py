@@ -291,26 +291,7 @@ class WithoutItsTokenizer(DataConfig):
 
 WRONG = [
     (["{bytes}"], "--prompt: give a text to continue, or a file with one by --prompt-file"),
-    (
-        ["{bytes}", "--prompt", "a", "--tokens", "0"],
-        "argument --tokens: '0': must be a whole number from 1 to 10000000",
-    ),
-    (
-        ["{bytes}", "--prompt", "a", "--temperature", "hot"],
-        "argument --temperature: 'hot': must be a number of at least 0",
-    ),
-    (
-        ["{bytes}", "--prompt", "a", "--temperature", "nan"],
-        "argument --temperature: 'nan': must be a number of at least 0",
-    ),
-    (["{bytes}", "--prompt", "a", "--top-p", "0"], "argument --top-p: '0': must be a number above 0 and at most 1"),
-    (["{bytes}", "--prompt", "a", "--seed", "-1"], "argument --seed"),
     (["{bytes}", "--prompt", "a", "--first", "3"], "--first 3: nothing is evicted without --window; give both"),
-    (
-        ["{bytes}", "--prompt", "a", "--window", "0"],
-        "argument --window: '0': must be a whole number from 1 to 2^63 - 1",
-    ),
-    (["{bytes}", "--prompt-file", "none"], "argument --prompt-file: 'none': no such file; give the path of one, or -"),
     (["{bytes}", "--prompt-file", "-", "--prompt-file", "-"], "--prompt-file -: given twice"),
     (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),
     (

@@ -7,8 +7,6 @@ import json
 import os
 import tempfile
 import time
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ TRAIN = ["train", "backcopy_tiny"]
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax"]
 SEARCH = ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"]
 LONG = "x" * 300
-MILLION, TRILLION = "1000000", "1000000000000"
+TRILLION, TEXT = "1000000000000", ["--data=Text"]
 MEMORY = "GB of memory, of which this machine has"
 
 SIZES = [
@@ -63,52 +61,20 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line(
 
 
 LIMITS = [
-    ([*TRAIN, "--threads", MILLION], "must be a whole number from 1 to 1024"),
-    ([*TRAIN, "--threads", "9" * 5000], "must be a whole number from 1 to 1024"),
-    ([*TRAIN, f"--seed={2**63}"], f"seed={2**63}: must be a whole number, within 64 bits"),
-    ([*TRAIN, f"--train.steps={'9' * 400}"], "must be a whole number"),
-    ([*TRAIN, f"--train.lr={'9' * 400}"], ": must be a finite number"),
     ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=150000: must be at most 100000"),
-    ([*RUN, "--seeds", str(2**63)], "must be whole numbers separated by commas, each from 0 to 2^63 - 1"),
     ([*SEARCH, "--trials", TRILLION], f"--trials={TRILLION}: must be at most 100000"),
-    (["dashboard", "--runs=--"], "--runs=--: has no value; give one as in --runs=VALUE"),
-    (["dashboard", "--port", "9" * 5000], "must be a whole number from 1 to 65535"),
-    ([*TRAIN, f"--train.betas={'[' * 200_000}"], "at most 4096 characters and 20 brackets of each kind"),
-    ([*TRAIN, f"--train.lr={'[' * 200}"], "at most 4096 characters and 20 brackets of each kind"),
-    ([*TRAIN, f"--{LONG * 400}=1"], "no such field"),
-    ([*TRAIN, "--model.attention.normaliser.help=Nothing"], "Normaliser='Nothing': unknown"),
-    ([*TRAIN, "--\x1b[31m\n=1"], r"\x1b[31m"),
-    ([*TRAIN, "--\ud800=1"], r"\ud800"),
-    (["train", LONG], f"experiment '{LONG}': unknown"),
-    (["train", f"{LONG}.py"], f"experiment '{LONG}.py': no such file"),
-    ([*TRAIN, "--runs", LONG], "File name too long; name another"),
-    ([*TRAIN, "--runs", "x/" * 3000], "File name too long; name another"),
     ([*TRAIN, "--runs", "/".join([LONG[:200]] * 18)], "nothing can be written there (File name too long)"),
-    ([*TRAIN, "--runs", "loop/x"], "Too many levels of symbolic links; name another"),
-    ([*TRAIN, "--runs", "lost"], "'lost': is a broken link, must be a folder"),
-    (["dashboard", "--runs", "loop"], "Too many levels of symbolic links; name another"),
-    (
-        [*TRAIN, "--data=Text", "--data.path=loop"],
-        "data.path='loop': Too many levels of symbolic links; choose another path",
-    ),
-    ([*TRAIN, "--data=Text", f"--data.path={LONG}"], "File name too long; choose another path"),
-    (
-        [*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=fifo"],
-        "It is a pipe or a device, and no file",
-    ),
-    ([*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=/dev/zero"], "It is a pipe or a device"),
-    (
-        [*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=words.json"],
-        "cannot encode the text (WordLevel",
-    ),
-    ([*TRAIN, "--data=Text", "--data.path=deep.jsonl"], "line 1 is not JSON (maximum recursion depth exceeded"),
+    ([*TRAIN, *TEXT, "--data.path=loop"], "data.path='loop': Too many levels of symbolic links; choose another path"),
+    ([*TRAIN, *TEXT, f"--data.path={LONG}"], "File name too long; choose another path"),
+    ([*TRAIN, *TEXT, "--data.path=notes.txt", "--data.tokenizer=fifo"], "It is a pipe or a device, and no file"),
+    ([*TRAIN, *TEXT, "--data.path=notes.txt", "--data.tokenizer=/dev/zero"], "It is a pipe or a device"),
+    ([*TRAIN, *TEXT, "--data.path=notes.txt", "--data.tokenizer=words.json"], "cannot encode the text (WordLevel"),
+    ([*TRAIN, *TEXT, "--data.path=deep.jsonl"], "line 1 is not JSON (maximum recursion depth exceeded"),
     (["evaluate", "fifo"], "cannot be read (It is a pipe or a device, and no file)"),
     (["diagnose", "/dev/zero"], "cannot be read (It is a pipe or a device, and no file)"),
     ([*RUN, "--storage", "sqlite:////dev/zero"], "is a pipe or a device, not a file; name another"),
     ([*RUN, "--storage", f"sqlite:///{LONG}.db"], "File name too long"),
     ([*RUN, "--storage", "sqlite:///a?b.db"], "has a ?, which starts a query; write %3F for one in a path"),
-    ([*RUN, "--storage", ""], "argument --storage: '': must be a name; leave the option out for the default"),
-    ([*TRAIN, "--storage", "postgresql://me:geheim@h/x"], "--storage='postgresql://me:***@h/x': no such field"),
 ]
 
 
@@ -165,16 +131,8 @@ CONFIGS = {
     "raise Odd('x')": "Odd: x",
     "raise Mute": "Mute",
     "raise GeneratorExit": "GeneratorExit",
-    "return made(seed='a')": "seed='a': must be a whole number of at least 0",
-    "return made(seed=10**400)": "must be a whole number, within 64 bits",
-    "return made(train=dict(lr=10**400))": "0000...: must be a finite number",
-    "return made(train=dict(betas=None))": "train.betas=None: must be 2 numbers in brackets",
-    "return made(train=dict(betas=[0.9, 0.95]))": "train.betas=[0.9, 0.95]: must be 2 numbers in brackets",
-    "return made(train=dict(warmup_steps=0.5))": "train.warmup_steps=0.5: must be a whole number",
-    "return made(train=dict(clip_norm=True))": "train.clip_norm=True: must be a finite number",
+    "return made(train=dict(betas=[0.9, 0.95]))": "train.betas=[0.9, 0.95]: must be 2 items in brackets",
     "return made(train=dict(lr=torch.tensor(0.1)))": "train.lr=tensor(0.1000): must be a finite number",
-    "return made(model=dict(tie_embeddings='no'))": "model.tie_embeddings='no': must be true or false",
-    "return made(model=dict(n_kv_heads=1.0))": "model.n_kv_heads=1.0: must be a whole number or None",
     "return made(data=None)": "data=None: must be a DataConfig, such as Backcopy()",
 }
 LOADS = {
@@ -256,59 +214,6 @@ def checkpoint() -> dict[str, Any]:
     cfg = experiment("backcopy_tiny")
     module = LitLM.create(cfg, 17, 16)
     return {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 1}
-
-
-EMBEDDING = "model.embedding.weight"
-Change = Callable[[dict[str, Any]], object]
-
-
-def setting(name: str, value: object) -> Change:
-    return lambda content: content["hyper_parameters"].__setitem__(name, value)
-
-
-def of_model(name: str, value: object) -> Change:
-    return lambda content: content["hyper_parameters"]["config"]["model"].__setitem__(name, value)
-
-
-def weight(name: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda content: content["state_dict"].__setitem__(name, change(content["state_dict"][EMBEDDING]))
-
-
-CHECKPOINTS: dict[str, tuple[Change, str]] = {
-    "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
-    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding must have shape [1000000000000, 16]"),
-    "length -1": (setting("context_length", -1), "context_length=-1: must be a whole number of at least 1"),
-    "length 1e12": (setting("context_length", 10**12), MEMORY),
-    "width": (of_model("d_model", 10**12), "the embedding must have shape [17, 1000000000000]"),
-    "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
-    "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), "was not made by this project"),
-    "csr": (weight(EMBEDDING, torch.Tensor.to_sparse_csr), "was not made by this project"),
-    "meta": (weight(EMBEDDING, lambda value: value.to("meta")), "was not made by this project"),
-    "complex": (weight(EMBEDDING, lambda value: value.to(torch.complex64)), "was not made by this project"),
-    "int8": (weight(EMBEDDING, lambda value: value.to(torch.int8)), "is (17, 16) of torch.int8, should be (17, 16)"),
-    "NaN": (weight(EMBEDDING, lambda value: value * torch.nan), "the weights are not finite (model.embedding.weight)"),
-    "a number for a name": (weight(3, torch.clone), "was not made by this project"),
-    "a long name": (weight("x" * 10**6, torch.clone), "the weights are another architecture's (xxx"),
-    "a name of two lines": (weight("0\n\x1b", torch.clone), r"(0 \x1b is (17, 16), should be missing)"),
-    "step -1": (lambda content: content.__setitem__("global_step", -1), "was not made by this project"),
-    "callbacks": (lambda content: content.__setitem__("callbacks", []), "was not made by this project"),
-}
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoints(name: str, checkpoint: dict[str, Any], place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change, named = CHECKPOINTS[name]
-    torch.save(checkpoint, place / "c.ckpt")
-    content = torch.load(place / "c.ckpt", weights_only=True)
-    change(content)
-    torch.save(content, place / "c.ckpt")
-    assert named in expect_refusal(["evaluate", "c.ckpt"], capsys)
-
-
-def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with zipfile.ZipFile(place / "c.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", b"\0" * 2**20)
-    assert "BadZipFile: it is compressed, which torch does not do" in expect_refusal(["evaluate", "c.ckpt"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,10 @@ SOURCES = {
         "config.json: StrictDataclassClassValidation",
     ),
     "half a scaling": (change_config(rope_parameters={"rope_type": "linear"}), "config.json: KeyError: "),
-    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be finite"),
+    "a rotation of base 0": (
+        change_config(rope_parameters=None, rope_theta=0),
+        "Rope.base=0.0: must be a finite number above 1",
+    ),
     "no width": (change_config(hidden_size=None), "config.json: StrictDataclassFieldValidationError: Validation error"),
     "a width of text": (change_config(hidden_size="32"), "Field 'hidden_size' expected int, got str (value: '32')"),
     "no vocabulary": (

@@ -1,12 +1,10 @@
 """Configs survive the trip through plain dicts and JSON, every field counts in a cell's key, and errors are named."""
 
 import dataclasses
-import itertools
+import functools
 import json
-import math
 import re
 import typing
-from abc import ABC
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import pytest
 import torch
 import untrained
 from layers import layer_shape
+from wrong_values import GIVEN, SETTINGS, wrong_values
 
 from lit_lazy.attention import (
     Attention,
@@ -22,10 +21,10 @@ from lit_lazy.attention import (
     Bias,
     BiasTerms,
     Elastic,
+    Eviction,
     Fire,
     Gate,
     LearnedBias,
-    Mixer,
     NoPosition,
     Normaliser,
     OutputGate,
@@ -35,8 +34,8 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.position import LinearScaling, RopeScaling
-from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.attention.position import LinearScaling, Llama3Scaling
+from lit_lazy.attention.rivals import TopK
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
@@ -44,13 +43,17 @@ from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
-from lit_lazy.grid.ablation import Ablation
+from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
+from lit_lazy.grid.search.definition import Real, Search
 from lit_lazy.grid.stages import FirstStageMissing
-from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
-from lit_lazy.optim import SGD, WSD, Constant, Distillation, Logits, Muon, Optimiser, Schedule
+from lit_lazy.measure.retrieval import Passkey
+from lit_lazy.model.generation import Sampling
+from lit_lazy.optim import SGD, WSD, Constant, Logits, Muon, Optimiser, Schedule
+from lit_lazy.support.checks import check_value, describe_kind, field_types
 from lit_lazy.support.named_files import PROJECT
+from lit_lazy.table.records import Column, Contrast
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 
@@ -332,128 +335,136 @@ def test_flatten():
     assert len(flatten(to_dict(BASE))) == len(set(flatten(to_dict(BASE))))
 
 
-MODEL_ERRORS = [
-    *(
-        ({name: 0}, f"model.{name}=0: must be a whole number of at least 1")
-        for name in ("d_model", "n_layers", "n_heads", "d_ff")
-    ),
-    ({"n_heads": 5}, "model.n_heads=5: must divide model.d_model=64"),
-    ({"n_heads": 4, "n_kv_heads": 3}, "model.n_kv_heads=3: must divide model.n_heads=4"),
-    ({"n_heads": 4, "n_kv_heads": 0}, "model.n_kv_heads=0: must divide model.n_heads=4"),
-    ({"n_heads": 4, "n_kv_heads": 8}, "model.n_kv_heads=8: must divide model.n_heads=4"),
-    ({"init_std": 0.0}, "model.init_std=0.0: must be finite and above 0"),
-    ({"init_std": math.inf}, "model.init_std=inf: must be finite and above 0"),
-    ({"init_std": math.nan}, "model.init_std=nan: must be finite and above 0"),
-    ({"backend": "triton2"}, "model.backend='triton2': must be one of auto, "),
-    *(({"residual_dropout": p}, f"model.residual_dropout={p}: must be at least 0, below 1") for p in (-0.1, 1.0)),
-]
-TRAIN_ERRORS = [
-    *(
-        ({name: 0}, f"train.{name}=0: must be a whole number of at least 1")
-        for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every")
-    ),
-    *(
-        ({name: value}, f"train.{name}={value}: must be {wanted}")
-        for name, wanted in (("lr", "above 0 and at most 1e+20"), ("clip_norm", "finite and above 0"))
-        for value in (0.0, -1.0, math.inf, math.nan)
-    ),
-    ({"lr": 1e300}, "train.lr=1e+300: must be above 0 and at most 1e+20"),
-    ({"steps": 10, "warmup_steps": 10}, "train.warmup_steps=10: must be at least 0 and below train.steps=10"),
-    ({"warmup_steps": -1}, "train.warmup_steps=-1: must be at least 0"),
-    *(
-        ({"final_lr_fraction": value}, f"train.final_lr_fraction={value}: must be in [0, 1]")
-        for value in (-0.1, 1.1, math.nan)
-    ),
-    *(
-        ({"weight_decay": value}, f"train.weight_decay={value}: must be from 0 to 1e+06")
-        for value in (-0.1, math.nan, math.inf)
-    ),
-    *(
-        ({"betas": value}, f"train.betas={value}: must be two numbers, each at least 0 and below 1")
-        for value in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9))
-    ),
-    ({"precision": "bf16-true"}, "train.precision='bf16-true': must be fp32 or bf16"),
-    *(({"ema_decay": d}, f"train.ema_decay={d}: must be at least 0 and below 1") for d in (-0.1, 1.0, math.nan)),
-    *(({"z_loss": z}, f"train.z_loss={z}: must be from 0 to 1e+06") for z in (-1e-4, math.inf, math.nan)),
-    (
-        {"optimiser": SGD(), "betas": (0.9, 0.99)},
-        "train.betas=(0.9, 0.99): has no effect with train.optimiser=SGD; leave it at (0.9, 0.95)",
-    ),
-    (
-        {"schedule": Constant(), "final_lr_fraction": 0.0},
-        "train.final_lr_fraction=0.0: has no effect with train.schedule=Constant; leave it at 0.1",
-    ),
-]
-PART_ERRORS = [
-    (SGD, {"momentum": 1.0}, "SGD.momentum=1.0: must be at least 0 and below 1"),
-    (SGD, {"momentum": 0.0, "nesterov": True}, "SGD.nesterov=True: needs a momentum above 0"),
-    (Muon, {"iterations": 100}, "Muon.iterations=100: must be at most 99"),
-    (Muon, {"lr_scale": 0.0}, "Muon.lr_scale=0.0: must be above 0 and at most 1e+06"),
-    (Muon, {"eps": 0.0}, "Muon.eps=0.0: must be finite and above 0"),
-    (Muon, {"adjustment": "none"}, "Muon.adjustment='none': must be one of match_rms_adamw, original"),
-    (WSD, {"decay_share": 0.0}, "WSD.decay_share=0.0: must be above 0 and at most 1"),
-    (WSD, {"decay": "cosine"}, "WSD.decay='cosine': must be one of linear, sqrt"),
-]
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_a_value_that_a_field_does_not_declare_is_named_with_what_it_must_be(cls):
+    good = cls(**GIVEN.get(cls, {}))
+    prefix = f"{cls.__name__}." if cls._prefix is None else cls._prefix
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint = field_types(cls)[name]
+        for value in wrong_values(hint):
+            with pytest.raises(ValueError, match=rf"^{prefix}{name}=.*: must be {re.escape(describe_kind(hint))}") as e:
+                dataclasses.replace(good, **{name: value})
+            assert "\n" not in str(e.value)
+
+
+ROWS = (Row("a", {}, "ours"), Row("b", {"seed": 3}, "ours"))
 
 
 @pytest.mark.parametrize(
-    ("cls", "settings", "message"),
-    [*((ModelConfig, *e) for e in MODEL_ERRORS), *((TrainConfig, *e) for e in TRAIN_ERRORS), *PART_ERRORS],
-    ids=str,
-)
-def test_wrong_settings_are_named(cls, settings, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
-        cls(**settings)
-    assert "\n" not in str(error.value)
-
-
-PARTS = (Normaliser, Bias, Gate, Mixer, Position, RopeScaling, DataConfig, Optimiser, Schedule, Distillation)
-
-NEEDED = {RunConfig: {"data": Backcopy()}, Varied: {"field": "n_pairs", "values": (2,)}}
-"""Fields without a default."""
-
-
-@pytest.mark.parametrize("base", [RunConfig, ModelConfig, TrainConfig, AttentionSpec, Evaluation, *PARTS])
-def test_a_value_of_the_wrong_type_names_its_field(base):
-    leaves = find_leaf_classes(base).values() if ABC in base.__mro__ else [base]
-    for cls in (leaf for leaf in leaves if leaf.__module__.startswith("lit_lazy.")):
-        needed = NEEDED.get(cls, {})
-        for name, value in itertools.product((f.name for f in dataclasses.fields(cls)), (object(), b"1", {"a": 1})):
-            with pytest.raises(ValueError, match=rf"^([a-zA-Z0-9]+\.)*{name}=.*: (must|needs) ") as error:
-                cls(**needed | {name: value})
-            assert "\n" not in str(error.value), (cls, name)
-
-
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
+    "good",
     [
-        (Elastic, {"tau_final": 2.0}, "Elastic.tau_final=2.0: needs a ramp: Elastic.tau_ramp above 0; leave it out"),
-        (Elastic, {"learn_after_ramp": True}, "Elastic.learn_after_ramp=True: needs a ramp"),
-        (Elastic, {"learn_tau": False, "tau_lr_scale": 2.0}, "Elastic.tau_lr_scale=2.0: needs a tau that is trained"),
-        (
-            Elastic,
-            {"tau_ramp": 0.5},
-            "Elastic.tau_ramp=0.5: needs a tau_init other than tau_final=1.0, or learn_after_",
-        ),
-        (
-            Elastic,
-            {"tau_ramp": 0.5, "tau_init": 0.0, "tau_lr_scale": 2.0},
-            "Elastic.tau_lr_scale=2.0: needs a tau that is trained",
-        ),
-        (Elastic, {"tau_init": "1"}, "Elastic.tau_init='1': must be a finite number"),
-        (Elastic, {"tau_init": None}, "Elastic.tau_init=None: must be a finite number"),
-        (LearnedBias, {"init_std": "a"}, "LearnedBias.init_std='a': must be a finite number"),
-        (LearnedBias, {"length": "8"}, "LearnedBias.length='8': must be a whole number or None"),
-        (Softmax, {"renormalise": "no"}, "Softmax.renormalise='no': must be true or false"),
-        (TrainConfig, {"lr": "a"}, "train.lr='a': must be a finite number"),
-        (TrainConfig, {"betas": None}, "train.betas=None: must be 2 numbers in brackets, for example [0.5,0.5]"),
-        (ModelConfig, {"mixer": "rnn"}, "model.mixer='rnn': must be a Mixer, such as "),
-        (AttentionSpec, {"window": "8"}, "model.attention.window='8': must be a whole number or None"),
+        *(ROWS[0], Column("a", "b"), Contrast("c", {"a": 1.0, "b": -1.0}), Real(0.5, 1.0)),
+        Ablation("mine", rows=(ROWS[0], Row("b", {"train.lr": 3.0}, "ours"))),
+        Search("mine", {"train.lr": Real(0.5, 1.0)}, "backcopy"),
     ],
 )
-def test_the_kind_that_a_field_needs_is_given(cls, settings, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        cls(**settings)
+def test_a_value_that_a_users_file_does_not_declare_is_named(good):
+    for name in (field.name for field in dataclasses.fields(good)):
+        for value in wrong_values(field_types(type(good))[name]):
+            with pytest.raises(ValueError, match=rf"{name}\b|used as a folder name") as error:
+                dataclasses.replace(good, **{name: value})
+            assert "\n" not in str(error.value)
+
+
+def test_a_wrong_value_in_a_record_is_named():
+    """Of results, plans, packed files and checkpoints."""
+    plain = to_dict(BASE)
+    for path, value in flatten(plain).items():
+        record = json.loads(json.dumps(plain))
+        *parents, name = path.split(".")
+        below = functools.reduce(dict.__getitem__, parents, record)
+        below[name] = 3 if isinstance(value, str) or path == "init_from" else "nothing"
+        with pytest.raises(ValueError, match=rf"\b{name}='?(nothing|3)'?: must be"):
+            from_dict(RunConfig, record)
+
+
+OUTSIDE = {
+    **dict.fromkeys(("d_model", "n_layers", "n_heads", "d_ff", "n_kv_heads", "head_dim", "state", "kernel"), (0,)),
+    **dict.fromkeys(("steps", "batch_size", "val_every", "checkpoint_every", "log_every", "trained_length"), (0,)),
+    **dict.fromkeys(("diagnosed_sequences", "sequences", "decoded", "limit", "devices", "micro_batch"), (0,)),
+    **dict.fromkeys(("train_sequences", "validation_sequences", "validation_windows", "fixed_token_at"), (0,)),
+    **dict.fromkeys(("width", "window", "skip_every", "length", "n_triggers", "pairs"), (0,)),
+    **dict.fromkeys(("n_buckets", "rounds", "values", "lags", "symbols", "context_length", "queries"), (1,)),
+    **dict.fromkeys(("norm_eps", "eps", "clip_norm", "factor", "low", "c_init", "power", "weight"), (0.0,)),
+    **dict.fromkeys(("seed", "task_seed", "warmup_steps", "distractors"), (-1,)),
+    **dict.fromkeys(("residual_dropout", "ema_decay", "momentum"), (-0.1, 1.0)),
+    **dict.fromkeys(("share", "decay_share", "top_p"), (0.0, 1.1)),
+    **dict.fromkeys(("trigger_mass", "trigger_share", "validation_share"), (0.0, 1.0)),
+    **dict.fromkeys(("weight_decay", "z_loss"), (-0.1, 1.1e6)),
+    **dict.fromkeys(("final_lr_fraction", "tau_ramp"), (-0.1, 1.1)),
+    **dict.fromkeys(("tau_lr_scale", "lr_scale"), (0.0, 1.1e6)),
+    **dict.fromkeys(("init_std", "embedding_init_std", "alpha", "beta", "temperature"), (-0.1,)),
+    **dict.fromkeys(("tasks", "slopes"), ((),)),
+    "lr": (0.0, 1.1e20),
+    "betas": ((1.0, 0.9), (0.9, -0.1)),
+    "iterations": (0, 100),
+    "base": (1.0,),
+    "concentration": (0.04, 1.1e6),
+    "vocab_size": (2,),
+    "digits": (0, 19),
+    "times": (0, (0,), ()),
+    "first": (-1, (-1,), ()),
+    "divisors": ((0,),),
+    "lengths": ((1,), ()),
+    "depths": ((-0.1,), (1.1,), ()),
+}
+"""Values beyond the bounds of all fields of a name: those of the test above are drawn from the declared bounds."""
+AT_A_BOUND = [
+    *((ModelConfig, "residual_dropout", 0.0), (TrainConfig, "final_lr_fraction", 1.0), (TrainConfig, "lr", 1e20)),
+    *((TrainConfig, "weight_decay", 1e6), (TrainConfig, "warmup_steps", 0), (RunConfig, "seed", 0)),
+    *((SGD, "momentum", 0.0), (Muon, "iterations", 99), (WSD, "decay_share", 1.0), (AttentionSpec, "window", 1)),
+    *((Elastic, "tau_lr_scale", 1e6), (LearnedBias, "init_std", 0.0), (TopK, "share", 1.0), (Eviction, "first", 0)),
+    *((Sampling, "temperature", 0.0), (Backcopy, "vocab_size", 4096), (Backcopy, "concentration", 0.05)),
+    *((Passkey, "depths", (0.0, 1.0)), (Passkey, "lengths", (2,))),
+]
+
+
+def test_bounds():
+    bound = set()
+    for cls in SETTINGS:
+        free = {"seed"} if cls is Sampling else set()
+        for name in OUTSIDE.keys() & {field.name for field in dataclasses.fields(cls)} - free:
+            bound.add(name)
+            for value in OUTSIDE[name]:
+                with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))}: must be"):
+                    cls(**GIVEN.get(cls, {}) | {name: value})
+    assert bound == OUTSIDE.keys()
+    for cls, name, value in AT_A_BOUND:
+        check_value(name, value, field_types(cls)[name])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(n_heads=5), "model.n_heads=5: must divide model.d_model=64"),
+        (lambda: ModelConfig(n_heads=4, n_kv_heads=3), "model.n_kv_heads=3: must divide model.n_heads=4"),
+        (lambda: ModelConfig(n_heads=4, n_kv_heads=8), "model.n_kv_heads=8: must divide model.n_heads=4"),
+        (lambda: TrainConfig(steps=10, warmup_steps=10), "train.warmup_steps=10: must be below train.steps=10"),
+        (
+            lambda: TrainConfig(optimiser=SGD(), betas=(0.9, 0.99)),
+            "train.betas=(0.9, 0.99): has no effect with train.optimiser=SGD; leave it at (0.9, 0.95)",
+        ),
+        (
+            lambda: TrainConfig(schedule=Constant(), final_lr_fraction=0.0),
+            "train.final_lr_fraction=0.0: has no effect with train.schedule=Constant; leave it at 0.1",
+        ),
+        (lambda: SGD(momentum=0.0, nesterov=True), "SGD.nesterov=True: needs a momentum above 0"),
+        (lambda: Llama3Scaling(low=4.0), "Llama3Scaling.low=4.0: must be below high=4.0"),
+        (lambda: Elastic(tau_final=2.0), "Elastic.tau_final=2.0: needs a ramp: Elastic.tau_ramp above 0; leave it out"),
+        (lambda: Elastic(learn_after_ramp=True), "Elastic.learn_after_ramp=True: needs a ramp"),
+        (lambda: Elastic(learn_tau=False, tau_lr_scale=2.0), "Elastic.tau_lr_scale=2.0: needs a tau that is trained"),
+        (lambda: Elastic(tau_ramp=0.5), "Elastic.tau_ramp=0.5: needs a tau_init other than tau_final=1.0, or learn_"),
+        (
+            lambda: Elastic(tau_ramp=0.5, tau_init=0.0, tau_lr_scale=2.0),
+            "Elastic.tau_lr_scale=2.0: needs a tau that is trained",
+        ),
+        (lambda: RunConfig(Backcopy(), evaluations=(Lengths(), Lengths())), "evaluations=Lengths(times=(1, 2, 4), "),
+    ],
+)
+def test_values_that_exclude_each_other_are_named(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+        make()
+    assert "\n" not in str(error.value)
 
 
 def test_a_class_whose_values_are_no_fields_is_refused():

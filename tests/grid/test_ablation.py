@@ -241,7 +241,7 @@ def test_keys_differ_by_config_and_seed_and_stay_the_same() -> None:
     ("changes", "message"),
     [
         ({"baseline": "nothing"}, "baseline 'nothing' is not one of its rows"),
-        ({"seeds": ()}, "needs at least one seed"),
+        ({"seeds": ()}, r"seeds=\(\): must be a tuple, .* of length 1 or more"),
         ({"rows": (ROWS[0], ROWS[0])}, "two rows have the same name"),
         ({"rows": (ROWS[0], replace(ROWS[1], name="a, b"))}, "has a comma in its name"),
         ({"axes": {"train.lr": (1.0,)}}, "give either rows or axes"),

@@ -307,9 +307,6 @@ def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
     [
         (["--tasks", "pika"], "lit-lazy: --tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
         (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be loaded ("),
-        (["--limit", "0"], "'0': must be a whole number from 1 to 2^63 - 1"),
-        (["--tasks", ""], "must be names separated by commas"),
-        (["--out", "x.txt"], "must end in .json"),
         (["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
     ],
 )
@@ -423,8 +420,6 @@ def test_what_cannot_be_asked_is_one_line_before_anything_is_created(evaluation,
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LmEval(()), r"LmEval\.tasks=\(\): needs at least one"),
-        (lambda: LmEval(limit=0), r"LmEval\.limit=0: must be a whole number of at least 1"),
         (lambda: replace(config(), evaluations=(LmEval("piqa"),)), r"LmEval\.tasks='piqa'"),
     ],
 )

@@ -150,7 +150,7 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
         with pytest.raises(ValueError, match="has no tau per head; choose Elastic"):
             model.with_(changes).raise_thresholds(0.1)
     for rise in (0, "x", float("nan"), float("inf"), None):
-        with pytest.raises(ValueError, match=re.escape(f"rise={rise!r}: must be a number above 0")):
+        with pytest.raises(ValueError, match=re.escape(f"rise={rise!r}: must be a finite number above 0")):
             model.with_({NORMALISER: Elastic()}).raise_thresholds(rise)
 
 

@@ -10,7 +10,7 @@ import pytest
 from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.worker import prepare_process
-from lit_lazy.support import typecheck
+from lit_lazy.support import checks
 from timings import grid
 
 
@@ -48,8 +48,8 @@ def test_types_are_read_once_per_class(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = select_rows(grid._make_ablation(10, 5), [], [])
     read: list[type] = []
     hints = typing.get_type_hints
-    monkeypatch.setattr(typing, "get_type_hints", lambda cls, *rest: read.append(cls) or hints(cls, *rest))
-    typecheck.field_types.cache_clear()
+    monkeypatch.setattr(typing, "get_type_hints", lambda cls, **more: read.append(cls) or hints(cls, **more))
+    checks.field_types.cache_clear()
     assert len(expand(chosen, prepare_rows(chosen, base))) == 50
     assert read
     assert len([cls for cls in read if cls.__module__.startswith("lit_lazy")]) == len(set(read))

@@ -6,17 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.support.named_files import get_name
-from lit_lazy.support.typecheck import check_kinds, fits
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare
 
@@ -39,9 +38,8 @@ class Real:
 
     def __post_init__(self) -> None:
         ends = f"Real({short_repr(self.low)}, {short_repr(self.high)})"
-        if not (fits(self.low, float) and fits(self.high, float) and self.low < self.high):
-            raise ValueError(f"{ends}: needs two finite numbers, the lower one first")
         check_kinds(ends, self)
+        require(self.low < self.high, f"{ends}: low", self.low, f"must be below high={self.high}")
         if self.log and self.low <= 0:
             raise ValueError(f"{ends}: with log=True the lower end must be above 0")
 
@@ -60,13 +58,13 @@ class Search:
     """The default experiment."""
     objective: Objective = "loss/val"
     """The final loss to minimise; `loss/excess` requires data with a known optimum."""
-    trials: int = 30
+    trials: PositiveInt = 30
     """Number of points to finish, including pruned ones."""
-    startup: int = 10
+    startup: PositiveInt = 10
     """Number of initial random points; no point is pruned before this many are complete."""
-    prune_from: float = 1 / 3
+    prune_from: Share = 1 / 3
     """Fraction of the steps before which no point is pruned; 1 disables pruning."""
-    seed: int = 0
+    seed: Annotated[int, Bounds(ge=0, le=MOST_SEED)] = 0
     """Seed of the sampler; the trainings use the experiment's seed."""
     common: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the experiment in all points."""
@@ -74,17 +72,10 @@ class Search:
     def __post_init__(self) -> None:
         check_name("search", self.name)
         where = f"search {self.name!r}: "
-        objectives = get_args(Objective)
-        require(self.objective in objectives, f"{where}objective", self.objective, f"choose {' or '.join(objectives)}")
         check_kinds(where.removesuffix(": "), self)
         check_cell_count(f"{where}trials", self.trials)
-        require(self.seed <= MOST_SEED, f"{where}seed", self.seed, f"must be at most {MOST_SEED}")
         require(bool(self.axes), f"{where}axes", dict(self.axes), "needs at least one")
         require(len(self.axes) <= MOST_AXES, f"{where}axes", list(self.axes), f"must be at most {MOST_AXES}")
-        require_whole(f"{where}trials", self.trials, 1)
-        require_whole(f"{where}startup", self.startup, 1)
-        require_whole(f"{where}seed", self.seed, 0)
-        require(0 <= self.prune_from <= 1, f"{where}prune_from", self.prune_from, "must be in [0, 1]")
 
 
 @dataclass(frozen=True)

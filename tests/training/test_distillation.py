@@ -210,7 +210,6 @@ SIZES = ["--data.vocab_size=16", "--model.n_layers=2"]
     [
         (["--train.distillation=Logits"], "train.distillation='Logits': needs a teacher: the model of init_from"),
         (["--train.distillation=Logits", "--train.distillation.temperature=0"], "temperature='0': must be"),
-        (["--train.distillation=AttentionOutputs", "--train.distillation.weight=-1"], "AttentionOutputs.weight=-1.0"),
         (["init", "--train.distillation=AttentionOutputs", "--model.n_layers=1"], "has 2 layers; give a teacher"),
         (["init", "--train.distillation=Logits", "--data.vocab_size=20"], "has 17 words; give a teacher"),
         (["init", "--train.distillation=Logits", "--compile"], "'Logits': is untested with --compile and --strategy"),

@@ -184,6 +184,8 @@ from lit_lazy.config.user_files import load_experiment
 from lit_lazy.support.named_files import find
 from factors import FACTOR
 
+search = 3
+
 
 @dataclass(frozen=True)
 class Times(Elastic):
@@ -193,6 +195,9 @@ class Times(Elastic):
 
     def build(self, shape):
         return super().build(shape)  # times FACTOR
+
+    def read(self):
+        return search
 
 
 def config():
@@ -234,6 +239,7 @@ def make_key(path: Path) -> str:
         ("mine.py", "build(shape)", "build(shape).half()"),
         ("mine.py", "strength: float = 1.0", "strength: float = 2.0"),
         ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
+        ("mine.py", "search = 3", "search = 4"),
         ("factors.py", "2 * BASE", "3 * BASE"),
         ("deeper.py", "BASE = 1", "BASE = 7"),
     ],
@@ -303,6 +309,15 @@ def test_an_edit_after_the_import_asks_for_a_new_process(
     assert cell_key(former, "x") == key
     file.write_text(text)
     require_unedited_code(former)
+
+
+def test_edited_settings_of_a_file_without_classes_ask_for_a_new_process(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(find("experiments", "backcopy_tiny").read_text())
+    load_experiment(file)
+    edit(file, "steps=6", "steps=7")
+    with pytest.raises(ValueError, match=r"plain\.py: was edited after it was imported"):
+        load_experiment(file)
 
 
 def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:

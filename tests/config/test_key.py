@@ -184,6 +184,8 @@ from lit_lazy.config.user_files import load_experiment
 from lit_lazy.support.named_files import find
 from factors import FACTOR
 
+search = 3
+
 
 @dataclass(frozen=True)
 class Times(Elastic):
@@ -193,6 +195,9 @@ class Times(Elastic):
 
     def build(self, shape):
         return super().build(shape)  # times FACTOR
+
+    def read(self):
+        return search
 
 
 def config():
@@ -234,6 +239,7 @@ def make_key(path: Path) -> str:
         ("mine.py", "build(shape)", "build(shape).half()"),
         ("mine.py", "strength: float = 1.0", "strength: float = 2.0"),
         ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
+        ("mine.py", "search = 3", "search = 4"),
         ("factors.py", "2 * BASE", "3 * BASE"),
         ("deeper.py", "BASE = 1", "BASE = 7"),
     ],
@@ -305,24 +311,40 @@ def test_an_edit_after_the_import_asks_for_a_new_process(
     require_unedited_code(former)
 
 
+def test_edited_settings_of_a_file_without_classes_ask_for_a_new_process(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(find("experiments", "backcopy_tiny").read_text())
+    load_experiment(file)
+    edit(file, "steps=6", "steps=7")
+    with pytest.raises(ValueError, match=r"plain\.py: was edited after it was imported"):
+        load_experiment(file)
+
+
 def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:
     """And what it has imported by then may not."""
     text, deeper = mine.read_text(), mine.with_name("deeper.py")
 
-    def retry() -> bool:
+    def load() -> str:
+        try:
+            return str(load_experiment(mine))
+        except ValueError as error:
+            return str(error)
+
+    def retry() -> tuple[str, str, bool]:
         mine.write_text(f"{text}\nunknown\n")
-        with pytest.raises(ValueError, match="NameError"):
-            load_experiment(mine)
+        failed = load()
         mine.write_text(text.replace("# times", "* 2 # times"))
         edit(deeper, "1", "2")
-        with pytest.raises(ValueError, match=r"/deeper\.py: was edited after it was imported"):
-            load_experiment(mine)
+        refused = load()
         edit(deeper, "2", "1")
         cfg = load_experiment(mine)
         require_unedited_code(cfg)
-        return cfg == from_dict(RunConfig, to_dict(cfg))
+        return failed, refused, cfg == from_dict(RunConfig, to_dict(cfg))
 
-    assert forked.run_in_fork(retry)  # this process is not to know two classes of one name
+    failed, refused, known = forked.run_in_fork(retry)  # this process is not to know two classes of one name
+    assert "NameError" in failed
+    assert "deeper.py: was edited after it was imported" in refused
+    assert known
 
 
 def made(folder: Path, files: dict[str, str], module: str) -> object:

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import math
 import os
 import shutil
 import signal
@@ -19,11 +20,16 @@ from postgres import postgres_server
 from task_files import offline, task_folder
 from torch_alone import torch_site
 
+from lit_lazy.support import console
+
 __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder", "torch_site"]
 
 # Triton decides at a kernel's definition whether to interpret it, so this precedes the import of flash_lazy.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine must not add lines to what a command says.
+console.QUIET_SECONDS = math.inf
 
 # Forks of a process with threads must not collect inherited objects, and must report what ends them.
 os.register_at_fork(after_in_child=gc.freeze)

@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from corpora import (
     joined,
     make_documents,
     small,
-    train_bpe,
     write_jsonl,
     write_parquet,
 )
@@ -50,7 +48,6 @@ from lit_lazy.data.base import DocumentDataset
 from lit_lazy.data.pipeline import shards, tokens, workers
 from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
-from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.support.errors import UnfinishedError
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -700,16 +697,3 @@ def test_real_workers_of_a_script_without_a_main_guard(parts, tmp_path):
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 1
     assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
-
-
-@pytest.mark.long
-def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
-    """With a BPE of 32,000 tokens trained on Python's sources."""
-    sources = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]
-    spec = TokenizerSpec(train_bpe(sources, 32_000, ["</s>"], tmp_path / "bpe.json"))
-    write_parquet(tmp_path / "text.parquet", [t[i : i + 4000] for t in sources for i in range(0, len(t), 4000)])
-    source = Files("data.path", "", (tmp_path / "text.parquet",), "text")
-    cache.mkdir()
-    started = time.process_time()
-    shard = find_or_make_shard(FileJob(source, source.read_state(), spec, None, 0.1), cache, lambda *_: None)
-    assert shard.bytes / 1e6 / (time.process_time() - started) > 1.8

@@ -444,6 +444,13 @@ def test_a_file_that_defines_a_class_twice_is_refused(mine: Path) -> None:
         hash_user_code(load_experiment(mine))
 
 
+def test_a_method_that_was_typed_at_a_prompt_is_refused() -> None:
+    names = {"__name__": __name__, "Elastic": Elastic}
+    exec("class Typed(Elastic):\n    def build(self, shape):\n        return None\n", names)
+    with pytest.raises(ValueError, match=r"^Typed\.build: its source cannot be read.*define it in a \.py file$"):
+        hash_user_code(names["Typed"]())
+
+
 def make_rule(scale: float) -> type:
     @dataclasses.dataclass(frozen=True)
     class Scaled(Elastic):

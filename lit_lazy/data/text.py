@@ -197,12 +197,12 @@ class Text(DataConfig):
             lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
 
         def fill(partial: Path) -> None:
-            for line in lines:
-                plain_console(stderr=True).print(line, soft_wrap=True)
             jobs = [self._jobs(files, self.validation_share if len(parts) == 1 else 0.0) for files in parts]
             held_out = jobs[1] if len(jobs) > 1 else ()
             plan = CorpusPlan(jobs[0], held_out, vocab_size, self.validation_share, self.max_tokens)
             write_corpus(partial, plan, processes, check)
+            for line in lines:
+                plain_console(stderr=True).print(line, soft_wrap=True)
 
         def check() -> None:
             try:

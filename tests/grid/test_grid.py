@@ -374,7 +374,7 @@ def test_a_dead_process_is_named_once(lab: Lab, gate: Path) -> None:
 
 def test_random_kills_lose_nothing(lab: Lab, tmp_path: Path) -> None:
     """`make soak` kills a thousand times, in real trainings."""
-    lab.training.at_step = lambda *_: time.sleep(0.03)
+    lab.training.at_step = lambda *_: time.sleep(0.1)
     peace = lab.move(tmp_path / "peace")
     peace.run(workers=2)
     killed = run_killed(lab, 12, 2, random.Random(0), (0.01, 0.15))

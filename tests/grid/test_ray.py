@@ -186,7 +186,8 @@ WRONG = [
             (["--threads", "5"], "asks for 5 CPUs and 1 GPU, which no"),
         )
     ),
-    *((["--launcher", "ray", "--gpus", share], "a fraction of one GPU") for share in ("-1", "1.5", "nan", "1e-5")),
+    *((["--launcher", "ray", "--gpus", share], "a fraction of one GPU") for share in ("1.5", "1e-5")),
+    *((["--launcher", "ray", "--gpus", share], "must be a finite number of at least 0") for share in ("-1", "nan")),
 ]
 
 

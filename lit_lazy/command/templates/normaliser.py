@@ -27,5 +27,5 @@ class MyNormaliserModule(NormaliserModule):
 
 
 def config():
-    # The experiment to train it in, with further changes by dotted path; this one takes seconds and says nothing.
-    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": MyNormaliser()})
+    # The experiment to train it in, with further changes by dotted path; this one takes seconds.
+    return replace_at(experiment("backcopy_small"), {"model.attention.normaliser": MyNormaliser()})

@@ -128,15 +128,13 @@ def test_a_command_of_the_pages(command: str, runs: Path, tmp_path: Path) -> Non
         assert again.returncode == 0, again.stderr
         assert "17 cells, all finished: nothing to do" in again.stdout
         end = done.stdout[done.stdout.index("Excess loss against lazy") :]
-        assert "No row learned the task" not in done.stdout
+        assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in done.stdout
         assert "\nlazy tau_init 2 " in end
         assert again.stdout.endswith(end)
         assert table.read_text() == first
         rows = {row.variant: row.metrics for row in read_table(table.with_suffix(".json")).rows}
         sink = {name: rows[name]["sink/first_key_weight_non_trigger"].mean for name in ("softmax", "lazy")}
-        learned = [name for name, metrics in rows.items() if (metrics["accuracy/trigger"].mean or 0.0) > 0.95]
         assert (sink["softmax"] or 0.0) > 0.3 > 0.01 > (sink["lazy"] or 0.0)
-        assert len(learned) >= len(rows) - 1, "tau_init 2 empties every row"
 
 
 def write_examples(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Figures of tables, trainings and diagnostics in one style."""
 
-from lit_lazy.figures.ablation import learned_over_training, list_learned, loss_against_sparsity, sink_over_training
+from lit_lazy.figures.ablation import list_learned, loss_against_sparsity, parameter_over_training, sink_over_training
 from lit_lazy.figures.canvas import save_figure
 from lit_lazy.figures.effects import effects_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, draw_run_figures
@@ -12,9 +12,9 @@ __all__ = [
     "Image",
     "draw_run_figures",
     "effects_figure",
-    "learned_over_training",
     "list_learned",
     "loss_against_sparsity",
+    "parameter_over_training",
     "render_image",
     "save_figure",
     "sink_over_training",

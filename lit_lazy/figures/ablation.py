@@ -100,7 +100,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 
 
 @use_style()
-def learned_over_training(table: Table, histories: Histories, learned: str = "tau") -> Figure | None:
+def parameter_over_training(table: Table, histories: Histories, learned: str = "tau") -> Figure | None:
     """Draw a learned parameter of every variant that has it, mean over layers and heads, from step 0 on."""
 
     def read(seed: Metrics) -> dict[int, float]:

@@ -225,7 +225,7 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 
 
 @use_style()
-def learned_by_head(arrays: Arrays) -> Figure | None:
+def parameters_by_head(arrays: Arrays) -> Figure | None:
     """Draw each learned parameter over training, a line per head in the colour of its layer; biases are curves."""
     own = sorted(name for name in arrays if name.startswith("watch/learned/") and "/bias." not in name)
     drawn = {name: values for name in ("watch/tau", *own) if (values := _read_finite(arrays, name)) is not None}
@@ -425,7 +425,7 @@ RUN_FIGURES = (
     mass_by_position,
     sparsity_by_layer,
     tau_by_layer,
-    learned_by_head,
+    parameters_by_head,
     bias_curves,
     value_norms,
     sink_kinds,

@@ -48,7 +48,7 @@ CAPTIONS = {
         "Offset parameter by layer",
         "Check whether tau moved from its initial value, and how much the heads of a layer differ.",
     ),
-    "learned_by_head": (
+    "parameters_by_head": (
         "Learned parameters over training, by head",
         "Check when each head leaves its initial value, and whether the heads of a layer move apart.",
     ),

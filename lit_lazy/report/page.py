@@ -215,7 +215,9 @@ def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
     drawn = {
-        learned.removeprefix("learned/") + OVER_TRAINING: figures.learned_over_training(data.table, histories, learned)
+        learned.removeprefix("learned/") + OVER_TRAINING: figures.parameter_over_training(
+            data.table, histories, learned
+        )
         for learned in figures.list_learned(histories)
     }
     drawn["sink" + OVER_TRAINING] = figures.sink_over_training(data.table, histories)

@@ -32,8 +32,8 @@ from lit_lazy.figures import (
     draw_run_figures,
     effects_figure,
     heads,
-    learned_over_training,
     loss_against_sparsity,
+    parameter_over_training,
     sink_over_training,
     verdict_figure,
 )
@@ -47,7 +47,7 @@ RUN_FIGURES = [
     "mass_by_position",
     "sparsity_by_layer",
     "tau_by_layer",
-    "learned_by_head",
+    "parameters_by_head",
     "bias_curves",
     "value_norms",
     "sink_kinds",
@@ -151,9 +151,9 @@ OF_VARIANTS = {
     "wide intervals": lambda: loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
     "intervals beyond a bound": lambda: loss_against_sparsity(bounded()),
     "bits per byte": lambda: loss_against_sparsity(make_study(loss="loss/bits_per_byte", variants=VARIANTS[:3])),
-    "tau over training": lambda: learned_over_training(make_study(baseline=BASELINE), make_trainings()),
+    "tau over training": lambda: parameter_over_training(make_study(baseline=BASELINE), make_trainings()),
     "sinks over training": lambda: sink_over_training(make_study(baseline=BASELINE), make_trainings()),
-    "a training that ended early": lambda: learned_over_training(make_study(), ENDED),
+    "a training that ended early": lambda: parameter_over_training(make_study(), ENDED),
     "a share that was undefined": lambda: sink_over_training(make_study(), UNDEFINED),
 }
 

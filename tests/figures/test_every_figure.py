@@ -86,7 +86,7 @@ def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure
     table, trained = made_up(ablation, question), histories(ablation)
     drawn = [
         *draw_table_figures(table).values(),
-        figures.learned_over_training(table, trained),
+        figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ]
     yield from (figure for figure in drawn if figure is not None)
@@ -194,7 +194,7 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
-        figures.learned_over_training(table, trained),
+        figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ):
         for axes in (axes for axes in figure.axes if axes.axison):

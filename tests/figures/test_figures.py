@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from samples import EFFECT_COLUMNS, make_effects, tabulate
 from test_drawn import unlearned
 
-from lit_lazy.figures import effects_figure, learned_over_training, selection
+from lit_lazy.figures import effects_figure, parameter_over_training, selection
 from lit_lazy.figures.effects import compute_limits
 from lit_lazy.figures.images import DPI
 from lit_lazy.table.records import Column
@@ -93,7 +93,7 @@ def many(better, count):
 def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, monkeypatch):
     monkeypatch.setattr(selection, "MOST_ROWS", 5)
     table, histories = many(better, 10)
-    effects, tau = effects_figure(table, ["loss"]), learned_over_training(table, histories)
+    effects, tau = effects_figure(table, ["loss"]), parameter_over_training(table, histories)
     assert tau is not None
     assert [label.get_text() for label in effects.axes[0].get_yticklabels()] == ["lazy", *kept]
     assert [axes.get_title() for axes in tau.axes if axes.axison] == ["lazy", *kept]
@@ -114,7 +114,7 @@ def test_the_panels_over_training_are_fitted_together(monkeypatch):
     monkeypatch.setattr(
         Axes, "set_ybound", lambda axes, *bound, **more: fitted.append(axes) or set_bound(axes, *bound, **more)
     )
-    learned_over_training(*many("lower", 10))
+    parameter_over_training(*many("lower", 10))
     assert len(fitted) <= 2
 
 

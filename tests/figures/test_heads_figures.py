@@ -21,8 +21,8 @@ from flash_lazy import Rows
 from lit_lazy.attention import Elastic, LayerShape
 from lit_lazy.figures import (
     draw_run_figures,
-    learned_over_training,
     loss_against_sparsity,
+    parameter_over_training,
     save_figure,
     sink_over_training,
 )
@@ -64,9 +64,9 @@ def test_nothing_is_drawn_of_nothing():
     ):
         table = tabulate({"lazy": [metrics]}, [Column(key, key) for key in columns.split()])
         assert loss_against_sparsity(table) is None
-    assert learned_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    assert parameter_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
     assert sink_over_training(make_study(), {"softmax": [{}], "lazy": []}) is None
-    assert learned_over_training(make_study(), {}) is None
+    assert parameter_over_training(make_study(), {}) is None
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
@@ -187,7 +187,7 @@ def test_figures_over_variants_are_legible():
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (make_trainings(named, 5), make_trainings(["lazy"], 1)):
             table = make_study(1, list(made), baseline=next(iter(made)))
-            assert_legible(drawn(learned_over_training(table, made)))
+            assert_legible(drawn(parameter_over_training(table, made)))
             assert_legible(drawn(sink_over_training(table, made)))
         assert_legible(drawn(loss_against_sparsity(make_study(2))))
         assert_legible(drawn(loss_against_sparsity(make_study(1, ["lazy"]))))

@@ -55,7 +55,7 @@ def test_nothing_is_drawn_of_nothing():
         assert getattr(figures, name)(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
     assert list(draw_run_figures(softmax, "x")) == [
-        name for name in RUN_FIGURES if "tau" not in name and "learned" not in name
+        name for name in RUN_FIGURES if name not in ("tau_by_layer", "parameters_by_head")
     ]
     for columns, metrics in (
         ("loss/val sparsity/zero", {"loss/val": 1.0}),

@@ -136,10 +136,12 @@ if __name__ == "__main__":
     parser.add_argument("--clone", type=Path, help="folder of the clone that is changed")
     parser.add_argument("--commit", default="HEAD")
     options = parser.parse_args()
+    said = subprocess.run(["git", "rev-parse", "--short=8", options.commit], capture_output=True, text=True, cwd=ROOT)
+    commit = said.stdout.strip()
     if options.action == "sample":
-        FILE.write_text(json.dumps({"seed": SEED, "mutants": sample()}, indent=1) + "\n")
+        from importlib.metadata import version
+
+        made = {"command": "python tests/mutants.py sample", "commit": commit, "cosmic_ray": version("cosmic-ray")}
+        FILE.write_text(json.dumps({**made, "seed": SEED, "mutants": sample()}, indent=1) + "\n")
     else:
-        sha = subprocess.run(
-            ["git", "rev-parse", "--short=8", options.commit], capture_output=True, text=True, cwd=ROOT
-        )
-        run(options.clone, sha.stdout.strip())
+        run(options.clone, commit)

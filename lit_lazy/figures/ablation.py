@@ -26,7 +26,7 @@ Metrics = Mapping[str, Sequence[tuple[int, float]]]
 Histories = Mapping[str, Sequence[Metrics]]
 """Metrics of each seed, by variant."""
 
-LEARNED = re.compile(r"watch/(tau|learned/(?!bias\.)[\w.]+)_layer_\d+")
+LEARNED = re.compile(r"watch/(tau|learned/[\w.]+)_layer_\d+")
 """Mean of a learned parameter in a layer during training."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"

@@ -227,7 +227,7 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 @use_style()
 def parameters_by_head(arrays: Arrays) -> Figure | None:
     """Draw each learned parameter over training, a line per head in the colour of its layer; biases are curves."""
-    own = sorted(name for name in arrays if name.startswith("watch/learned/") and "/bias." not in name)
+    own = sorted(name for name in arrays if name.startswith("watch/learned/"))
     drawn = {name: values for name in ("watch/tau", *own) if (values := _read_finite(arrays, name)) is not None}
     if not drawn:
         return None

@@ -117,7 +117,7 @@ class Diagnostics:
     def metrics(self) -> dict[str, float]:
         """What `lit-lazy diagnose` prints: `scalars`, and those that a run measures on its full validation set."""
         names = [name.rpartition("learned/")[2] for name in self.arrays if "learned/" in name]
-        learned = [f"learned/{name}" for name in dict.fromkeys(names) if not name.startswith("bias.")]  # a curve
+        learned = [f"learned/{name}" for name in dict.fromkeys(names)]
         return self._average(SCALARS | SAMPLED | {f"{name}/mean": (name, lambda x: x) for name in learned})
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:

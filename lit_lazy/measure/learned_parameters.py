@@ -19,10 +19,10 @@ FORMER = {"learned/tau": "tau"}
 def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
     """Copies of what the normalisers, biases and gates have learned: `[layers, ...]` by name.
 
-    Parameter `x` of the normaliser is `learned/x`, of the bias `learned/bias.x`, of the gate `learned/gate.x`; the
-    offset parameter is `tau`, `[layers, H]`, or `[layers, H, N]` for the threshold per_token. Buffers that checkpoints
-    keep count too, as a schedule may change them. Left out is what has more than MOST_NUMBERS numbers, and what some
-    layer lacks or has in another shape.
+    Parameter `x` of the normaliser is `learned/x`, of the gate `learned/gate.x`, and of the bias, which figures draw as
+    a curve, `bias/learned.x`; the offset parameter is `tau`, `[layers, H]`, or `[layers, H, N]` for the threshold
+    per_token. Buffers that checkpoints keep count too, as a schedule may change them. Left out is what has more than
+    MOST_NUMBERS numbers, and what some layer lacks or has in another shape.
     """
     found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
@@ -33,9 +33,9 @@ def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
 
 
 def _collect_from_layer(layer: Attention) -> dict[str, Tensor]:
-    parts = {"": layer.normaliser, "bias.": layer.bias, "gate.": layer.gate}
+    parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
     return {
-        f"learned/{prefix}{name}": gather_full_tensor(tensor.detach())
+        f"{prefix}{name}": gather_full_tensor(tensor.detach())
         for prefix, part in parts.items()
         for name, tensor in part.state_dict(keep_vars=True).items()
         if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS

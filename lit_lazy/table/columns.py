@@ -97,7 +97,6 @@ def list_learned_columns(measured: Iterable[str]) -> list[Column]:
     return [
         Column(f"{name}/{what}", f"{name.removeprefix('learned/')}, {what}", digits=".3g", by_construction=OWN)
         for name in names
-        if not name.startswith("learned/bias.")
         for what in ("mean", "min", "max")
     ]
 

@@ -200,7 +200,7 @@ def _select_learned_curves(logged: Collection[str]) -> list[str]:
     """The metrics of every learned parameter but biases' in the first and the last layer."""
     layers: defaultdict[str, set[int]] = defaultdict(set)
     for name in logged:
-        if (found := LEARNED_LAYER.fullmatch(name)) and not found[1].startswith("learned/bias."):
+        if found := LEARNED_LAYER.fullmatch(name):
             layers[found[1]].add(int(found[2]))
     layers = layers or defaultdict(set, tau={0})  # before the first cell
     ends = {name: dict.fromkeys((min(found), max(found))) for name, found in sorted(layers.items())}

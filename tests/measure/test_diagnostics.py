@@ -288,7 +288,7 @@ def test_shapes_and_types() -> None:
             (layers, heads),
         ),
         **dict.fromkeys(("mass/row", "mass/first_key", "bias/curve"), (layers, heads, T)),
-        "learned/bias.table": (layers, heads, 7),
+        "bias/learned.table": (layers, heads, 7),
         **dict.fromkeys(("mass/empty_rows", "mass/dead", "tau"), (layers, heads)),
         **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "block_64", "block_128")), (layers, heads)),
         **dict.fromkeys((f"sparsity/{name}" for name in ("null", "over_null", "null_mass")), (layers, heads)),

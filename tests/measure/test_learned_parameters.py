@@ -90,7 +90,7 @@ class TestLearned:
         made = model()
         for layer in made.attentions:
             layer.bias, layer.gate.strength = _Scheduled(), torch.nn.Parameter(torch.ones(HEADS))
-        assert set(collect_learned(made)) == {"learned/bias.strength", "learned/bias.progress", "learned/gate.strength"}
+        assert set(collect_learned(made)) == {"bias/learned.strength", "bias/learned.progress", "learned/gate.strength"}
 
     def test_what_is_left_out(self):
         made = model()

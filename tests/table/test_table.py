@@ -173,12 +173,12 @@ anything = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 
 def make_pages() -> dict[str, str]:
     return {
-        "kinds.md": render_markdown(make_kinds()),
+        "kinds.markdown": render_markdown(make_kinds()),
         "kinds.txt": render_summary(make_kinds(), WHOLE),
     }
 
 
-@pytest.mark.parametrize("name", ["kinds.md", "kinds.txt"])
+@pytest.mark.parametrize("name", ["kinds.markdown", "kinds.txt"])
 def test_pages_of_every_kind_of_cell(name: str) -> None:
     assert make_pages()[name] == (PAGES / name).read_text()
 

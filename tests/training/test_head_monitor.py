@@ -154,7 +154,7 @@ def test_nothing_is_logged_under_two_names() -> None:
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
     assert "watch/mass" in found
-    assert [name for name in found if "layer" in name] == ["watch/tau_layer_0", "watch/learned/bias.table_layer_0"]
+    assert [name for name in found if "layer" in name] == ["watch/tau_layer_0", "watch/bias/learned.table_layer_0"]
 
 
 def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:

@@ -411,7 +411,10 @@ def format_names(names: Collection[str]) -> str:
 
 
 def find_cut(text: bytes, share: float) -> int:
-    """Offset of the line, else word, else character that is nearest behind a share of a text's bytes."""
+    """Offset at or before a share of a text's bytes where a line, else a word, else a character begins.
+
+    A line or word that begins in the first half before it is too far away to count.
+    """
     start = int(share * len(text))
     if not 0 < start < len(text):
         return start

@@ -11,7 +11,7 @@ import torch
 from lit_lazy.support.checks import MOST
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception, is_larger_than
-from lit_lazy.support.formats import require_known_format
+from lit_lazy.support.stored_records import require_known_format
 
 FORMAT = 1
 """Format of a checkpoint; raised when its content is laid out otherwise."""

@@ -12,7 +12,7 @@ from typing import Literal
 from filelock import BaseFileLock, Timeout
 
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.formats import parse_json
+from lit_lazy.support.stored_records import parse_json
 from lit_lazy.training.result import RESULT
 from lit_lazy.training.run_folder import (
     CHECKPOINTS,

@@ -24,9 +24,9 @@ from lit_lazy.grid.plan import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.stored_names import check_row_name
+from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell
@@ -106,7 +106,7 @@ class Pack:
             ended = {line["key"]: line.pop("ended", 0) for line in lines}  # format 1 has none
             for key, time in ended.items():
                 check_value(f"ended of {key}", time, Annotated[float, Bounds(ge=0, le=LATEST)])
-            return cls(path, str(header["grid"]), [RunResult.from_dict(line, option) for line in lines], rows, ended)
+            return cls(path, str(header["grid"]), [RunResult.from_dict(line) for line in lines], rows, ended)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
         except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError) as error:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,14 +14,13 @@ from lit_lazy.data.facts import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
-from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
-from lit_lazy.support.formats import parse_json, require_known_format
+from lit_lazy.support.errors import did_you_mean, one_line
 from lit_lazy.support.ids import read_id
+from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
-from lit_lazy.table.stored import make_record
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
@@ -102,21 +101,7 @@ class Plan:
 
         Raises a one-line ValueError if the text is none, NewerFormatError if a newer version wrote it.
         """
-        try:
-            plan: dict[str, Any] = parse_json(text)
-            if isinstance(plan, Mapping):
-                require_known_format(PLAN, plan, FORMAT)
-            rows: list[dict[str, Any]] = plan["rows"]
-            plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
-            plan["columns"] = tuple(make_record(Column, column) for column in plan["columns"])
-            plan["axes"] = tuple(plan["axes"])
-            plan["primary"] = tuple(plan.get("primary", ()))
-            plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
-            if plan.get("declaration"):
-                plan["declaration"] = Declaration.from_json(plan["declaration"])
-            return cls(**plan)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no plan ({describe_exception(error)})") from None
+        return parse_record(text, PLAN, "plan", FORMAT, partial(make_record, cls))
 
     def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
         """The spec of the plan's table, given its cells."""

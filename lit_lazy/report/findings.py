@@ -18,12 +18,13 @@ from urllib.parse import quote
 
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import escape_markdown
 from lit_lazy.table.records import Column, Measure, Table
 from lit_lazy.table.render import format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
-from lit_lazy.table.stored import TABLE, make_record, read_table
+from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import format_finding, format_interval
 
 T = TypeVar("T")

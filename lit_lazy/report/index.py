@@ -10,7 +10,7 @@ from urllib.parse import quote
 from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
-from lit_lazy.support.formats import NewerFormatError
+from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.document import escape_html, format_html_table, frame_html
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.stored import parse_table

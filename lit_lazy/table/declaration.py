@@ -87,11 +87,6 @@ class Statement:
         others = [name for part in compared for name in (part.row, part.of) if name not in (None, self.holds.row)]
         return {self.holds.row: 1.0, **dict.fromkeys([*map(str, others), *self.rivals], -1.0)}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Statement":
-        given = data["given"] and Comparison(**data["given"])
-        return cls(data["name"], Comparison(**data["holds"]), given, tuple(data["rivals"]))
-
     def __str__(self) -> str:
         return f"{self.holds}" + ("" if self.given is None else f", where {self.given}")
 
@@ -150,7 +145,8 @@ class Declaration:
         count = len(self.contrasts)
         require(0 < count <= MOST_CONTRASTS, "contrasts", count, f"must be 1 to {MOST_CONTRASTS}")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each must occur once")
-        require(bool(self.looks), "looks", self.looks, "must be numbers of seeds, such as (10, 20, 40, 80)")
+        fix = "must be numbers of seeds, such as (10, 20, 40, 80), which first-round.md's questions lack"
+        require(bool(self.looks), "looks", self.looks, fix)
         grow = self.looks[0] >= 2 and all(a < b for a, b in pairwise(self.looks))
         require(grow, "looks", self.looks, "must grow from one to the next, and start at 2 seeds or more")
         safe = self.looks[0] >= SAFE_FIRST_LOOK or bool(self.few_seeds_because)
@@ -194,13 +190,6 @@ class Declaration:
         absent = {one.name for one in fields(self) if one.name in optional and getattr(self, one.name) == one.default}
         kept = asdict(self, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
         return {name: value for name, value in kept.items() if name not in absent}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
-        listed = ("seeds", "pilot_seeds", "looks", "begun", "earlier_seeds")
-        known: dict[str, Any] = {"rules": 1} | dict(data) | {name: tuple(data[name]) for name in listed if name in data}
-        known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
-        return cls(**known)
 
 
 @dataclass(frozen=True)

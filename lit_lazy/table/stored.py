@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.checks import check_kinds, fits, require
+from lit_lazy.support.checks import fits, require
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.formats import parse_json, require_known_format
+from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.build import add_statistics
-from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import FORMAT, Column, Contrast, Table, TableRow, Yardstick
+from lit_lazy.table.records import FORMAT, Column, Contrast, Table, TableRow
 from lit_lazy.table.verdicts import add_verdict
 
 TABLE = "table.json"
@@ -30,12 +29,9 @@ def parse_table(text: str | bytes, named: str) -> Table:
     Raises NewerFormatError if a newer version wrote it.
     """
     try:
-        data = parse_json(text)
-        if isinstance(data, Mapping):
-            require_known_format(named, data, FORMAT)
-        return _make_table(data)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{named}: is no table.json ({describe_exception(error)})") from None
+        return parse_record(text, named, "table.json", FORMAT, _make_table)
+    except ValueError as error:
+        raise ValueError(f"{named}: is {error}") from None
 
 
 def _make_table(data: Mapping[str, Any]) -> Table:
@@ -52,9 +48,7 @@ def _make_table(data: Mapping[str, Any]) -> Table:
         summaries={},
         contrasts=(),
         primary=None,
-        declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
         verdict=None,
-        yardstick=make_record(Yardstick, data["yardstick"]) if data.get("yardstick") else None,
     )
     known = {row["variant"]: {key: _pick_values(part) for key, part in row["metrics"].items()} for row in data["rows"]}
     contrasts = [Contrast(contrast["name"], contrast["weights"]) for contrast in data["contrasts"]]
@@ -67,15 +61,3 @@ def _pick_values(metric: Mapping[str, Any]) -> Mapping[str, float]:
     values: Mapping[str, float] = metric.get("values", metric)
     require(fits(values, dict[str, float]), "values", values, "must be finite numbers by seed")
     return values
-
-
-def make_record(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
-    """A dataclass from those of JSON's values that are its fields, whose lists are tuples.
-
-    Raises ValueError for a value of another type.
-    """
-    known = {name: values[name] for name in kind.__dataclass_fields__ if name in values}
-    lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-    made = kind(**known | lists | changes)
-    check_kinds(kind.__name__, made)
-    return made

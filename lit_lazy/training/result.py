@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.checks import PositiveInt, check_kinds, check_value, require
+from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.disk import quarantine, write_text
-from lit_lazy.support.formats import parse_json, require_known_format
+from lit_lazy.support.stored_records import make_record, parse_record
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
@@ -58,16 +58,9 @@ class RunResult:
         return ", ".join(f"{name} {self.environment[name]}" for name in names)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], file: str = RESULT) -> "RunResult":
-        """The inverse of `asdict`. file: where they were found, for messages.
-
-        Raises ValueError or TypeError if the fields are not those of a result, NewerFormatError if a newer version
-        wrote them.
-        """
-        if isinstance(fields, Mapping):
-            require_known_format(file, fields, FORMAT)
-        result = cls(**fields)
-        check_kinds(RESULT, result)
+    def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":
+        """The inverse of `asdict`. Raises ValueError or TypeError if the fields are not those of a result."""
+        result = make_record(cls, fields)
         train = result.config.get("train")
         check_value("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, PositiveInt)
         require("loss/val" in result.metrics, "metrics", result.metrics, "must have loss/val")
@@ -82,10 +75,9 @@ class RunResult:
 
         Raises NewerFormatError if a newer version wrote it.
         """
-        path = folder / RESULT
         try:
-            return cls.from_dict(parse_json(path.read_bytes()), str(path))
-        except (OSError, ValueError, TypeError):
+            return cls._read(folder / RESULT)
+        except (OSError, ValueError):
             return None
 
     @classmethod
@@ -98,10 +90,15 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            return cls.from_dict(parse_json(path.read_bytes()), str(path))
-        except (ValueError, TypeError) as error:
-            quarantine(path, f"damaged ({type(error).__name__})")
+            return cls._read(path)
+        except ValueError as error:
+            quarantine(path, str(error))
             return None
+
+    @classmethod
+    def _read(cls, path: Path) -> "RunResult":
+        """Raises OSError, or ValueError if the file holds no result."""
+        return parse_record(path.read_bytes(), str(path), "result", FORMAT, cls.from_dict)
 
     def write(self, folder: Path) -> None:
         """Write the result into a run folder, which finishes the run."""

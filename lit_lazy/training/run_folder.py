@@ -9,9 +9,9 @@ from typing import Any
 from filelock import BaseFileLock
 
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.inside import delete, join_name
 from lit_lazy.support.locks import is_held, make_file_lock
+from lit_lazy.support.stored_records import parse_record
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 """Folder of a run's checkpoints, and the one to resume from."""
@@ -74,13 +74,9 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """A file's content; {} without a readable one. Raises NewerFormatError if a newer version wrote it."""
     try:
-        content = parse_json(path.read_bytes())
+        return parse_record(path.read_bytes(), str(path), "dict", FORMAT, dict)
     except (OSError, ValueError):
         return {}
-    if not isinstance(content, dict):
-        return {}
-    require_known_format(str(path), content, FORMAT)
-    return content
 
 
 def locate_cell(grid: Path, key: str) -> Path:

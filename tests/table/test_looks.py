@@ -14,6 +14,7 @@ import pytest
 from scipy.special import betainc
 
 from lit_lazy.command.ablate_run import describe_next_look
+from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import Comparison, Declaration, Statement, Verdict
 from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
@@ -364,8 +365,10 @@ def test_what_was_not_declared_before_is_exploratory(changes: dict[str, object],
 
 def test_a_declaration_of_the_first_round_is_refused() -> None:
     first = {name: value for name, value in DECLARED.to_json().items() if name not in ("rules", "looks")}
+    with pytest.raises(ValueError, match=r"looks=\(\): .*, which first-round\.md's questions lack$"):
+        make_record(Declaration, first)
     with pytest.raises(ValueError, match=r"rules=1: must be version 2; docs/results/first-round\.md has the questions"):
-        Declaration.from_json(first)
+        replace(DECLARED, rules=1)
 
 
 def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:

@@ -22,7 +22,7 @@ import pytest
 from scipy import stats
 
 from lit_lazy.support.console import PlainConsole
-from lit_lazy.support.formats import NewerFormatError
+from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
 from lit_lazy.table.comparison import compare_tables, format_comparison
 from lit_lazy.table.finding_text import describe_findings, describe_unlearned

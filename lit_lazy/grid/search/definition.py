@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,11 +15,14 @@ from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorte
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
-from lit_lazy.support.errors import describe_exception, short_repr
+from lit_lazy.support.errors import short_repr
 from lit_lazy.support.named_files import get_name
+from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare
 
+DEFINITION, FORMAT = "search.json", 1
+"""File of a search's definition in its folder, and its format; raised when a field changes its meaning."""
 MOST_SEED = 2**31 - 1
 """Upper bound on the sampler's seed, to which numpy's generators add each point's number."""
 MOST_AXES = 10
@@ -86,13 +90,13 @@ class Definition:
     """Canonical config of the experiment, changed and overridden."""
     data: str
     """Fingerprint of the data."""
-    code: list[str]
-    """Hashes of the user's code that it depends on."""
     axes: dict[str, Real]
     objective: Objective
     startup: int
     prune_from: float
     seed: int
+    code: list[str] = field(default_factory=list)
+    """Hashes of the user's code that it depends on; none in definitions of the first version."""
 
     @property
     def min_steps(self) -> int:
@@ -131,11 +135,7 @@ class Definition:
     @classmethod
     def from_json(cls, text: str) -> "Definition":
         """Parse a definition. Raises a one-line ValueError if the text is not valid."""
-        try:
-            values = {"code": []} | json.loads(text)  # missing in the first schema
-            return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no definition of a search ({describe_exception(error)})") from None
+        return parse_record(text, DEFINITION, "definition of a search", FORMAT, partial(make_record, cls))
 
     def find_differences(self, other: "Definition") -> list[str]:
         """Names of the parts in which two searches differ."""

@@ -23,7 +23,7 @@ from lit_lazy.grid.cells import clear_leftovers
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import Mirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
-from lit_lazy.grid.search.definition import MONITORED, Definition, point_name
+from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, point_name
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
@@ -48,8 +48,8 @@ from lit_lazy.training.run_folder import (
 if TYPE_CHECKING:
     from lit_lazy.tracking.tracker import Tracker
 
-DEFINITION, COMPILED = "search.json", "compiled"
-"""File of a search's definition in its folder, and the attribute of its study that says whether it began so."""
+COMPILED = "compiled"
+"""Attribute of a study: whether it began with the compiled backend of CPUs."""
 DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""
 NUMBER, KEY, REASON, DIVERGED = "number", "key", "reason", "diverged"

@@ -14,7 +14,7 @@ TEXT := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help install table2 table2-text questions results smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
+.PHONY: help install table2 table2-text questions results wheels smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
 
 help:
 	@echo "make install       create .venv only, as every target does when it is missing"
@@ -22,6 +22,7 @@ help:
 	@echo "make table2-text   the same rows on real text, three seeds"
 	@echo "make questions     every declared question to its verdict, the cheapest first; LIMIT=90m for what fits"
 	@echo "make results       report, figures, CSV and LaTeX of every table in docs/results, into dist/"
+	@echo "make wheels        flash_lazy's wheels for Linux and macOS, its source and its Hub folder, into dist/kernels"
 	@echo "make smollm2       fetch SmolLM2-135M and import it to models/smollm2.ckpt"
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
@@ -46,6 +47,14 @@ questions: .venv/.complete
 
 results: .venv/.complete
 	$(LIT) report $(patsubst %/table.json,--from %,$(wildcard docs/results/*/table.json))
+
+wheels: .venv-wheels/.complete
+	.venv-wheels/bin/python3 kernels/release.py
+
+.venv-wheels/.complete: kernels/pyproject.toml
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/pip install --quiet --disable-pip-version-check setuptools==84.2.1 ziglang==0.17.1
+	touch $@
 
 smollm2: models/smollm2.ckpt
 

@@ -1,6 +1,7 @@
 """Builds the compiled backend of flash_lazy, one library per instruction set; goes on without it if that fails."""
 
 import hashlib
+import os
 import platform
 from glob import glob
 from pathlib import Path
@@ -14,6 +15,9 @@ X86 = {
     "avx512": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
 FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+
+PLATFORM = os.environ.get("_PYTHON_HOST_PLATFORM") or platform.machine()
+"""What is built for, ending in the processor; Python reads the variable too where it builds for another platform."""
 
 SOURCES, HEADERS = (sorted(glob(f"flash_lazy/cpu/*.{suffix}")) for suffix in ("cpp", "h"))
 # As `library.hash_sources` computes it: a library of other sources would read what Python passes in another layout.
@@ -48,6 +52,6 @@ setup(
             language="c++",
             optional=True,
         )
-        for name, flags in FLAGS.get(platform.machine(), {}).items()
+        for name, flags in FLAGS.get(PLATFORM.rpartition("-")[2], {}).items()
     ],
 )

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def read_imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            package = module_name(path.with_name("__init__.py"))
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {f"{source}.{alias.name}" for alias in node.names}
     return names
 
 

@@ -2,10 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flash_lazy.api import attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
-from flash_lazy.call import Backend, Stats, Threshold, Weights
-from flash_lazy.layer import KeyValueCache, LazyAttention
-from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
+from .api import attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
+from .call import Backend, Stats, Threshold, Weights
+from .layer import KeyValueCache, LazyAttention
+from .rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
 try:
     __version__ = version("flash-lazy")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import (
+from .call import (
     BACKENDS,
     Backend,
     Call,
@@ -24,12 +24,12 @@ from flash_lazy.call import (
     prepare,
     require_values,
 )
-from flash_lazy.chunked import chunked_attention
-from flash_lazy.cpu import library
-from flash_lazy.cpu import ops as cpu_ops
-from flash_lazy.fused.ops import find_obstacle, fused_attention
-from flash_lazy.reference import reference_attention, reference_weights
-from flash_lazy.vmap import is_transformed
+from .chunked import chunked_attention
+from .cpu import library
+from .cpu import ops as cpu_ops
+from .fused.ops import find_obstacle, fused_attention
+from .reference import reference_attention, reference_weights
+from .vmap import is_transformed
 
 
 class SharedSettings(TypedDict, total=False):

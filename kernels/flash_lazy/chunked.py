@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_lazy.call import (
+from .call import (
     CALL_SCHEMA,
     LEAVES,
+    OPERATORS,
     TENSORS,
     Call,
     Stats,
@@ -26,8 +27,8 @@ from flash_lazy.call import (
     tau_divisor,
     tau_gradient,
 )
-from flash_lazy.tiling import Part, RowBlock, Sweep
-from flash_lazy.vmap import HEAD_AXES, fold, fold_into_heads, is_transformed, unfold_heads
+from .tiling import Part, RowBlock, Sweep
+from .vmap import HEAD_AXES, fold, fold_into_heads, is_transformed, unfold_heads
 
 # Columns of weights that are skipped together if none survives. Narrower tiles are skipped more often, but cost time if
 # none can be.
@@ -130,7 +131,7 @@ class _ChunkedGradients(torch.autograd.Function):
 
 
 @torch.library.custom_op(
-    "flash_lazy::chunked_forward",
+    f"{OPERATORS}::chunked_forward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -139,7 +140,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 _backward = torch.library.custom_op(
-    "flash_lazy::chunked_backward",
+    f"{OPERATORS}::chunked_backward",
     _gradients,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor grad, Tensor? dlse, bool with_bias) -> "

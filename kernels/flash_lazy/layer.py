@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_lazy.api import lazy_attention
-from flash_lazy.call import BACKENDS, THRESHOLDS, Backend, Threshold, check_choice, check_type, show
+from .api import lazy_attention
+from .call import BACKENDS, THRESHOLDS, Backend, Threshold, check_choice, check_type, show
 
 PRECISE = (torch.float32, torch.float64)
 

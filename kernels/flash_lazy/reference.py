@@ -6,8 +6,8 @@ All other backends are tested against it.
 import torch
 from torch import Tensor
 
-from flash_lazy.call import Call, Stats, Weights, compute_dtype
-from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
+from .call import Call, Stats, Weights, compute_dtype
+from .scores import attend_documents, eager_scores, locate_queries, weigh_values
 
 
 def reference_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:

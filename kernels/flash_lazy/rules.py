@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import (
+from .call import (
     TENSORS,
     Call,
     Stats,
@@ -25,9 +25,9 @@ from flash_lazy.call import (
     show,
     type_name,
 )
-from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
-from flash_lazy.tiling import Part, RowBlock, Sweep
-from flash_lazy.vmap import is_transformed
+from .scores import attend_documents, eager_scores, locate_queries, weigh_values
+from .tiling import Part, RowBlock, Sweep
+from .vmap import is_transformed
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, because -inf times 0 is NaN, and so low that its exponential is 0."""

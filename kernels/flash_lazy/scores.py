@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_lazy.call import Call, Stats, compute_dtype, slice_documents
+from .call import Call, Stats, compute_dtype, slice_documents
 
 
 def locate_queries(call: Call) -> tuple[Tensor, Tensor]:

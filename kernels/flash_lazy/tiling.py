@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from flash_lazy.call import Call, compute_dtype, rows_in_documents, slice_documents
+from .call import Call, compute_dtype, rows_in_documents, slice_documents
 
 # Scores of one block, B * H * R * C: small enough for a CPU's cache, large enough that kernel launches do not dominate
 # on a GPU.

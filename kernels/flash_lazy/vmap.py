@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_lazy.call import LEAVES, TENSORS, Call
+from .call import LEAVES, TENSORS, Call
 
 HEAD_AXES = (1, 1, 1, 0, 0, 0)
 """Axis of the heads in q, k, v, tau, bias and slopes."""

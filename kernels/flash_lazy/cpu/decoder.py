@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_lazy.call import THRESHOLDS, Stats, Threshold
-from flash_lazy.cpu import library
+from ..call import THRESHOLDS, Stats, Threshold
+from . import library
 
 ALIGNMENT = 16
 """d_model, d_ff and heads * head_dim are multiples of it: the widest vector."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_lazy.call import (
+from ..call import (
     CALL_SCHEMA,
     LEAVES,
+    OPERATORS,
     TENSORS,
     THRESHOLDS,
     Call,
@@ -22,7 +23,7 @@ from flash_lazy.call import (
     refuse_forward_mode,
     slice_documents,
 )
-from flash_lazy.cpu import library
+from . import library
 
 SUMS = 3
 """Numbers per row that the forward pass saves: largest score, sum of exponentials, divisor of the output."""
@@ -228,13 +229,13 @@ class _CompiledFunction(torch.autograd.Function):
 
 
 _forward = torch.library.custom_op(
-    "flash_lazy::cpu_forward",
+    f"{OPERATORS}::cpu_forward",
     _outputs,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor)",
 )
 _backward = torch.library.custom_op(
-    "flash_lazy::cpu_backward",
+    f"{OPERATORS}::cpu_backward",
     _gradients,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor sums, Tensor grad, Tensor? dlse, bool with_bias, bool with_slopes) -> "

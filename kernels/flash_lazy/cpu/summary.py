@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_lazy.call import Call
-from flash_lazy.cpu import library
-from flash_lazy.cpu.ops import describe, prepare_layout
+from ..call import Call
+from . import library
+from .ops import describe, prepare_layout
 
 
 class AttentionSummary(NamedTuple):

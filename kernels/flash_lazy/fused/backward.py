@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_lazy.call import Call
-from flash_lazy.fused import configurations
-from flash_lazy.fused.launch import (
+from ..call import Call
+from . import configurations
+from .launch import (
     allocate_like,
     balance_programs,
     ceil_div,
@@ -21,7 +21,7 @@ from flash_lazy.fused.launch import (
     name_strides,
     none_if_empty,
 )
-from flash_lazy.fused.tiles import (
+from .tiles import (
     EDGE,
     NEAR,
     PLAIN,

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_lazy.call import Call
-from flash_lazy.fused import configurations
-from flash_lazy.fused.launch import (
+from ..call import Call
+from . import configurations
+from .launch import (
     LOG2E,
     allocate_like,
     ceil_div,
@@ -19,7 +19,7 @@ from flash_lazy.fused.launch import (
     next_power_of_2,
     use_device,
 )
-from flash_lazy.fused.tiles import NEAR, has_survivor, is_positive, load_rows, load_thresholds
+from .tiles import NEAR, has_survivor, is_positive, load_rows, load_thresholds
 
 TO_BASE_2 = tl.constexpr(LOG2E)
 MIN_SPLIT_KEYS = 256

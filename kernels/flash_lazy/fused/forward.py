@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_lazy.call import Call
-from flash_lazy.fused import configurations
-from flash_lazy.fused.launch import (
+from ..call import Call
+from . import configurations
+from .launch import (
     allocate_like,
     ceil_div,
     collect_shared_arguments,
@@ -17,7 +17,7 @@ from flash_lazy.fused.launch import (
     name_strides,
     none_if_empty,
 )
-from flash_lazy.fused.tiles import (
+from .tiles import (
     EDGE,
     PLAIN,
     STRIP_PAD,
@@ -34,7 +34,7 @@ from flash_lazy.fused.tiles import (
 )
 
 try:
-    from flash_lazy.fused import hopper
+    from . import hopper
 except ImportError:  # a triton without Gluon
     hopper = None
 

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_lazy.call import Call
-from flash_lazy.fused.launch import LOG2E, can_describe, ceil_div, count_processors, make_strip, use_device
-from flash_lazy.fused.tiles import (
+from ..call import Call
+from .launch import LOG2E, can_describe, ceil_div, count_processors, make_strip, use_device
+from .tiles import (
     EDGE,
     PLAIN,
     STRIP_PAD,

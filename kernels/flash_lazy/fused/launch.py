@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_lazy.call import Call
-from flash_lazy.fused import configurations
-from flash_lazy.fused.configurations import Blocks
-from flash_lazy.fused.tiles import STRIP_PAD
+from ..call import Call
+from . import configurations
+from .configurations import Blocks
+from .tiles import STRIP_PAD
 
 LOG2E = 1.4426950408889634
 TUNED_FOR = ("size", "group", "reach", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP")

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_lazy.call import (
+from ..call import (
     CALL_SCHEMA,
     LEAVES,
+    OPERATORS,
     TENSORS,
     Call,
     Stats,
@@ -22,7 +23,7 @@ from flash_lazy.call import (
     tau_divisor,
     tau_gradient,
 )
-from flash_lazy.fused import configurations
+from . import configurations
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -96,7 +97,7 @@ def _is_decoding(call: Call) -> bool:
 
 
 @torch.library.custom_op(
-    "flash_lazy::forward",
+    f"{OPERATORS}::forward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -105,7 +106,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     All but the output are empty unless needed.
     """
-    from flash_lazy.fused.forward import forward
+    from .forward import forward
 
     *call, training, stats = arguments
     return forward(Call(*call), training, stats)
@@ -113,21 +114,21 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused.forward import allocate_forward_buffers
+    from .forward import allocate_forward_buffers
 
     *call, training, stats = arguments
     return allocate_forward_buffers(Call(*call), training, stats)
 
 
 @torch.library.custom_op(
-    "flash_lazy::backward",
+    f"{OPERATORS}::backward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
     "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless requested)."""
-    from flash_lazy.fused.backward import backward
+    from .backward import backward
 
     *call, out, grad, dlse, softmax, mass, bias_gradient, slopes_gradient = arguments
     return backward(Call(*call), out, grad, dlse, softmax, mass, bias_gradient, slopes_gradient)
@@ -135,23 +136,23 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
 @backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused.backward import allocate_backward_buffers
+    from .backward import allocate_backward_buffers
 
     *call, _out, _grad, _dlse, _softmax, _mass, bias_gradient, slopes_gradient = arguments
     return allocate_backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
-@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
+@torch.library.custom_op(f"{OPERATORS}::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
     """Output of a few queries against many keys, without gradients."""
-    from flash_lazy.fused.decode import decode
+    from .decode import decode
 
     return decode(Call(*arguments))
 
 
 @decode.register_fake
 def _(*arguments: Any) -> Tensor:
-    from flash_lazy.fused.launch import allocate_like
+    from .launch import allocate_like
 
     return allocate_like(Call(*arguments).q)
 

@@ -19,7 +19,7 @@ UPCAST widens tiles to float32 when they are loaded: the interpreter's bfloat16 
 import triton
 import triton.language as tl
 
-from flash_lazy.fused import configurations
+from . import configurations
 
 STRIP_PAD = tl.constexpr(256)
 """At least BLOCK_M + BLOCK_N of every configuration: the extent of a tile past either end of the bias table."""

@@ -9,7 +9,7 @@ from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.figures.canvas import NEUTRAL
 from lit_lazy.table.records import Table
 
-SPARE = ("#000000", "#CC3311", "#00CED1", "#7F3C8D", "#F0E442")
+SPARE = ("#000000", "#BB00BB", "#00CED1", "#7F3C8D", "#F0E442")
 """Colours of classes without one of their own, as custom ones are."""
 
 

@@ -127,10 +127,11 @@ def _decompress(content: bytes) -> bytes:
 def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     """The settings of a grid's rows as text, by row and dotted path, without the seed; None if they are unknown.
 
-    They are those of the grid of this folder, or else of the packed file there.
+    They are those of the grid of this folder, without rows of before a change, or else of the packed file there.
     """
     grid = GridFolder.read(folder)
-    found = {} if grid is None else {cell.variant: cell.settings for cell in grid.cells if cell.settings}
+    cells = [] if grid is None else [cell for cell in grid.cells if cell.variant not in grid.plan.replaced]
+    found = {cell.variant: cell.settings for cell in cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
         pack = Pack.read(file, "packed cells")
         found = dict(zip(pack.rows, (flatten(result.config) for result in pack.results), strict=True))

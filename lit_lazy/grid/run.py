@@ -73,6 +73,8 @@ class Grid(Work):
     row_order: Sequence[str]
     taken: Mapping[str, TakenResult] = field(default_factory=dict)
     """Results by cell key from packed files."""
+    changed: bool = False
+    """Train rows that changed since the grid began, beside their former cells; otherwise they are refused."""
 
 
 class Outcome(NamedTuple):
@@ -301,7 +303,8 @@ def _merge_plan(grid: Grid) -> Plan:
     known = GridFolder.read(grid.folder)
     if known is None:
         return grid.plan
-    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known))
+    finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
+    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known), finished)
 
 
 def check_unchanged(grid: Grid) -> None:

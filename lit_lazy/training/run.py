@@ -89,7 +89,7 @@ def run(
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
     now = f"its code or data have changed since, its key is {key} now"
-    fix = f"{now}; undo the edit, or train it under another name= or with --fresh"
+    fix = f"{now}; undo the edit, or repeat the command with --changed"
     require(expected_key in (None, key), "cell", expected_key, fix)
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,6 +1,7 @@
 """User files import their neighbours, in every worker too, and their code is part of the cells' keys."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,14 +89,12 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
 def refuse(mine: Path, runs: Path, *more: str) -> str:
     """What a command says that changed in a row since its grid began."""
     done = forked.run(command(mine, runs, *more), cwd=mine.parent)
-    fix = (
-        " since this grid began; another name= in the ablation keeps both and takes the results of other rows, --fresh "
-        "moves all former results away\n"
-    )
     assert done.returncode == 2
     assert done.stderr.startswith("lit-lazy: row "), done.stderr
-    assert done.stderr.endswith(fix)
-    return done.stderr.removeprefix("lit-lazy: row ").removesuffix(fix)
+    said, _, fix = done.stderr.removeprefix("lit-lazy: row ").partition(" since this grid began; ")
+    assert fix.startswith("another name=" if "was removed" in said else "--changed trains it anew and keeps its former")
+    assert fix.endswith("and takes the results of other rows, --fresh moves all former results away\n")
+    return said
 
 
 def edit(mine: Path) -> None:
@@ -128,6 +127,27 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert refuse(mine, runs, "--dry-run") == "'mine': its code or data changed"
     assert snapshot_tree(runs) == before
     assert refuse(mine, runs) == "'mine': its code or data changed"
+
+    grid = runs / "mine-backcopy_tiny"
+    dry = forked.run(command(mine, runs, "--dry-run", "--changed"), cwd=mine.parent).stdout
+    assert "\n2 cells of mine-backcopy_tiny: about " in dry
+    done = forked.run(command(mine, runs, "--changed"), cwd=mine.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cells, 0 already finished, 2 to train" in done.stdout
+    plan = read_grid(grid).plan
+    old = plan.rows[-1].variant
+    assert [row.variant for row in plan.rows] == ["softmax", "mine", old]
+    assert re.fullmatch(r"mine \(version \w{6}\)", old)
+    said = (grid / "table.md").read_text()
+    assert f"{old}: before its code or data changed" in said
+    assert f"mine: version {plan.definitions['mine'][:6]}" in said
+    assert len({cell.metrics["loss/val"] for cell in read_grid(grid).cells}) == 3
+    done = forked.run(command(mine, runs), cwd=mine.parent)
+    assert "2 cells, all finished: nothing to do" in done.stdout, done.stderr
+    assert f"Also in the table, by earlier commands: {old} (seeds 0)." in done.stdout
+    assert (
+        forked.run(command(mine, runs, "--dry-run"), cwd=mine.parent).stdout == "2 cells, all finished: nothing to do\n"
+    )
 
 
 @pytest.mark.long

@@ -275,7 +275,7 @@ def lacks_results(request: GridRequest, runs: Path) -> bool:
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
     """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
 
-    former: the grid's settings as text, by row and dotted path.
+    former: the grid's settings as text, by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
@@ -283,10 +283,8 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
-    found = {
-        name: describe_changes(settings, to_dict(configs[name])) if name in configs else GONE
-        for name, settings in former.items()
-    }
+    now = {name: {k: v for k, v in to_dict(config).items() if k != "evaluations"} for name, config in configs.items()}
+    found = {name: describe_changes(settings, now[name]) if name in now else GONE for name, settings in former.items()}
     if changes := {name: change for name, change in found.items() if change}:
         raise ChangedRowError(changes)
 

@@ -76,9 +76,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         print_metrics(trained.metrics)
     else:
         print("\n".join(format_summary(trained.metrics, trained.result.before)))
-        if cfg.evaluations:
-            names = ", ".join(type(evaluation).__name__ for evaluation in cfg.evaluations)
-            print(f"\n{names}: the same command with --verbose prints what they measured")
+        print_metrics({name: trained.metrics[name] for names in trained.result.evaluations.values() for name in names})
     print(f"\n{format_locations(trained)}")
     return 0
 

@@ -161,8 +161,8 @@ class Plan:
     ) -> "Plan":
         """This plan with the rows and seeds of a former plan added; rows follow `order`.
 
-        find_changes: says what changed in a row. finished: keys of the former plan's finished cells, which stay beside
-        those of rows whose trainings have changed; None to refuse such rows.
+        find_changes: says what changed in a row, "" if not its trainings. finished: keys of the former plan's finished
+        cells, which stay beside those of rows whose trainings have changed; None to refuse such rows.
 
         Raises ValueError if the trainings of rows have changed: a table must not mix the two.
         """
@@ -183,8 +183,10 @@ class Plan:
                 )
             if row.variant not in order:
                 changes[row.variant] = GONE
-            elif self.definitions.get(row.variant) != former.definitions.get(row.variant):
-                changes[row.variant] = find_changes(row.variant)
+            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
+                change := find_changes(row.variant)
+            ):
+                changes[row.variant] = change
         if changes and (finished is None or GONE in changes.values()):
             raise ChangedRowError(changes)
         begun = {name: former.definitions[name] for name in changes if name not in self.keys}  # another command's rows

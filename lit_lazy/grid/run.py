@@ -18,11 +18,12 @@ from lit_lazy.grid.backend import describe_portable_backend, keeps_another_backe
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state, was_left
 from lit_lazy.grid.changed_rows import describe_changes
 from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
-from lit_lazy.grid.packed import TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import ASIDE, PLAN, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
+from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared, read_end
+from lit_lazy.grid.plan import ASIDE, PLAN, CellRecord, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
+from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import (
     WRITE_REFUSED,
     describe_shortage,
@@ -38,7 +39,7 @@ from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.training.result import RESULT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
     CHECKPOINTS,
@@ -304,6 +305,8 @@ def _merge_plan(grid: Grid) -> Plan:
     if known is None:
         return grid.plan
     finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
+    if not grid.changed:
+        _require_models(grid, known)
     return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known), finished)
 
 
@@ -313,12 +316,40 @@ def check_unchanged(grid: Grid) -> None:
 
 
 def _find_changes(grid: Grid, known: GridFolder, variant: str) -> str:
-    """What changed in a row since its first cell."""
+    """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
     begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
     now = [cell.config for cell in grid.cells if cell.variant == variant]
     if not (begun and now):
         return "its settings, code or data changed"
+    pairs = [(asked, result) for asked, cell, result in _pair_results(grid, known) if cell.variant == variant]
+    if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
+        return ""
     return describe_changes(begun[0], now[0]) or "its code or data changed"
+
+
+def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, CellRecord, RunResult]]:
+    """The cells of a grid whose keys have changed, each with the former finished cell of its row and seed."""
+    asked = {(cell.variant, cell.seed): cell for cell in grid.cells}
+    for cell in known.cells:
+        now = asked.get((cell.variant, cell.seed))
+        if now is not None and now.key != cell.key and cell.result is not None:
+            yield AskedCell(now), cell, cell.result
+
+
+def _require_models(grid: Grid, known: GridFolder) -> None:
+    """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
+    lost = [
+        result.timings.get("train_seconds", 0.0)
+        for asked, cell, result in _pair_results(grid, known)
+        if asked.is_trained_in(result)
+        and not asked.evaluations <= result.evaluations.keys()
+        and not (cell.folder / FINAL_CHECKPOINT).exists()
+    ]
+    if lost:
+        raise ValueError(
+            f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
+            f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
+        )
 
 
 def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Console) -> dict[str, TakenResult]:

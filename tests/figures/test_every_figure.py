@@ -74,7 +74,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
 
 
 def histories(ablation: Ablation) -> Histories:
-    names = ("watch/first_key_weight", "watch/first_key_share", "watch/tau_layer_0")
+    names = ("val/excess", "watch/first_key_weight", "watch/first_key_share", "watch/tau_layer_0")
     return {
         row: [{name: [(step, (i + seed) / (1 + step)) for step in STEPS] for name in names} for seed in ablation.seeds]
         for i, row in enumerate(rows_of(ablation))
@@ -85,6 +85,7 @@ def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure
     table, trained = made_up(ablation, question), histories(ablation)
     drawn = [
         *draw_table_figures(table).values(),
+        figures.loss_over_training(table, trained),
         figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ]
@@ -202,6 +203,7 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
+        figures.loss_over_training(table, trained),
         figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ):
@@ -209,6 +211,27 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
             own = [line for line in axes.lines if not line.get_label().startswith("_")]
             assert {line.get_color() for line in own} == {expected[axes.get_title().replace("\n", " ")]}
             assert len({line.get_linestyle() for line in own}) == len(own), "told apart in grey too"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "scale", "label"),
+    [
+        (("val/loss",), "linear", "validation loss"),
+        (("val/loss", "val/excess"), "log", "validation loss above the optimum"),
+    ],
+)
+def test_the_loss_over_training_is_above_the_optimum_where_the_data_know_it(
+    metrics: tuple[str, ...], scale: str, label: str
+) -> None:
+    table = of_parts(a=("Softmax", "Rope"))
+    seeds = [{name: [(8, 4.0), (16, last)] for name in metrics} for last in (1.0, 3.0)]
+    figure = figures.loss_over_training(table, {"a": seeds})
+    (line,) = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert (line.get_label(), figure.axes[0].get_yscale()) == (label, scale)
+    np.testing.assert_array_equal(line.get_xydata(), [(8, 4.0), (16, 2.0)])
+    band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1.0, 4.0), "the range of the seeds"
+    assert figures.loss_over_training(table, {"a": [{}]}) is None
 
 
 def test_a_figure_brings_its_own_page(tmp_path: Path) -> None:

@@ -195,9 +195,9 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
 def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
     """`prepare` without loading data that may still have to be built, and without the checks that need that data.
 
-    elsewhere: the run may be on another machine, so this one's memory and backends are not checked.
+    elsewhere: the run may be on another machine, so this one's memory, backends and missing files do not count.
     """
-    data = load_outline(cfg.data)
+    data = load_outline(cfg.data, elsewhere)
     _check_run(cfg, data, execution, elsewhere)
     return data
 
@@ -250,11 +250,14 @@ def outline_loads(config: DataConfig) -> bool:
     return type(config).outline is DataConfig.outline
 
 
-def load_outline(config: DataConfig) -> Outline:
-    """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong."""
+def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
+    """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong.
+
+    elsewhere: as in `prepare_outline`.
+    """
     if outline_loads(config):
         return load_data(config).outline
-    return _call_user_code(config, config.outline)
+    return _call_user_code(config, config.outline_elsewhere if elsewhere else config.outline)
 
 
 def _call_user_code(config: DataConfig, call: Callable[[], T]) -> T:

@@ -78,6 +78,10 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
         effect = f"has no effect, as the weights of {rule} sum to 1"
         effect = effect if rule == normaliser.renormalised else f"makes {rule} {normaliser.renormalised}"
         found.append(f"model.attention.normaliser.renormalise=True: {effect}")
+    warmup, all_steps = cfg.train.warmup_steps, cfg.train.steps
+    if 2 * warmup > all_steps:
+        problem = f"leaves {all_steps - warmup} of {all_steps} steps at the full rate and below"
+        found.append(f"train.warmup_steps={warmup}: {problem}; {all_steps // 10} would be a tenth")
     if decay > 0 and (steps := 1 / (1 - decay)) > cfg.train.steps:
         problem = f"averages about {steps:,.0f} steps and the initial weights; a smaller one forgets these"
         found.append(f"train.ema_decay={decay}: {problem}")

@@ -146,6 +146,10 @@ IN = "has no effect in the context of 16 tokens in the training"
         ),
         ([f"{RULE}=SinkLogit", f"{RULE}.renormalise=true"], [f"{RULE}.renormalise=True: makes SinkLogit Softmax"]),
         (
+            ["--train.steps=20", "--train.warmup_steps=11"],
+            ["--train.warmup_steps=11: leaves 9 of 20 steps at the full rate and below; 2 would be a tenth"],
+        ),
+        (
             ["--train.ema_decay=0.9"],
             ["--train.ema_decay=0.9: averages about 10 steps and the initial weights; a smaller one forgets these"],
         ),

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -178,6 +178,11 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
+        with suppress(DamagedPlanError):  # `save_plan` says so
+            known = GridFolder.read(grid.folder)
+            count = 0 if known is None else sum(measurable for _, measurable in _list_trained(grid, known))
+            if count:
+                console.print(f"{count} of them trained already: only what is new is measured", highlight=False)
         plan = save_plan(grid)
         compiled = bool(plan.compiled)
         taken = _take_results(grid, launch, compiled, console)
@@ -336,15 +341,19 @@ def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, Ce
             yield AskedCell(now), cell, cell.result
 
 
-def _require_models(grid: Grid, known: GridFolder) -> None:
-    """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
-    lost = [
-        result.timings.get("train_seconds", 0.0)
+def _list_trained(grid: Grid, known: GridFolder) -> list[tuple[RunResult, bool]]:
+    """The finished trainings whose evaluations have changed, and whether the new ones can be had without training."""
+    return [
+        (result, asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists())
         for asked, cell, result in _pair_results(grid, known)
         if asked.is_trained_in(result)
-        and not asked.evaluations <= result.evaluations.keys()
-        and not (cell.folder / FINAL_CHECKPOINT).exists()
     ]
+
+
+def _require_models(grid: Grid, known: GridFolder) -> None:
+    """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
+    trained = _list_trained(grid, known)
+    lost = [result.timings.get("train_seconds", 0.0) for result, measurable in trained if not measurable]
     if lost:
         raise ValueError(
             f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "

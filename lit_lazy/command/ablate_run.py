@@ -317,13 +317,16 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import check_unchanged
+    from lit_lazy.grid.run import check_unchanged, describe_measurable, find_measurable
 
     grid = make()
     check_unchanged(grid)
     finished = {cell.key for cell in known.cells if cell.status == "complete"}
     done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
-    left = [(row, tuple(seed for seed in seeds if (row.name, seed) not in done)) for row, seeds in request.chosen]
+    measurable = find_measurable(grid)
+    if measurable:
+        print(describe_measurable(measurable))
+    left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]
     n = len(grid.cells)
     print(
         f"{n} cells, all finished: nothing to do"

@@ -189,8 +189,9 @@ class Plan:
                 changes[row.variant] = change
         if changes and (finished is None or GONE in changes.values()):
             raise ChangedRowError(changes)
-        begun = {name: former.definitions[name] for name in changes if name not in self.keys}  # another command's rows
-        definitions, former = self.definitions | begun, former._set_aside(changes, self, finished or ())
+        untrained = changes.keys() - self.keys.keys()  # stay what they were
+        definitions = self.definitions | {name: former.definitions.get(name, "") for name in untrained}
+        former = former._set_aside(changes, self, finished or ())
         order = [name for row in order for name in (row, *(old for old, new in former.replaced.items() if new == row))]
         rows, command = {row.variant: row for row in former.rows}, former.command
         adds = self.declaration is not None and self.declaration.digest != getattr(former.declaration, "digest", None)

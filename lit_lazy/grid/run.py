@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -23,7 +23,7 @@ from lit_lazy.grid.plan import ASIDE, PLAN, CellRecord, DamagedPlanError, GridFo
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
-from lit_lazy.support.console import format_duration
+from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import (
     WRITE_REFUSED,
     describe_shortage,
@@ -178,11 +178,9 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
-        with suppress(DamagedPlanError):  # `save_plan` says so
-            known = GridFolder.read(grid.folder)
-            count = 0 if known is None else sum(measurable for _, measurable in _list_trained(grid, known))
-            if count:
-                console.print(f"{count} of them trained already: only what is new is measured", highlight=False)
+        with suppress(DamagedPlanError):  # which `save_plan` says
+            if measurable := find_measurable(grid):
+                console.print(describe_measurable(measurable), highlight=False)
         plan = save_plan(grid)
         compiled = bool(plan.compiled)
         taken = _take_results(grid, launch, compiled, console)
@@ -341,19 +339,32 @@ def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, Ce
             yield AskedCell(now), cell, cell.result
 
 
-def _list_trained(grid: Grid, known: GridFolder) -> list[tuple[RunResult, bool]]:
-    """The finished trainings whose evaluations have changed, and whether the new ones can be had without training."""
+def _list_trained(grid: Grid, known: GridFolder) -> list[tuple[CellRecord, bool]]:
+    """The finished cells whose evaluations have changed, and whether the new ones can be had without training."""
     return [
-        (result, asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists())
+        (cell, asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists())
         for asked, cell, result in _pair_results(grid, known)
         if asked.is_trained_in(result)
     ]
 
 
+def find_measurable(grid: Grid) -> set[tuple[str, int]]:
+    """Row and seed of finished cells whose new evaluations can be had without training."""
+    known = GridFolder.read(grid.folder)
+    trained = [] if known is None else _list_trained(grid, known)
+    return {(cell.variant, cell.seed) for cell, measurable in trained if measurable}
+
+
+def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
+    """A line on the cells that `find_measurable` found."""
+    return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
+
+
 def _require_models(grid: Grid, known: GridFolder) -> None:
     """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
-    trained = _list_trained(grid, known)
-    lost = [result.timings.get("train_seconds", 0.0) for result, measurable in trained if not measurable]
+    lost = [
+        cell.metrics.get("time/train_seconds", 0.0) for cell, measurable in _list_trained(grid, known) if not measurable
+    ]
     if lost:
         raise ValueError(
             f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "

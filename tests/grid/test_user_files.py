@@ -197,6 +197,8 @@ def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_wer
     trained = read_cells()
     assert {row: cell[1:] for row, cell in trained.items()} == {"softmax": (1.0, True), "mine": (1.0, True)}
     (mine.parent / "metric.py").write_text(METRIC.replace("1.0", "2.0"))
+    dry = forked.run(command(mine, runs, "--dry-run"), cwd=mine.parent).stdout
+    assert dry == "2 cells trained already: only evaluations are measured\n0 of 2 cells are finished already\n"
     done = forked.run(command(mine, runs), cwd=mine.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_cells() == {row: (cell[0], 2.0, True) for row, cell in trained.items()}

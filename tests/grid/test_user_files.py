@@ -59,7 +59,7 @@ from dataclasses import dataclass
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.table.records import Column
 
-COLUMN = Column("own/size", "size")
+COLUMN = Column("own/size", "size", plotted=True)
 
 
 @dataclass(frozen=True)

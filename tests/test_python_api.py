@@ -110,7 +110,7 @@ class TestTrain:
         assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
         loss = f"{first.metrics['loss/val']:.4f}"
         assert repr(first) == f"<train-notebook: 6 steps, from the beginning; loss/val {loss}; {first.checkpoint}>"
-        assert repr(again).startswith("<train-notebook: all 6 steps were trained before; nothing was done; loss/val ")
+        assert repr(again).startswith("<train-notebook: all 6 steps were trained before; loss/val ")
         (folder / first.checkpoint).unlink()
         assert repr(first).endswith(f"; {first.folder}>")
         with pytest.raises(ValueError, match="was not kept; remove that folder to train it again"):

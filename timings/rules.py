@@ -8,42 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import (
-    AffineScaled,
-    ASEntmax,
-    AttentionCall,
-    BiasTerms,
-    ClippedSoftmax,
-    Differential,
-    Elastic,
-    Entmax15,
-    LayerShape,
-    Normaliser,
-    OffByOne,
-    Relu,
-    Sigmoid,
-    SinkLogit,
-    Softmax,
-    Softpick,
-    Sparsemax,
-    SSMax,
-    Thresholded,
-    ThresholdedDifferential,
-    TopK,
-)  # fmt: skip
+from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
 from timings.results import format_row, format_spread
 
 HEADS, HEAD_DIM, SEED = 4, 64, 0
 BASELINE = "Elastic"
 NORMALISERS: Mapping[str, Normaliser] = {
-    type(normaliser).__name__: normaliser
-    for normaliser in (
-        Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(), ASEntmax(), TopK(), AffineScaled(), Thresholded(),
-        ThresholdedDifferential(),
-    )
-}  # fmt: skip
+    name: cls() for name, cls in find_leaf_classes(Normaliser).items() if cls.__module__.startswith("lit_lazy.")
+}
 
 
 def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:

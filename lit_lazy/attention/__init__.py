@@ -1,6 +1,7 @@
 """Token mixers: attention with its normalisers, biases, gates and positions, and recurrent layers without attention."""
 
 from flash_lazy import Rows
+from lit_lazy.attention import rivals
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGate
@@ -9,27 +10,9 @@ from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
-from lit_lazy.attention.rivals import (
-    AffineScaled,
-    ASEntmax,
-    ClippedSoftmax,
-    Differential,
-    Entmax15,
-    OffByOne,
-    Relu,
-    Sigmoid,
-    SinkLogit,
-    Softpick,
-    Sparsemax,
-    SSMax,
-    Thresholded,
-    ThresholdedDifferential,
-    TopK,
-)
+from lit_lazy.attention.rivals import *  # noqa: F403
 
 __all__ = [
-    "ASEntmax",
-    "AffineScaled",
     "Alibi",
     "Attention",
     "AttentionCall",
@@ -37,10 +20,7 @@ __all__ = [
     "Bias",
     "BiasTerms",
     "Cache",
-    "ClippedSoftmax",
-    "Differential",
     "Elastic",
-    "Entmax15",
     "Eviction",
     "Fire",
     "Gate",
@@ -59,25 +39,16 @@ __all__ = [
     "NoPosition",
     "Normaliser",
     "NormaliserModule",
-    "OffByOne",
     "OutputGate",
     "PassInputs",
     "Position",
-    "Relu",
     "RetNet",
     "Rope",
     "Rows",
-    "SSMax",
     "SelfAttention",
-    "Sigmoid",
-    "SinkLogit",
     "Softmax",
-    "Softpick",
-    "Sparsemax",
     "StreamingCache",
     "T5Bias",
-    "Thresholded",
-    "ThresholdedDifferential",
-    "TopK",
     "ValueGate",
 ]
+__all__ += rivals.__all__

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from flash_lazy import Stats
+from lit_lazy.attention.drawn import Drawn
 from lit_lazy.attention.normaliser import LayerShape
-from lit_lazy.support.checked_fields import CheckedFields
 
 
 class Cache(Protocol):
@@ -89,7 +89,7 @@ class MixerModule(nn.Module, ABC):
         """Mix the newest L tokens x `[B, L, d_model]`; returns the same shape, and attention's stats if requested."""
 
 
-class Mixer(CheckedFields, ABC):
+class Mixer(Drawn, ABC):
     """Settings of a token mixer."""
 
     attends: ClassVar[bool] = False

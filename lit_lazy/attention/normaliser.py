@@ -21,7 +21,7 @@ from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
-from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.attention.drawn import Drawn
 from lit_lazy.support.checks import MOST_FACTOR, Bounds, Share, require
 
 AttentionBackend = Literal[Backend, "sdpa"]
@@ -255,7 +255,7 @@ def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normaliser(CheckedFields, ABC):
+class Normaliser(Drawn, ABC):
     """Settings of a normaliser."""
 
     renormalised: ClassVar[str] = ""
@@ -272,6 +272,7 @@ class Normaliser(CheckedFields, ABC):
 class Softmax(Normaliser):
     """Softmax attention by `lazy_attention` at tau = 0, or PyTorch's SDPA without bias and window if faster."""
 
+    colour = "#D55E00"
     renormalised = "Softmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
@@ -349,6 +350,7 @@ class Elastic(Normaliser):
     docs/method.md gives the formula of each threshold.
     """
 
+    colour = "#0072B2"
     first_values = ("tau_init", "tau_lr_scale", "tau_ramp", "tau_final", "learn_after_ramp")
 
     tau_init: float = 1.0

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from lit_lazy.attention.drawn import Drawn
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.support.checked_fields import CheckedFields
 from lit_lazy.support.checks import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, require
@@ -53,7 +54,7 @@ class PositionModule(nn.Module):
         return torch.empty(length, 0) if type(self).rotation is PositionModule.rotation else None
 
 
-class Position(CheckedFields, ABC):
+class Position(Drawn, ABC):
     """Settings of a positional encoding."""
 
     @abstractmethod
@@ -63,6 +64,8 @@ class Position(CheckedFields, ABC):
 @dataclass(frozen=True)
 class NoPosition(Position):
     """No positional encoding, only the causal mask and the bias, if any."""
+
+    colour, spoken = "#BB5566", "no position"
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         return _NoPosition()
@@ -185,6 +188,8 @@ class GivenFrequencies(RopeScaling):
 class Rope(Position):
     """Rotary positions (Su et al., arXiv 2104.09864): rotates dimensions (m, m + D/2) by `position * base^(-2m/D)`."""
 
+    colour, spoken = "#004488", "RoPE"
+
     base: Annotated[float, Bounds(gt=1)] = 10000.0
     """Base of the wavelengths. The paper uses a "larger base B" without giving its value."""
     scaling: RopeScaling = field(default_factory=NoScaling)
@@ -255,6 +260,7 @@ class _Rope(PositionModule):
 class LearnedAbsolute(Position):
     """A learned vector per position, added to the embeddings; raises ValueError beyond the context length."""
 
+    colour, spoken = "#DDAA33", "learned absolute"
     first_values = ("init_std",)
 
     init_std: NonNegativeFloat = 0.02

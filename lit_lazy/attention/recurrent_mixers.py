@@ -44,6 +44,8 @@ class RetNet(Mixer):
     initialisation.
     """
 
+    colour = "#8C6D00"
+
     def build(self, shape: LayerShape) -> RecurrentModule:
         return _RetNet(shape)
 
@@ -85,6 +87,8 @@ class Mamba2(Mixer):
     0.1. Not shared: an MLP in each block, which the paper's stack has not; a state of at most the width of the model;
     this project's initial projections. `model.n_heads` and `model.position` have no effect.
     """
+
+    colour = "#FF6F91"
 
     state: PositiveInt | None = None
     """State per value; None for 128, or the width of the model if smaller."""
@@ -140,6 +144,8 @@ class GatedDeltaNet(Mixer):
     heads, here that of the attention rows (the paper's heads are 256 wide); this project's initial projections.
     `model.position` has no effect.
     """
+
+    colour, spoken = "#44AA99", "Gated DeltaNet"
 
     kernel: PositiveInt = 4
     """Kernel size of the short convolutions, in tokens."""

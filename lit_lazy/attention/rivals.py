@@ -26,11 +26,30 @@ from lit_lazy.attention.normaliser import (
 )
 from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat
 
+__all__ = [
+    "ASEntmax",
+    "AffineScaled",
+    "ClippedSoftmax",
+    "Differential",
+    "Entmax15",
+    "OffByOne",
+    "Relu",
+    "SSMax",
+    "Sigmoid",
+    "SinkLogit",
+    "Softpick",
+    "Sparsemax",
+    "Thresholded",
+    "ThresholdedDifferential",
+    "TopK",
+]
+
 
 @dataclass(frozen=True)
 class OffByOne(Normaliser):
     """Softmax with 1 added to the sum, `e^s / (1 + sum e^s)`, so that a row can attend to nothing (Miller 2023)."""
 
+    colour, spoken = "#009E73", "off by one"
     renormalised = "Softmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:
@@ -41,6 +60,7 @@ class OffByOne(Normaliser):
 class SinkLogit(Normaliser):
     """Softmax with an additional learned logit per head that belongs to no key (gpt-oss, arXiv 2508.10925)."""
 
+    colour, spoken = "#CC79A7", "sink logit"
     renormalised = "Softmax"
 
     init: float = 0.0
@@ -85,6 +105,8 @@ class _Sink(NormaliserModule):
 class ClippedSoftmax(Normaliser):
     """`clip((1 + g) p - g, 0, 1)` of the softmax weight p (Bondarenko et al., arXiv 2306.12929)."""
 
+    colour, spoken = "#E69F00", "clipped softmax"
+
     alpha: NonNegativeFloat = 3.0
     """g is alpha divided by a length; the authors recommend 2 to 4. From 1 on nearly equal scores all become 0, so a
     layer with small initial scores starts without output and gradient."""
@@ -111,6 +133,8 @@ class _ClippedSoftmax(NormaliserModule):
 class Softpick(Normaliser):
     """`relu(e^s - 1) / sum |e^s - 1|` (Zuhri et al., arXiv 2504.20966): scores of 0 or less get no weight."""
 
+    colour = "#56B4E9"
+
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Softpick()
 
@@ -130,6 +154,8 @@ class _Softpick(NormaliserModule):
 class Sigmoid(Normaliser):
     """`sigmoid(s - ln n)` for n visible keys (Ramapuram et al., arXiv 2409.04431): keys do not compete."""
 
+    colour = "#882255"
+
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Sigmoid()
 
@@ -144,6 +170,8 @@ class _Sigmoid(NormaliserModule):
 @dataclass(frozen=True)
 class Relu(Normaliser):
     """`relu(s) / n` for n visible keys (Wortsman et al., arXiv 2309.08586; division by n: Guo, 2410.13835)."""
+
+    colour, spoken = "#117733", "ReLU/n"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Relu()
@@ -163,6 +191,8 @@ class Thresholded(Normaliser):
     Queries and keys have length 1, and d is their width: the cosine of two random directions has the variance 1 / d, so
     t follows the largest of n such cosines. Weights are not normalised.
     """
+
+    colour = "#DDCC77"
 
     beta: NonNegativeFloat = 1.0
     """Factor on the threshold; fixed."""
@@ -201,6 +231,8 @@ class ThresholdedDifferential(Thresholded):
     Each map uses half of the head dimension. lambda, learned per layer, lies between 0 and 1 and starts at 1/2.
     """
 
+    colour, spoken = "#EE3377", "thresholded differential"
+
     def build(self, shape: LayerShape) -> NormaliserModule:
         _require_even_width(self, shape)
         return _ThresholdedDifferential(self, shape)
@@ -227,6 +259,7 @@ class _ThresholdedDifferential(_Thresholded):
 class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
+    colour, spoken = "#B07AF5", "1.5-entmax"
     renormalised = "Entmax15"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
@@ -237,6 +270,7 @@ class Entmax15(Normaliser):
 class Sparsemax(Normaliser):
     """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
 
+    colour = "#332288"
     renormalised = "Sparsemax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
@@ -293,6 +327,7 @@ class ASEntmax(Normaliser):
     Both vectors start at 0: beta at ln 2, gamma at 0.
     """
 
+    colour = "#C0A0D0"
     renormalised = "ASEntmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:
@@ -325,6 +360,7 @@ class TopK(Normaliser):
     together, so that a row does not depend on the order of its keys.
     """
 
+    colour, spoken = "#B2DF8A", "top k"
     renormalised = "TopK"
 
     share: Annotated[float, Bounds(gt=0, le=1)] = 0.25
@@ -353,6 +389,7 @@ class _TopK(NormaliserModule):
 class SSMax(Normaliser):
     """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
 
+    colour = "#999933"
     renormalised = "SSMax"
 
     init: float = 0.43
@@ -386,6 +423,8 @@ class AffineScaled(Normaliser):
     alpha = sigmoid(x w), x the layer's normalised input of the query and w learned per head, from 0. m is the running
     mean of alpha over the rows of the training, so that weights sum to m and alpha sets how far they are from even.
     """
+
+    colour, spoken = "#7FB800", "affine-scaled softmax"
 
     momentum: BelowOne = 0.9
     """Share of m that a training step keeps; m starts at 0."""
@@ -469,6 +508,8 @@ class Differential(Normaliser):
     learned per layer, and lambda_init = 0.8 - 0.6 e^(-0.3 layer) for layer 0, 1, ... Heads are normalised and scaled by
     1 - lambda_init.
     """
+
+    colour = "#661100"
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         _require_even_width(self, shape)

@@ -84,7 +84,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "until it is decided or futile)",
     )
     parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
+    former = parser.add_mutually_exclusive_group()
+    former.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
+    former.add_argument(
+        "--changed",
+        action="store_true",
+        help="train rows anew whose code, settings or data changed, and keep their former cells beside them",
+    )
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--brief", action="store_true", help="print only the verdict and the table's path")
@@ -137,7 +143,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         configs = apply_rows(request.chosen, request.base, request.overridden)
         left = request.chosen
         if not options.fresh:
-            check_settings(request, read_row_settings(options.runs / request.grid) or {})
+            if not options.changed:
+                check_settings(request, read_row_settings(options.runs / request.grid) or {})
             verdict = None if table is None else table.verdict
             left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
         if not left:
@@ -151,7 +158,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
         return 0
     request = parse_request(options, overrides)
-    if options.launcher == "local" and (options.fresh or lacks_results(request, options.runs)):
+    if options.launcher == "local" and (options.fresh or options.changed or lacks_results(request, options.runs)):
         from lit_lazy.grid.pool import start_fork_server
 
         start_fork_server()  # now: it takes as long as the checks of rows and data
@@ -268,7 +275,7 @@ def lacks_results(request: GridRequest, runs: Path) -> bool:
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
     """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
 
-    former: the grid's settings as text, by row and dotted path.
+    former: the grid's settings as text, by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
@@ -276,10 +283,8 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
-    found = {
-        name: describe_changes(settings, to_dict(configs[name])) if name in configs else GONE
-        for name, settings in former.items()
-    }
+    now = {name: {k: v for k, v in to_dict(config).items() if k != "evaluations"} for name, config in configs.items()}
+    found = {name: describe_changes(settings, now[name]) if name in now else GONE for name, settings in former.items()}
     if changes := {name: change for name, change in found.items() if change}:
         raise ChangedRowError(changes)
 
@@ -312,12 +317,16 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import check_unchanged
+    from lit_lazy.grid.run import check_unchanged, describe_measurable, find_measurable
 
     grid = make()
     check_unchanged(grid)
-    done = {(cell.variant, cell.seed) for cell in known.cells if cell.status == "complete"}
-    left = [(row, tuple(seed for seed in seeds if (row.name, seed) not in done)) for row, seeds in request.chosen]
+    finished = {cell.key for cell in known.cells if cell.status == "complete"}
+    done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
+    measurable = find_measurable(grid)
+    if measurable:
+        print(describe_measurable(measurable))
+    left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]
     n = len(grid.cells)
     print(
         f"{n} cells, all finished: nothing to do"
@@ -449,6 +458,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),
+        changed=options.changed,
     )
 
 

@@ -18,14 +18,13 @@ COMMANDS = {
     "normaliser": ("train",),
     "bias": ("train",),
     "data": ("train",),
+    "metric": ("train",),
 }
 """The command that runs a file, by its kind. `templates/` has a file of each kind."""
 
 
 def add_to(commands: Commands) -> None:
-    summary = (
-        "write a commented file, which runs as it is: an ablation, a question, a normaliser, a bias or a data source"
-    )
+    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
     parser = add_command(commands, "new", new, summary)
     parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
     parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")

@@ -15,6 +15,9 @@ from lit_lazy.command.options import (
     print_metrics,
 )
 
+GPUS = ("h200", "h100", "a100", "l40s", "rtx 4090")
+"""Those whose peak `training.cost_estimate` knows."""
+
 if TYPE_CHECKING:
     from lit_lazy.tracking.tracked_run import FinishedTraining
 
@@ -29,6 +32,9 @@ def add_to(commands: Commands) -> None:
         "an error)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the expected cost; create nothing")
+    parser.add_argument(
+        "--gpu", choices=GPUS, help="with --dry-run: the GPU to assume (default: this machine's, or h200)"
+    )
     parser.add_argument("--verbose", action="store_true", help="print all final metrics instead of a selection")
     add_options(parser, "--logger", "--runs", "--init-from")
     add_execution(parser)
@@ -47,10 +53,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
     execution = make_execution(options)
+    if options.gpu is not None and not options.dry_run:
+        raise ValueError(f"--gpu {options.gpu}: is assumed by --dry-run only; add that, or leave --gpu out")
     if options.dry_run:
         from lit_lazy.training.cost_estimate import format_dry_run
 
-        print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
+        print("\n".join([*format_dry_run(path.stem, cfg, execution, options.gpu), "Nothing was created."]))
         return 0
     from lit_lazy.training.prepare import outline_loads, prepare_outline
 
@@ -76,9 +84,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         print_metrics(trained.metrics)
     else:
         print("\n".join(format_summary(trained.metrics, trained.result.before)))
-        if cfg.evaluations:
-            names = ", ".join(type(evaluation).__name__ for evaluation in cfg.evaluations)
-            print(f"\n{names}: the same command with --verbose prints what they measured")
+        print_metrics({name: trained.metrics[name] for names in trained.result.evaluations.values() for name in names})
     print(f"\n{format_locations(trained)}")
     return 0
 

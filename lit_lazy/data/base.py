@@ -35,6 +35,8 @@ class Outline:
     """Number of training sequences; None if not yet counted."""
     document_mask: bool = False
     """Whether attention is restricted to documents."""
+    assumed: str = ""
+    """What is assumed because a file is not on this machine."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class DataConfig(CheckedFields, ABC, prefix="data."):
     def outline(self) -> Outline:
         """Facts that a plan needs. Subclasses whose sequences are expensive to load override this."""
         return self.load().outline
+
+    def outline_elsewhere(self) -> Outline:
+        """`outline` for an estimate of a training on another machine, whose files may be missing here."""
+        return self.outline()
 
     def at_length(self, length: int) -> "DataConfig":
         """The same data in sequences of another length, for measurements. Raises ValueError if the length is fixed."""

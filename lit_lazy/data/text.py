@@ -39,6 +39,8 @@ MOST_OVERLAP = 0.1
 """Largest share of a separate validation text that may be in the training text too, unless asked for."""
 FEW_DOCUMENTS = 20
 """Of fewer documents a hash might hold out none, or all."""
+USUAL_VOCABULARY = 32_000
+"""Assumed of a tokenizer whose file is not on this machine: that of Llama 2, and of the FineWeb experiments."""
 # Most training bytes on which the trigram is counted: counting takes about 40 bytes of memory for each.
 TRIGRAM_BYTES = 4 * 2**20
 
@@ -115,6 +117,12 @@ class Text(DataConfig):
         if is_intact(self._folder(*self._sources())):
             return super().outline()
         return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None, self.document_mask)
+
+    def outline_elsewhere(self) -> Outline:
+        if self.tokenizer == BYTES or Path(self.tokenizer).expanduser().exists():
+            return self.outline()
+        assumed = f"data.tokenizer={self.tokenizer!r} is not here; a vocabulary of {USUAL_VOCABULARY:,} is assumed"
+        return Outline("text", USUAL_VOCABULARY, self.context_length, None, self.document_mask, assumed)
 
     def tokenise(self, processes: int | None = None) -> Path:
         train, validation = self._sources()

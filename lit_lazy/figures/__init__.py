@@ -1,6 +1,12 @@
 """Figures of tables, trainings and diagnostics in one style."""
 
-from lit_lazy.figures.ablation import list_learned, loss_against_sparsity, parameter_over_training, sink_over_training
+from lit_lazy.figures.ablation import (
+    list_learned,
+    loss_against_sparsity,
+    loss_over_training,
+    parameter_over_training,
+    sink_over_training,
+)
 from lit_lazy.figures.canvas import save_figure
 from lit_lazy.figures.effects import effects_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, draw_run_figures
@@ -14,6 +20,7 @@ __all__ = [
     "effects_figure",
     "list_learned",
     "loss_against_sparsity",
+    "loss_over_training",
     "parameter_over_training",
     "render_image",
     "save_figure",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -97,6 +97,19 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             labels.append(Label("\n".join(wrap(label, NAME_WIDTH)), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
+
+
+@use_style()
+def loss_over_training(table: Table, histories: Histories) -> Figure | None:
+    """Draw the validation loss of every variant: above the optimum on a log scale, if the data know the optimum."""
+    excess = any("val/excess" in seed for seeds in histories.values() for seed in seeds)
+    label = "validation loss above the optimum" if excess else "validation loss"
+
+    def read(seed: Metrics) -> dict[int, float]:
+        return dict(seed.get("val/excess" if excess else "val/loss", ()))
+
+    title = f"{label} over training, in nats, mean over all sequences"
+    return _draw_over_training(title, {label: read}, histories, table, "log" if excess else "linear")
 
 
 @use_style()
@@ -223,7 +236,11 @@ Curve = Mapping[int, float]
 
 
 def _draw_over_training(
-    title: str, metrics: Mapping[str, Callable[[Metrics], Curve]], histories: Histories, table: Table
+    title: str,
+    metrics: Mapping[str, Callable[[Metrics], Curve]],
+    histories: Histories,
+    table: Table,
+    scale: Literal["linear", "log"] = "linear",
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
@@ -248,6 +265,7 @@ def _draw_over_training(
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
+    panels[0].set_yscale(scale)
     for axes in panels:
         axes.autoscale(False)  # each band would fit all panels anew
     last = 1

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_lazy.figures.canvas import NEUTRAL, WIDTH, new_figure, save_figure, use_style
-from lit_lazy.figures.palette import NORMALISERS
+from lit_lazy.figures.palette import choose_colours
 
 TAU = 1.0
 SPREAD = 0.25
@@ -29,12 +29,13 @@ def mechanism_figure() -> Figure:
     flat = SPREAD * np.random.default_rng(0).normal(size=KEYS)
     matching = flat.copy()
     matching[MATCH - 1] = SCORE
+    colours = choose_colours(("Softmax", "Elastic"))
     figure = new_figure(WIDTH, 3.6, "Attention of a query with and without a matching key")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for panel, row, scores in zip(panels, ("one key matches", "no key matches"), (matching, flat), strict=True):
-        _draw_bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), NORMALISERS["Softmax"])
+        _draw_bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), colours["Softmax"])
         panel[0].axhline(TAU / KEYS, color="black", linestyle="--", linewidth=1)
-        _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
+        _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), colours["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
     titles = "softmax: the weights sum to 1", "Lazy: minus a threshold θ, clipped at 0"
     for axes, title in zip(panels[0], titles, strict=True):

@@ -1,67 +1,47 @@
-"""Colours by meaning: each normaliser and each position has the same colour in every figure."""
+"""Colours by meaning: each normaliser, mixer and position has the same colour in every figure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND
+from lit_lazy.attention.drawn import Drawn
+from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.figures.canvas import NEUTRAL
 from lit_lazy.table.records import Table
 
-NORMALISERS = {
-    "Softmax": SECOND,
-    "Elastic": FIRST,
-    "OffByOne": "#009E73",
-    "SinkLogit": "#CC79A7",
-    "ClippedSoftmax": "#E69F00",
-    "Softpick": "#56B4E9",
-    "Sigmoid": "#882255",
-    "Relu": "#117733",
-    "Entmax15": "#B07AF5",
-    "Sparsemax": "#332288",
-    "Thresholded": "#DDCC77",
-    "ThresholdedDifferential": "#EE3377",
-    "ASEntmax": "#C0A0D0",
-    "TopK": "#B2DF8A",
-    "SSMax": "#999933",
-    "AffineScaled": "#7FB800",
-    "Differential": "#661100",
-    "RetNet": "#8C6D00",
-    "Mamba2": "#FF6F91",
-    "GatedDeltaNet": "#44AA99",
-}
-"""By class, layers without attention last: Okabe and Ito's colours, then Tol's muted ones, which are also
-distinguishable with common colour blindness."""
-POSITIONS = {"Rope": "#004488", "LearnedAbsolute": "#DDAA33", "NoPosition": "#BB5566"}
-"""Tol's high-contrast scheme, also distinguishable in greyscale."""
+SPARE = ("#000000", "#BB00BB", "#00CED1", "#7F3C8D", "#F0E442")
+"""Colours of classes without one of their own, as custom ones are."""
 
-SPOKEN = {
-    "OffByOne": "off by one",
-    "SinkLogit": "sink logit",
-    "ClippedSoftmax": "clipped softmax",
-    "Relu": "ReLU/n",
-    "Entmax15": "1.5-entmax",
-    "AffineScaled": "affine-scaled softmax",
-    "ThresholdedDifferential": "thresholded differential",
-    "TopK": "top k",
-    "GatedDeltaNet": "Gated DeltaNet",
-    "Rope": "RoPE",
-    "LearnedAbsolute": "learned absolute",
-    "NoPosition": "no position",
-    "": "no attention",
-}
-"""Display names of classes whose name is not how people write them."""
+
+def choose_colours(names: Sequence[str]) -> dict[str, str]:
+    """The colour of each class: its own, else the next spare one, and grey after those; grey for "", no class."""
+    spare = iter(SPARE)
+    own = {name: _read(name, "colour") for name in names}
+    return {name: colour or (next(spare, NEUTRAL) if name else NEUTRAL) for name, colour in own.items()}
+
+
+def speak(name: str) -> str:
+    """How people write the name of a class."""
+    return _read(name, "spoken") or name or "no attention"
+
+
+def _read(name: str, attribute: str) -> str:
+    """An attribute that a class of this name has itself: what it inherits is another's."""
+    cls = find_leaf_classes(Drawn).get(name, Drawn)
+    return vars(cls).get(attribute, "")
 
 
 class Colours:
-    """The colours of a table's variants: by normaliser, or by position if all have one normaliser; unknown is grey."""
+    """The colours of a table's variants: by normaliser, or by position if all have one normaliser."""
 
     def __init__(self, table: Table, variants: Iterable[str]) -> None:
         shown = set(variants)
         rows = [row for row in table.rows if row.variant in shown and row.normaliser]
         by_position = len({row.normaliser for row in rows}) == 1 < len({row.position for row in rows})
-        palette = POSITIONS if by_position else NORMALISERS
-        self._names = {row.variant: row.position if by_position else row.normaliser for row in rows}
-        self._colours = {name: palette.get(name, NEUTRAL) for name in self._names.values()}
+        names = {row.variant: row.position if by_position else row.normaliser for row in table.rows}
+        colours = choose_colours([*names.values()])  # of all rows, so that a figure of some has the same
+        self._names = {row.variant: names[row.variant] for row in rows}
+        self._colours = {name: colours[name] for name in self._names.values()}
 
     def __getitem__(self, variant: str) -> str:
         return self._colours[self._names[variant]] if variant in self._names else NEUTRAL
@@ -71,6 +51,5 @@ class Colours:
         if len(self._colours) < 2:
             return []
         return [
-            Line2D([], [], color=c, linestyle="", marker="o", label=SPOKEN.get(name, name))
-            for name, c in self._colours.items()
+            Line2D([], [], color=c, linestyle="", marker="o", label=speak(name)) for name, c in self._colours.items()
         ]

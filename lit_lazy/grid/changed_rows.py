@@ -8,6 +8,8 @@ from lit_lazy.config.serialisation import flatten
 GONE = "was removed from the ablation"
 MOST_CHANGES = 3
 """Changed settings that a message shows."""
+VERSION_DIGITS = 6
+"""Digits by which a table tells what a changed row trained before and now."""
 
 
 class ChangedRowError(ValueError):
@@ -16,10 +18,16 @@ class ChangedRowError(ValueError):
     def __init__(self, changes: Mapping[str, str]) -> None:
         (variant, change), *others = changes.items()
         also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
+        beside = "" if GONE in changes.values() else "--changed trains it anew and keeps its former cells beside, "
         super().__init__(
-            f"row {variant!r}: {change} since this grid began{also}; another name= in the ablation keeps both and "
-            "takes the results of other rows, --fresh moves all former results away"
+            f"row {variant!r}: {change} since this grid began{also}; {beside}another name= in the ablation keeps both "
+            "and takes the results of other rows, --fresh moves all former results away"
         )
+
+
+def name_version(variant: str, definition: str) -> str:
+    """The name of the row that keeps a row's cells from before it changed. definition: hash of what they train."""
+    return f"{variant} (version {definition[:VERSION_DIGITS]})"
 
 
 def describe_changes(former: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.training.prepare import find_backend, load_data
-from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+from lit_lazy.training.result import DECIDING, DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2
@@ -37,8 +37,6 @@ CELLS = "cells.jsonl.xz"
 """Default name of a packed file."""
 TIMED = "cost/"
 """Prefix of the metrics that differ between two trainings of one key, because they are times."""
-DECIDING = ("torch", "python")
-"""Versions that a taken result must share with this process, besides the backend."""
 MOST_BYTES = 2**28
 """Largest content of a packed file: cells by the ten thousand; also what decompressing it may take."""
 LATEST = 1e11
@@ -127,10 +125,11 @@ def _decompress(content: bytes) -> bytes:
 def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     """The settings of a grid's rows as text, by row and dotted path, without the seed; None if they are unknown.
 
-    They are those of the grid of this folder, or else of the packed file there.
+    They are those of the grid of this folder, without rows of before a change, or else of the packed file there.
     """
     grid = GridFolder.read(folder)
-    found = {} if grid is None else {cell.variant: cell.settings for cell in grid.cells if cell.settings}
+    cells = [] if grid is None else [cell for cell in grid.cells if cell.variant not in grid.plan.replaced]
+    found = {cell.variant: cell.settings for cell in cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
         pack = Pack.read(file, "packed cells")
         found = dict(zip(pack.rows, (flatten(result.config) for result in pack.results), strict=True))
@@ -197,18 +196,15 @@ class AskedCell:
         origin = f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})"
         if result.key == self.cell.key:
             return replace(result, taken_from=origin)
-        names = [name for measured in result.evaluations.values() for name in measured]
-        if (
-            (result.training_key or result.key) != self.training_key
-            or not self.evaluations <= result.evaluations.keys()
-            or len(set(names)) < len(names)
-        ):
+        kept = result.keep_evaluations(self.evaluations)
+        if kept is None or not (self.is_trained_in(result) and self.evaluations <= kept.evaluations.keys()):
             return None
-        kept = {key: measured for key, measured in result.evaluations.items() if key in self.evaluations}
-        unasked = set(names).difference(*kept.values())
-        metrics = {name: value for name, value in result.metrics.items() if name not in unasked}
         own = {"key": self.cell.key, "config": self.cell.config, "training_key": self.training_key}
-        return replace(result, **own, metrics=metrics, evaluations=kept, taken_from=origin)
+        return replace(kept, **own, taken_from=origin)
+
+    def is_trained_in(self, result: RunResult) -> bool:
+        """Whether a result is of the cell's training, whatever was measured on its model."""
+        return (result.training_key or result.key) == self.training_key
 
     def is_described_by(self, result: RunResult) -> bool:
         """Whether the settings of a result, which says to be of this training, give its key."""

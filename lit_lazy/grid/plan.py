@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.facts import compute_learned_nats, list_doubts
-from lit_lazy.grid.changed_rows import GONE, ChangedRowError
+from lit_lazy.grid.changed_rows import GONE, VERSION_DIGITS, ChangedRowError, name_version
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line
@@ -40,7 +40,7 @@ ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
 THEN = ", then "
 """Between the commands of a plan."""
-FORMAT = 3
+FORMAT = 4
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
@@ -89,6 +89,8 @@ class Plan:
     """The config of the experiment; none in plans of formats 1 and 2."""
     compiled: bool | None = None
     """Whether the grid began with the compiled backend of CPUs; None in plans of formats 1 and 2."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """Rows of cells from before a change, and the rows that trained anew after it; none in plans before format 4."""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -116,11 +118,12 @@ class Plan:
             if measured and column.key.removeprefix("init/") not in known
         ]
         left_out = [f"Left out, as no cell reports them: {', '.join(absent)}."] if absent else []
+        versions = {name: f"version {self.definitions[name][:VERSION_DIGITS]}" for name in self.replaced.values()}
         return TableSpec(
             ablation=self.ablation,
             base=self.base,
             baseline=self.baseline,
-            rows=self.rows,
+            rows=tuple(_add_note(row, versions.get(row.variant, "")) for row in self.rows),
             # Columns of other data sources (bits per byte, trigger accuracy) have no value in any cell.
             columns=tuple(column for column in columns if column.key in measured or not measured),
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
@@ -134,10 +137,17 @@ class Plan:
             files=self.files,
         )
 
-    def merge(self, former: "Plan", order: Sequence[str], find_changes: Callable[[str], str]) -> "Plan":
+    def merge(
+        self,
+        former: "Plan",
+        order: Sequence[str],
+        find_changes: Callable[[str], str],
+        finished: Collection[str] | None = None,
+    ) -> "Plan":
         """This plan with the rows and seeds of a former plan added; rows follow `order`.
 
-        find_changes: says what changed in a row.
+        find_changes: says what changed in a row, "" if not its trainings. finished: keys of the former plan's finished
+        cells, which stay beside those of rows whose trainings have changed; None to refuse such rows.
 
         Raises ValueError if the trainings of rows have changed: a table must not mix the two.
         """
@@ -149,7 +159,7 @@ class Plan:
             )
         named = {definition: name for name, definition in self.definitions.items()}
         changes: dict[str, str] = {}
-        for row in former.rows:
+        for row in (row for row in former.rows if row.variant not in former.replaced):
             renamed = named.get(former.definitions.get(row.variant, ""))
             if row.variant not in self.definitions and renamed is not None:
                 raise ValueError(
@@ -158,10 +168,16 @@ class Plan:
                 )
             if row.variant not in order:
                 changes[row.variant] = GONE
-            elif self.definitions.get(row.variant) != former.definitions.get(row.variant):
-                changes[row.variant] = find_changes(row.variant)
-        if changes:
+            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
+                change := find_changes(row.variant)
+            ):
+                changes[row.variant] = change
+        if changes and (finished is None or GONE in changes.values()):
             raise ChangedRowError(changes)
+        untrained = changes.keys() - self.keys.keys()  # stay what they were
+        definitions = self.definitions | {name: former.definitions.get(name, "") for name in untrained}
+        former = former._set_aside(changes, self, finished or ())
+        order = [name for row in order for name in (row, *(old for old, new in former.replaced.items() if new == row))]
         rows, command = {row.variant: row for row in former.rows}, former.command
         adds = self.declaration is not None and self.declaration.digest != getattr(former.declaration, "digest", None)
         for row in self.rows:
@@ -176,12 +192,39 @@ class Plan:
             command=command,
             rows=tuple(rows[name] for name in order if name in rows),
             axes=axes,
+            definitions=definitions,
+            replaced=former.replaced,
             declaration=self._merge_declaration(former.declaration),
             keys={name: former.keys.get(name, {}) | self.keys.get(name, {}) for name in order if name in rows},
             # A row's values stay: MLflow takes new ones only.
             axis_values={name: self.axis_values.get(name, {}) | former.axis_values.get(name, {}) for name in rows},
             compiled=self.compiled if former.compiled is None else former.compiled,
         )
+
+    def _set_aside(self, changes: Mapping[str, str], now: "Plan", finished: Collection[str]) -> "Plan":
+        """This plan with the finished cells of changed rows, of those that `now` trains, in rows of other names.
+
+        A row that was set aside and is again what the ablation defines gets its name back.
+        """
+        names: dict[str, str] = {}
+        for variant in changes.keys() & now.keys.keys():
+            names[variant] = name_version(variant, self.definitions.get(variant, ""))
+            names[name_version(variant, now.definitions[variant])] = variant
+        rows: dict[str, RowInfo] = {}
+        keys, axis_values, replaced = {}, {}, {}
+        for row in self.rows:
+            known, name = self.keys.get(row.variant, {}), names.get(row.variant, row.variant)
+            if row.variant in changes and name != row.variant:
+                known = {seed: key for seed, key in known.items() if key in finished}
+                if not known:
+                    continue
+                row = _add_note(replace(row, seeds=tuple(sorted(map(int, known)))), f"before {changes[row.variant]}")
+                replaced[name] = row.variant
+            elif row.variant in self.replaced and name == row.variant:
+                replaced[name] = self.replaced[name]
+            rows[name] = replace(row, variant=name)
+            keys[name], axis_values[name] = known, self.axis_values.get(row.variant, {})
+        return replace(self, rows=tuple(rows.values()), keys=keys, axis_values=axis_values, replaced=replaced)
 
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
         """The declaration with its commit at the beginning of the grid, or marked as changed since.
@@ -199,6 +242,10 @@ class Plan:
         if digest == now.digest:
             return replace(now, commit=commit, seen=seen)
         return replace(now, changed=True, begun=(digest, commit), seen=seen, commit=now.commit if commit else "")
+
+
+def _add_note(row: RowInfo, note: str) -> RowInfo:
+    return replace(row, note="; ".join(filter(None, (row.note, note))))
 
 
 def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:

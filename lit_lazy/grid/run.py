@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -18,11 +18,12 @@ from lit_lazy.grid.backend import describe_portable_backend, keeps_another_backe
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state, was_left
 from lit_lazy.grid.changed_rows import describe_changes
 from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
-from lit_lazy.grid.packed import TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import ASIDE, PLAN, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
+from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared, read_end
+from lit_lazy.grid.plan import ASIDE, PLAN, CellRecord, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
+from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import (
     WRITE_REFUSED,
     describe_shortage,
@@ -38,7 +39,7 @@ from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.training.result import RESULT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
     CHECKPOINTS,
@@ -73,6 +74,8 @@ class Grid(Work):
     row_order: Sequence[str]
     taken: Mapping[str, TakenResult] = field(default_factory=dict)
     """Results by cell key from packed files."""
+    changed: bool = False
+    """Train rows that changed since the grid began, beside their former cells; otherwise they are refused."""
 
 
 class Outcome(NamedTuple):
@@ -175,6 +178,9 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
+        with suppress(DamagedPlanError):  # which `save_plan` says
+            if measurable := find_measurable(grid):
+                console.print(describe_measurable(measurable), highlight=False)
         plan = save_plan(grid)
         compiled = bool(plan.compiled)
         taken = _take_results(grid, launch, compiled, console)
@@ -301,7 +307,10 @@ def _merge_plan(grid: Grid) -> Plan:
     known = GridFolder.read(grid.folder)
     if known is None:
         return grid.plan
-    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known))
+    finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
+    if not grid.changed:
+        _require_models(grid, known)
+    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known), finished)
 
 
 def check_unchanged(grid: Grid) -> None:
@@ -310,12 +319,57 @@ def check_unchanged(grid: Grid) -> None:
 
 
 def _find_changes(grid: Grid, known: GridFolder, variant: str) -> str:
-    """What changed in a row since its first cell."""
+    """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
     begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
     now = [cell.config for cell in grid.cells if cell.variant == variant]
     if not (begun and now):
         return "its settings, code or data changed"
+    pairs = [(asked, result) for asked, cell, result in _pair_results(grid, known) if cell.variant == variant]
+    if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
+        return ""
     return describe_changes(begun[0], now[0]) or "its code or data changed"
+
+
+def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, CellRecord, RunResult]]:
+    """The cells of a grid whose keys have changed, each with the former finished cell of its row and seed."""
+    asked = {(cell.variant, cell.seed): cell for cell in grid.cells}
+    for cell in known.cells:
+        now = asked.get((cell.variant, cell.seed))
+        if now is not None and now.key != cell.key and cell.result is not None:
+            yield AskedCell(now), cell, cell.result
+
+
+def _list_trained(grid: Grid, known: GridFolder) -> list[tuple[CellRecord, bool]]:
+    """The finished cells whose evaluations have changed, and whether the new ones can be had without training."""
+    return [
+        (cell, asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists())
+        for asked, cell, result in _pair_results(grid, known)
+        if asked.is_trained_in(result)
+    ]
+
+
+def find_measurable(grid: Grid) -> set[tuple[str, int]]:
+    """Row and seed of finished cells whose new evaluations can be had without training."""
+    known = GridFolder.read(grid.folder)
+    trained = [] if known is None else _list_trained(grid, known)
+    return {(cell.variant, cell.seed) for cell, measurable in trained if measurable}
+
+
+def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
+    """A line on the cells that `find_measurable` found."""
+    return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
+
+
+def _require_models(grid: Grid, known: GridFolder) -> None:
+    """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
+    lost = [
+        cell.metrics.get("time/train_seconds", 0.0) for cell, measurable in _list_trained(grid, known) if not measurable
+    ]
+    if lost:
+        raise ValueError(
+            f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
+            f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
+        )
 
 
 def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Console) -> dict[str, TakenResult]:

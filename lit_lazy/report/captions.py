@@ -16,6 +16,11 @@ CAPTIONS = {
         "Look for a trend over the variants, and check whether the 95 % intervals are narrow enough to show one: zeros "
         "are free only if the loss does not rise with them. Each normaliser has the same colour in all figures.",
     ),
+    "loss_over_training": (
+        "Validation loss over training",
+        "Look for variants that learn later than the baseline, for those still falling at the end, and whether the "
+        "seeds agree.",
+    ),
     "tau_over_training": (
         "Offset parameter over training",
         "Check how it moves from its initial value, and whether the seeds agree.",

@@ -49,7 +49,7 @@ OVER_TRAINING = "_over_training"
 """End of the names of figures of the trainings of all variants."""
 ALL = "all variants"
 """The subject of figures over all variants."""
-WATCHED = ("watch/tau_layer_", "watch/learned/", "watch/first_key_")
+WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
 
 
@@ -214,12 +214,11 @@ def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
 def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
-    drawn = {
-        learned.removeprefix("learned/") + OVER_TRAINING: figures.parameter_over_training(
+    drawn = {"loss" + OVER_TRAINING: figures.loss_over_training(data.table, histories)}
+    for learned in figures.list_learned(histories):
+        drawn[learned.removeprefix("learned/") + OVER_TRAINING] = figures.parameter_over_training(
             data.table, histories, learned
         )
-        for learned in figures.list_learned(histories)
-    }
     drawn["sink" + OVER_TRAINING] = figures.sink_over_training(data.table, histories)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

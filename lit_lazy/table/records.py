@@ -338,9 +338,10 @@ class Table:
 
     @property
     def main_columns(self) -> list[Column]:
-        """The primary column, then the plotted ones."""
+        """The primary column, or else the task's loss, then the other plotted ones."""
         shown = [column for column in self.columns if column.plotted or column.key == self.primary]
-        return sorted(shown, key=lambda column: column.key != self.primary)
+        first = self.primary or (self.yardstick.metric if self.yardstick else None)
+        return sorted(shown, key=lambda column: column.key != first)
 
     @property
     def columns_by_key(self) -> dict[str, Column]:

@@ -73,7 +73,7 @@ class FinishedTraining:
     def state(self) -> str:
         """The number of steps, and from which step they were trained now."""
         if self.first_step == self.steps:
-            return f"all {self.steps} steps were trained before; nothing was done"
+            return f"all {self.steps} steps were trained before"
         begun = f"resumed at step {self.first_step}" if self.first_step else "from the beginning"
         return f"{self.steps} steps, {begun}"
 
@@ -97,9 +97,10 @@ def require_checkpoint(folder: Path) -> None:
 
 
 class _Begin(AtStart):
-    """Records the step at which training starts."""
+    """Records the step at which training starts; the last one if none does."""
 
-    step = 0
+    def __init__(self, steps: int) -> None:
+        self.step = steps
 
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
         self.step = trainer.global_step
@@ -140,7 +141,7 @@ def train_tracked(
     folder.mkdir(parents=True, exist_ok=True)
     if line := describe_leases(folder):
         log.warning("%s", line)
-    lock, begin = make_lock(folder), _Begin()
+    lock, begin = make_lock(folder), _Begin(cfg.train.steps)
     with _acquire(lock):
         known = read_finished(folder)
         if known and keep_checkpoint:
@@ -175,7 +176,7 @@ def train_tracked(
                 f"trained, but MLflow did not accept the result ({error}); it is kept in {folder}; the same command "
                 "sends it"
             ) from error
-    return FinishedTraining(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+    return FinishedTraining(experiment, result, folder, runs, begin.step)
 
 
 def format_run_name(name: str, cfg: RunConfig) -> str:

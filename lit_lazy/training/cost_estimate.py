@@ -164,10 +164,13 @@ def format_memory(cost: Cost) -> str:
     return f"{decimal(cost.device_bytes)} ({by_part})"
 
 
-def find_peak_flops() -> tuple[str, float]:
-    """Name and peak FLOP/s of this machine's GPU if its data sheet is known, else of the assumed one."""
-    found = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    name = next((kind for kind in PEAKS if kind in found), ASSUMED)
+def find_peak_flops(gpu: str | None = None) -> tuple[str, float]:
+    """Name and peak FLOP/s of a GPU: this machine's if its data sheet is known, else the assumed one.
+
+    gpu: the name, in lower case, of another that is to be assumed.
+    """
+    found = gpu if gpu is not None else torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = next((kind for kind in PEAKS if kind.lower() in found.lower()), ASSUMED)
     return name, PEAKS[name]
 
 
@@ -219,8 +222,8 @@ def estimate_training_seconds(config: RunConfig, data: Outline) -> float:
     return per_step * config.train.steps
 
 
-def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
-    """Lines of a dry run, which tokenises no text.
+def format_dry_run(name: str, cfg: RunConfig, execution: Execution, gpu: str | None = None) -> list[str]:
+    """Lines of a dry run, which tokenises no text. gpu: as in `find_peak_flops`.
 
     Raises ValueError as the training would, except for memory and backends, since another machine may train it.
     """
@@ -229,10 +232,12 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
     check_init_from(cfg, source)
     cost = estimate_cost(cfg, source, execution)
     step = cfg.train.batch_size * source.context_length
-    kind, peak = find_peak_flops()
+    kind, peak = find_peak_flops(gpu)
     sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
-    there = f"{_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}"
+    hours = cost.estimate_hours(execution.devices, peak)
+    price = f", {hours * execution.devices:,.0f} GPU-hours" if hours >= 1 else ""
+    there = f"{_format_duration(hours)} on {execution.devices} {kind}{price}"
     here, missing = "", find_missing_gpu(cfg.model.backend)
     if execution.devices == 1 and not torch.cuda.is_available() and not missing:
         seconds, basis = estimate_seconds(cfg, source, cost, execution)
@@ -243,10 +248,10 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
         f"step:   {step:,} tokens; {where} {format_count(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
         f"memory: {format_memory(cost)} on each device, and about 1 GB of libraries",
-        f"time:   {here}{there}, at {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
+        f"time:   {here}{there}, at an assumed {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
         *([f"here:   model.backend={cfg.model.backend!r} {missing}"] if missing else []),
-        *(f"note:   {note}" for note in list_ineffective(cfg, source.context_length)),
+        *(f"note:   {note}" for note in (source.assumed, *list_ineffective(cfg, source.context_length)) if note),
     ]
 
 

@@ -78,6 +78,10 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
         effect = f"has no effect, as the weights of {rule} sum to 1"
         effect = effect if rule == normaliser.renormalised else f"makes {rule} {normaliser.renormalised}"
         found.append(f"model.attention.normaliser.renormalise=True: {effect}")
+    warmup, all_steps = cfg.train.warmup_steps, cfg.train.steps
+    if 2 * warmup > all_steps:
+        problem = f"leaves {all_steps - warmup} of {all_steps} steps at the full rate and below"
+        found.append(f"train.warmup_steps={warmup}: {problem}; {all_steps // 10} would be a tenth")
     if decay > 0 and (steps := 1 / (1 - decay)) > cfg.train.steps:
         problem = f"averages about {steps:,.0f} steps and the initial weights; a smaller one forgets these"
         found.append(f"train.ema_decay={decay}: {problem}")
@@ -195,9 +199,9 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
 def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
     """`prepare` without loading data that may still have to be built, and without the checks that need that data.
 
-    elsewhere: the run may be on another machine, so this one's memory and backends are not checked.
+    elsewhere: the run may be on another machine, so this one's memory, backends and missing files do not count.
     """
-    data = load_outline(cfg.data)
+    data = load_outline(cfg.data, elsewhere)
     _check_run(cfg, data, execution, elsewhere)
     return data
 
@@ -250,11 +254,14 @@ def outline_loads(config: DataConfig) -> bool:
     return type(config).outline is DataConfig.outline
 
 
-def load_outline(config: DataConfig) -> Outline:
-    """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong."""
+def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
+    """Outline of a data config's sequences. Raises a one-line ValueError if that fails or loads what is wrong.
+
+    elsewhere: as in `prepare_outline`.
+    """
     if outline_loads(config):
         return load_data(config).outline
-    return _call_user_code(config, config.outline)
+    return _call_user_code(config, config.outline_elsewhere if elsewhere else config.outline)
 
 
 def _call_user_code(config: DataConfig, call: Callable[[], T]) -> T:

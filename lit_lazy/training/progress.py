@@ -10,11 +10,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from lit_lazy.support.console import format_duration, plain_console
 from lit_lazy.training.module import LitLM
 
-PLAIN_EVERY_SECONDS = 15.0
+PLAIN_EVERY_SECONDS, NOTEBOOK_EVERY_SECONDS = 15.0, 0.5
 
 
 class StepProgress(Callback):
-    """Shows a bar on a terminal, otherwise prints a line every PLAIN_EVERY_SECONDS."""
+    """Shows a bar on a terminal and a line that changes in a notebook, else prints a line now and then."""
 
     def __init__(self, console: Console | None = None) -> None:
         """console: output; standard error by default."""
@@ -41,6 +41,11 @@ class StepProgress(Callback):
         self._shown = step
         if self._live is not None:
             self._live.update(self._task, completed=step, description=self.format_line(trainer, pl_module, now))
+        elif self.console.is_jupyter:
+            if now - self._last >= NOTEBOOK_EVERY_SECONDS or step == trainer.max_steps:
+                self._last, end = now, "\n" if step == trainer.max_steps else ""
+                # A notebook's stream returns to the beginning of its line, as a terminal does.
+                print(f"\r{self.format_line(trainer, pl_module, now):80}", end=end, flush=True)
         elif now - self._last >= PLAIN_EVERY_SECONDS:
             self._last = now
             self.console.print(self.format_line(trainer, pl_module, now))

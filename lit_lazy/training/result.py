@@ -1,8 +1,8 @@
 """Result file of a finished run."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ COMPILED = "cpu"
 """Label `backend` of results of the compiled backend of CPUs."""
 """Format of result.json; raised when a field is added, removed or changes its meaning."""
 
+DECIDING = ("torch", "python")
+"""Versions that results share if they round alike, besides the backend."""
 LARGEST = 1e150
 """Largest size of a metric."""
 
@@ -56,6 +58,19 @@ class RunResult:
         """Versions and machine in one line, without what the commit tells: a later one is no other environment."""
         names = sorted(self.environment.keys() - {"git_sha", "lit-lazy"})
         return ", ".join(f"{name} {self.environment[name]}" for name in names)
+
+    def keep_evaluations(self, keys: Collection[str]) -> "RunResult | None":
+        """The result without the metrics of other evaluations than these.
+
+        None if two of its evaluations gave the same name, whose value is that of one of them.
+        """
+        names = [name for measured in self.evaluations.values() for name in measured]
+        if len(set(names)) < len(names):
+            return None
+        kept = {key: measured for key, measured in self.evaluations.items() if key in keys}
+        unasked = set(names).difference(*kept.values())
+        metrics = {name: value for name, value in self.metrics.items() if name not in unasked}
+        return replace(self, metrics=metrics, evaluations=kept)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":

@@ -2,11 +2,12 @@
 
 import logging
 import math
+import shutil
 import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,19 +17,21 @@ from filelock import BaseFileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
+from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import list_imported_files
-from lit_lazy.data import DataSource
+from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
-from lit_lazy.training.checkpoints import find_resume_step
+from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -36,7 +39,7 @@ from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import (
     CHECKPOINTS,
     LAST,
@@ -77,6 +80,8 @@ def run(
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, resume from the folder's checkpoint, or return the folder's result.
 
+    If a folder beside it holds the same training, only what that did not measure is measured, on its kept model.
+
     A finished run removes its checkpoints; keep_checkpoint leaves the trained model in `final.ckpt`. execution: how to
     run; not part of the run's key. lock: the folder's lock, if the caller holds it. interrupts: entered by
     the caller; one ends the training after its step, with a checkpoint; None to end it at once. The same config, seed,
@@ -89,7 +94,7 @@ def run(
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
     now = f"its code or data have changed since, its key is {key} now"
-    fix = f"{now}; undo the edit, or train it under another name= or with --fresh"
+    fix = f"{now}; undo the edit, or repeat the command with --changed"
     require(expected_key in (None, key), "cell", expected_key, fix)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -99,6 +104,8 @@ def run(
             if known is not None:
                 return known
             write_settings(folder, key, source.fingerprint, to_dict(cfg))
+            if (result := _measure_known(cfg, key, source, folder, keep_checkpoint)) is not None:
+                return result
             settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
     except Timeout:
@@ -155,7 +162,7 @@ def _run(
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
-    evaluated = _evaluate(module)
+    evaluated = _evaluate(module.model, cfg.evaluations, cfg.data)
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
@@ -185,7 +192,7 @@ def _find_checkpoint(folder: Path, cfg: RunConfig, module: LitLM) -> tuple[Path 
     for stray in folder.glob("hpc_ckpt_*.ckpt"):
         quarantine(stray, "left by Lightning's own requeueing")
     last = folder / CHECKPOINTS / LAST
-    step = find_resume_step(last, cfg, module)
+    step = checkpoints.find_resume_step(last, cfg, module)
     if step:
         log.info("resumes at step %d of %d, from %s", step, cfg.train.steps, last)
     return last if step else None, step
@@ -216,10 +223,48 @@ def _measure_trained(
     )
 
 
-def _evaluate(module: LitLM) -> dict[str, dict[str, float]]:
-    """The finite metrics of each of a run's evaluations by name, by the evaluation's key."""
-    cfg = module.cfg
-    measured = {evaluation_key(one): one.measure(module.model, cfg.data) for one in cfg.evaluations}
+def _measure_known(
+    cfg: RunConfig, key: str, source: DataSource, folder: Path, keep_checkpoint: bool
+) -> RunResult | None:
+    """The result in `folder` of a training that another folder beside it holds; None if there is none that serves.
+
+    Evaluations that it lacks are measured on its final.ckpt, which stays with the result.
+    """
+    own, here = training_key(cfg, source.fingerprint), collect_environment()
+    asked = {evaluation_key(one): one for one in cfg.evaluations}
+    for path in folder.parent.glob(f"*/{RESULT}"):
+        # Parsed only if it may serve: it names its key, which is the training key without evaluations.
+        known = RunResult.peek(path.parent) if own.encode() in path.read_bytes() else None
+        if known is None or (known.training_key or known.key) != own:
+            continue
+        kept, model = known.keep_evaluations(asked.keys()), path.with_name(FINAL_CHECKPOINT)
+        left = [one for name, one in asked.items() if name not in known.evaluations]
+        alike = all(known.environment.get(name) == here[name] for name in DECIDING)
+        if kept is None or not alike or ((left or keep_checkpoint) and not model.exists()):
+            continue
+        log.info("trained already, in %s", path.parent)
+        begun, evaluated = time.perf_counter(), {}
+        if left:
+            trained = checkpoints.load(model).model.to(select_training_device())
+            evaluated = _evaluate(trained, left, cfg.data)
+        for file in filter(Path.exists, map(path.with_name, (METRICS, DIAGNOSTICS, FINAL_CHECKPOINT))):
+            shutil.copyfile(file, folder / file.name)
+        result = replace(
+            kept,
+            key=key,
+            config=to_dict(cfg),
+            metrics=kept.metrics | {name: value for found in evaluated.values() for name, value in found.items()},
+            evaluations=kept.evaluations | {name: sorted(found) for name, found in evaluated.items()},
+            timings=kept.timings | {"evaluate_seconds": time.perf_counter() - begun},
+        )
+        result.write(folder)
+        return result
+    return None
+
+
+def _evaluate(model: DecoderLM, evaluations: Sequence[Evaluation], data: DataConfig) -> dict[str, dict[str, float]]:
+    """The finite metrics of each evaluation by name, by the evaluation's key."""
+    measured = {evaluation_key(one): one.measure(model, data) for one in evaluations}
     return {
         key: {name: value for name, value in found.items() if math.isfinite(value)} for key, found in measured.items()
     }

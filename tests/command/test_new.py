@@ -17,7 +17,7 @@ from lit_lazy.table.stored import read_table
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 OPTIONS = {"ablation": ["--dry-run"]}
 """The page's own ablation, which is the same code, is executed by tests/test_frame.py."""
-CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "bias": 1, "data": 1}
+CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "bias": 1, "data": 1, "metric": 1}
 
 
 @pytest.mark.usefixtures("no_pictures")

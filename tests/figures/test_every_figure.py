@@ -14,15 +14,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-import lit_lazy.attention
 from lit_lazy import figures
-from lit_lazy.attention import Normaliser, Position
-from lit_lazy.config.serialisation import replace_at
+from lit_lazy.attention import Mixer, Normaliser, Position
+from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.mechanism import mechanism_figure
-from lit_lazy.figures.palette import NORMALISERS, POSITIONS, Colours
+from lit_lazy.figures.palette import SPARE, Colours, choose_colours
 from lit_lazy.grid.ablation import Ablation, make_row_infos, select_rows
 from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.grid.search.definition import define
@@ -75,7 +74,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
 
 
 def histories(ablation: Ablation) -> Histories:
-    names = ("watch/first_key_weight", "watch/first_key_share", "watch/tau_layer_0")
+    names = ("val/excess", "watch/first_key_weight", "watch/first_key_share", "watch/tau_layer_0")
     return {
         row: [{name: [(step, (i + seed) / (1 + step)) for step in STEPS] for name in names} for seed in ablation.seeds]
         for i, row in enumerate(rows_of(ablation))
@@ -86,6 +85,7 @@ def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure
     table, trained = made_up(ablation, question), histories(ablation)
     drawn = [
         *draw_table_figures(table).values(),
+        figures.loss_over_training(table, trained),
         figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ]
@@ -145,18 +145,21 @@ def test_every_figure_of_a_search_is_legible() -> None:
         assert_legible(figure)
 
 
-def subclasses(kind: type) -> set[str]:
-    found = {cls for cls in vars(lit_lazy.attention).values() if isinstance(cls, type) and issubclass(cls, kind)}
-    return {cls.__name__ for cls in found - {kind}}
+def own_colours(*bases: type) -> list[str]:
+    """The colours that the project's classes under these bases have."""
+    found = [
+        cls for base in bases for cls in find_leaf_classes(base).values() if cls.__module__.startswith("lit_lazy.")
+    ]
+    return [vars(cls).get("colour", f"{cls.__name__} has none") for cls in found if not getattr(cls, "attends", False)]
 
 
 def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
-    for palette, kind in ((NORMALISERS, Normaliser), (POSITIONS, Position)):
-        assert subclasses(kind) <= palette.keys()
-        for a, b in combinations([*palette.values(), NEUTRAL], 2):
+    rules, positions = own_colours(Normaliser, Mixer), own_colours(Position)
+    for palette in (rules, positions):
+        for a, b in combinations([*palette, *SPARE, NEUTRAL], 2):
             assert np.abs(np.subtract(to_rgb(a), to_rgb(b))).sum() > 0.2, (a, b)
-    assert not set(NORMALISERS.values()) & set(POSITIONS.values())
-    assert {NORMALISERS["Elastic"], NORMALISERS["Softmax"]} == {FIRST, SECOND}
+    assert not {*rules} & {*positions}
+    assert choose_colours(["Elastic", "Softmax"]) == {"Elastic": FIRST, "Softmax": SECOND}
     assert not {BETTER, WORSE} & {FIRST, SECOND}
 
 
@@ -177,23 +180,30 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
     assert [by_normaliser[row] for row in "abc"] == [SECOND, FIRST, FIRST]
     assert [handle.get_label() for handle in by_normaliser.make_legend_handles()] == ["Softmax", "Elastic"]
     by_position = Colours(table, "bc")
-    assert [by_position[row] for row in "bc"] == [POSITIONS["Rope"], POSITIONS["NoPosition"]]
+    assert [by_position[row] for row in "bc"] == [*choose_colours(["Rope", "NoPosition"]).values()]
     assert by_position["a"] == NEUTRAL, "is not in the figure"
-    own = Colours(of_parts(x=("MyRule", "Rope")), "x")
-    assert (own["x"], own.make_legend_handles()) == (NEUTRAL, [])
     unknown = Colours(of_parts(x=("", "")), "x")
     assert (unknown["x"], unknown.make_legend_handles()) == (NEUTRAL, [])
+
+
+def test_custom_classes_have_colours_that_no_figure_of_some_rows_changes() -> None:
+    table = of_parts(a=("MyRule", "Rope"), b=("Elastic", "Rope"), c=("MyOther", "Rope"), d=("MyRule", "Rope"))
+    colours = Colours(table, "abcd")
+    assert [colours[row] for row in "abcd"] == [SPARE[0], FIRST, SPARE[1], SPARE[0]]
+    assert [handle.get_label() for handle in colours.make_legend_handles()] == ["MyRule", "Elastic", "MyOther"]
+    assert Colours(table, "bc")["c"] == SPARE[1]
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
     ablation, question = load_ablation_or_question(find("ablations", "q_mask_2"))
     table, trained = made_up(ablation, question), histories(ablation)
     assert {row.normaliser for row in table.rows} == {"Softmax", "Elastic"}
-    expected = {row.variant: NORMALISERS[row.normaliser] for row in table.rows}
+    expected = {row.variant: choose_colours([row.normaliser])[row.normaliser] for row in table.rows}
     scatter = figures.loss_against_sparsity(table)
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
+        figures.loss_over_training(table, trained),
         figures.parameter_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ):
@@ -201,6 +211,27 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
             own = [line for line in axes.lines if not line.get_label().startswith("_")]
             assert {line.get_color() for line in own} == {expected[axes.get_title().replace("\n", " ")]}
             assert len({line.get_linestyle() for line in own}) == len(own), "told apart in grey too"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "scale", "label"),
+    [
+        (("val/loss",), "linear", "validation loss"),
+        (("val/loss", "val/excess"), "log", "validation loss above the optimum"),
+    ],
+)
+def test_the_loss_over_training_is_above_the_optimum_where_the_data_know_it(
+    metrics: tuple[str, ...], scale: str, label: str
+) -> None:
+    table = of_parts(a=("Softmax", "Rope"))
+    seeds = [{name: [(8, 4.0), (16, last)] for name in metrics} for last in (1.0, 3.0)]
+    figure = figures.loss_over_training(table, {"a": seeds})
+    (line,) = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert (line.get_label(), figure.axes[0].get_yscale()) == (label, scale)
+    np.testing.assert_array_equal(line.get_xydata(), [(8, 4.0), (16, 2.0)])
+    band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1.0, 4.0), "the range of the seeds"
+    assert figures.loss_over_training(table, {"a": [{}]}) is None
 
 
 def test_a_figure_brings_its_own_page(tmp_path: Path) -> None:

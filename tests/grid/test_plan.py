@@ -113,17 +113,71 @@ def test_an_own_column_that_no_cell_reports_is_named() -> None:
 
 def test_a_row_that_is_another_training_is_refused() -> None:
     former = replace(PLAN, definitions={"lazy": "a", "softmax": "c"})
-    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; another name= in"):
+    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; --changed trains it anew"):
         PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 def test_all_rows_that_are_another_training_are_named() -> None:
     former = replace(PLAN, definitions={"lazy": "x", "softmax": "c"})
-    also = r" since this grid began \(also changed: 'softmax'\); another name= in"
-    with pytest.raises(ValueError, match=f"^row 'lazy': lazy{also}"):
+    also = r" since this grid began \(also changed: 'softmax'\);"
+    with pytest.raises(ValueError, match=f"^row 'lazy': lazy{also} --changed trains it anew"):
         PLAN.merge(former, ["softmax", "lazy"], str)
-    with pytest.raises(ValueError, match=f"^row 'lazy': was removed from the ablation{also}"):
-        PLAN.merge(former, ["softmax"], str)
+    with pytest.raises(ValueError, match=f"^row 'lazy': was removed from the ablation{also} another name= in"):
+        PLAN.merge(former, ["softmax"], str, finished=())
+
+
+ORDER = ["lazy", "softmax"]
+BEGUN = replace(
+    PLAN,
+    keys={"lazy": {"0": "k0", "1": "k1"}, "softmax": {"0": "k2"}},
+    axis_values={"lazy": {"x": "1"}, "softmax": {"x": "2"}},
+)
+EDITED = replace(
+    BEGUN, definitions={"lazy": "edited", "softmax": "b"}, keys={"lazy": {"0": "n0", "1": "n1"}, "softmax": {"0": "k2"}}
+)
+
+
+def describe(plan: Plan) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """The keys of each row of a plan, its seeds and its note."""
+    return {row.variant: (" ".join(plan.keys[row.variant].values()), row.seeds, row.note) for row in plan.rows}
+
+
+def test_a_changed_row_trains_anew_beside_its_finished_cells() -> None:
+    merged = EDITED.merge(BEGUN, ORDER, lambda _: "its code changed", {"k1", "k2"})
+    assert describe(merged) == {
+        "lazy": ("n0 n1", (0, 1), ""),
+        "lazy (version a)": ("k1", (1,), "before its code changed"),
+        "softmax": ("k2", (0,), ""),
+    }
+    assert merged.axis_values["lazy (version a)"] == {"x": "1"}
+    assert [row.note for row in merged.make_table_spec([], []).rows] == [
+        "version edited",
+        "before its code changed",
+        "",
+    ]
+    again = EDITED.merge(Plan.from_json(merged.to_json()), ORDER, str)
+    assert again == merged, "killed, it is resumed without the option"
+    none = EDITED.merge(BEGUN, ORDER, str, {"k2"})
+    assert list(describe(none)) == ORDER, "what was not finished is no result"
+
+
+def test_an_edit_that_was_undone_has_its_first_cells_again() -> None:
+    edited = EDITED.merge(BEGUN, ORDER, str, {"k0", "k1", "k2"})
+    undone = BEGUN.merge(edited, ORDER, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})
+    assert describe(undone) == {
+        "lazy": ("k0 k1", (0, 1), ""),
+        "lazy (version edited)": ("n0", (0,), "before its code changed"),
+        "softmax": ("k2", (0,), ""),
+    }
+    assert BEGUN.merge(undone, ORDER, str) == undone
+
+
+def test_a_changed_row_that_a_command_does_not_train_stays_as_it_was() -> None:
+    one = replace(EDITED, rows=EDITED.rows[1:], keys={"softmax": {"0": "k2"}}, axis_values={})
+    merged = one.merge(BEGUN, ORDER, str, {"k0", "k1", "k2"})
+    assert (merged.rows, merged.keys, merged.definitions) == (BEGUN.rows, BEGUN.keys, BEGUN.definitions)
+    with pytest.raises(ValueError, match=r"^row 'lazy': lazy since this grid began"):
+        EDITED.merge(merged, ORDER, str)
 
 
 def test_a_row_with_another_name_is_refused_with_both() -> None:

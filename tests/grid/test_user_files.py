@@ -1,6 +1,7 @@
 """User files import their neighbours, in every worker too, and their code is part of the cells' keys."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from mistakes import snapshot_tree
 
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.plan import read_grid
+from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import FINAL_CHECKPOINT
 
 ABLATION = """
 from beside import TAU, Mine
@@ -49,6 +52,24 @@ class Mine(Elastic):
         module.tau.data *= 2
         return module
 """
+
+METRIC = """
+from dataclasses import dataclass
+
+from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.table.records import Column
+
+COLUMN = Column("own/size", "size", plotted=True)
+
+
+@dataclass(frozen=True)
+class Own(Evaluation):
+    def measure(self, model, data):
+        return {"own/size": 1.0}
+"""
+MEASURED = f"from metric import COLUMN, Own\n{ABLATION}".replace(
+    "columns=COLUMNS,", 'columns=(COLUMN, *COLUMNS), common={"evaluations": (Own(),)},'
+)
 
 MEASURES = """
 from lit_lazy.support.timing import run_in_process
@@ -88,14 +109,12 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
 def refuse(mine: Path, runs: Path, *more: str) -> str:
     """What a command says that changed in a row since its grid began."""
     done = forked.run(command(mine, runs, *more), cwd=mine.parent)
-    fix = (
-        " since this grid began; another name= in the ablation keeps both and takes the results of other rows, --fresh "
-        "moves all former results away\n"
-    )
     assert done.returncode == 2
     assert done.stderr.startswith("lit-lazy: row "), done.stderr
-    assert done.stderr.endswith(fix)
-    return done.stderr.removeprefix("lit-lazy: row ").removesuffix(fix)
+    said, _, fix = done.stderr.removeprefix("lit-lazy: row ").partition(" since this grid began; ")
+    assert fix.startswith("another name=" if "was removed" in said else "--changed trains it anew and keeps its former")
+    assert fix.endswith("and takes the results of other rows, --fresh moves all former results away\n")
+    return said
 
 
 def edit(mine: Path) -> None:
@@ -128,6 +147,62 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
     assert refuse(mine, runs, "--dry-run") == "'mine': its code or data changed"
     assert snapshot_tree(runs) == before
     assert refuse(mine, runs) == "'mine': its code or data changed"
+
+    grid = runs / "mine-backcopy_tiny"
+    dry = forked.run(command(mine, runs, "--dry-run", "--changed"), cwd=mine.parent).stdout
+    assert "\n2 cells of mine-backcopy_tiny: about " in dry
+    done = forked.run(command(mine, runs, "--changed"), cwd=mine.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cells, 0 already finished, 2 to train" in done.stdout
+    plan = read_grid(grid).plan
+    old = plan.rows[-1].variant
+    assert [row.variant for row in plan.rows] == ["softmax", "mine", old]
+    assert re.fullmatch(r"mine \(version \w{6}\)", old)
+    notes = {row.variant: row.note for row in read_table(grid / "table.json").rows}
+    versions = [f"version {plan.definitions['mine'][:6]}", "before its code or data changed"]
+    assert notes == dict(zip(("softmax", "mine", old), ("", *versions), strict=True))
+    assert len({cell.metrics["loss/val"] for cell in read_grid(grid).cells}) == 3
+    done = forked.run(command(mine, runs), cwd=mine.parent)
+    assert "2 cells, all finished: nothing to do" in done.stdout, done.stderr
+    assert f"Also in the table, by earlier commands: {old} (seeds 0)." in done.stdout
+    assert (
+        forked.run(command(mine, runs, "--dry-run"), cwd=mine.parent).stdout == "2 cells, all finished: nothing to do\n"
+    )
+
+
+def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_were_kept(mine: Path, runs: Path) -> None:
+    def read_cells() -> dict[str, tuple[float, float | None, bool]]:
+        """When each row was trained, its own metric, and whether its model is kept."""
+        cells = read_grid(runs / "mine-backcopy_tiny").cells
+        return {
+            cell.variant: (
+                cell.metrics["time/train_seconds"],
+                cell.metrics.get("own/size"),
+                (cell.folder / FINAL_CHECKPOINT).exists(),
+            )
+            for cell in cells
+        }
+
+    assert forked.run(command(mine, runs), cwd=mine.parent).returncode == 0
+    (mine.parent / "metric.py").write_text(METRIC)
+    mine.write_text(MEASURED)
+    before = snapshot_tree(runs)
+    for more in ([], ["--dry-run"]):
+        done = forked.run(command(mine, runs, *more), cwd=mine.parent)
+        assert done.returncode == 2
+        assert done.stderr.startswith("lit-lazy: evaluations: were added, and 2 finished cells kept no model")
+    assert snapshot_tree(runs) == before
+    done = forked.run(command(mine, runs, "--changed", "--keep-checkpoint"), cwd=mine.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = read_cells()
+    assert {row: cell[1:] for row, cell in trained.items()} == {"softmax": (1.0, True), "mine": (1.0, True)}
+    (mine.parent / "metric.py").write_text(METRIC.replace("1.0", "2.0"))
+    dry = forked.run(command(mine, runs, "--dry-run"), cwd=mine.parent).stdout
+    assert dry == "2 cells trained already: only evaluations are measured\n0 of 2 cells are finished already\n"
+    done = forked.run(command(mine, runs), cwd=mine.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_cells() == {row: (cell[0], 2.0, True) for row, cell in trained.items()}
+    assert read_table(runs / "mine-backcopy_tiny" / "table.json").main_columns[0].key == "loss/excess"
 
 
 @pytest.mark.long

@@ -152,6 +152,32 @@ def test_a_custom_one_is_measured_and_what_is_undefined_left_out(tmp_path):
     assert found.training_key == cell_key(TINY, found.fingerprint) != found.key
 
 
+def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
+    result, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = run(dataclasses.replace(TINY, evaluations=(Mine("b"),)), tmp_path / "plain", keep_checkpoint=True)
+    monkeypatch.setattr(sys.modules["lit_lazy.training.run"], "fit", lambda *_: pytest.fail("it trains again"))
+    asked = dataclasses.replace(TINY, evaluations=(LENGTHS, Mine("a")))
+    found = run(asked, tmp_path / "more")
+    assert found.key == cell_key(asked, plain.fingerprint)
+    assert found.training_key == plain.training_key
+    assert found.evaluations.keys() == {evaluation_key(one) for one in asked.evaluations}
+    assert {name for name in found.metrics if name.startswith("mine/")} == {"mine/a"}
+    for name, value in found.metrics.items():
+        assert name == "mine/a" or value == result[0].metrics[name]
+    for file in ("diagnostics.npz", "metrics.jsonl"):
+        assert (tmp_path / "more" / file).exists() == (tmp_path / "plain" / file).exists()
+    fewer = run(dataclasses.replace(TINY, evaluations=(LENGTHS,)), tmp_path / "fewer")
+    assert fewer.metrics == {name: value for name, value in found.metrics.items() if name != "mine/a"}
+
+
+def test_without_a_kept_model_it_is_trained_again(tmp_path):
+    first = run(TINY, tmp_path / "plain")
+    found = run(dataclasses.replace(TINY, evaluations=(Mine("a"),)), tmp_path / "more", keep_checkpoint=True)
+    assert found.metrics == first.metrics | {"mine/a": 1.0}
+    assert (tmp_path / "more" / "final.ckpt").exists()
+
+
 def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):
     assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
 

@@ -80,7 +80,7 @@ def page(store: Path) -> str:
     folder = store / ID
     with figures_of_variants(30):
         draw_report(folder, read_grid(folder).build_table())
-    names = ("effects", "loss_against_sparsity", "tau_over_training", "sink_over_training")
+    names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
     assert {path.name for path in folder.iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size} == {
         f"{name}.{kind}" for name in names for kind in ("png", "svg")
     }

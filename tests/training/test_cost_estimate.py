@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+from mistakes import expect_refusal
 from test_run import LAZY, config
 
 from flash_lazy import api
 from lit_lazy.attention import AttentionSpec, Entmax15, Softmax
 from lit_lazy.command.main import main
+from lit_lazy.command.train import GPUS
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import to_dict
@@ -144,6 +146,10 @@ IN = "has no effect in the context of 16 tokens in the training"
         ),
         ([f"{RULE}=SinkLogit", f"{RULE}.renormalise=true"], [f"{RULE}.renormalise=True: makes SinkLogit Softmax"]),
         (
+            ["--train.steps=20", "--train.warmup_steps=11"],
+            ["--train.warmup_steps=11: leaves 9 of 20 steps at the full rate and below; 2 would be a tenth"],
+        ),
+        (
             ["--train.ema_decay=0.9"],
             ["--train.ema_decay=0.9: averages about 10 steps and the initial weights; a smaller one forgets these"],
         ),
@@ -181,20 +187,27 @@ def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixt
     assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
     here, there = lines["time"].split("; ")
     assert re.fullmatch(r" +here about 0:\d\d, from 5 timed steps on one device", here)
-    assert there == "less than a minute on 1 H200, at 20% of 989 TFLOP/s each"
+    assert there == "less than a minute on 1 H200, at an assumed 20% of 989 TFLOP/s each"
 
 
 def test_340m_is_priced_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its text may be missing, but not its tokenizer, which determines the vocabulary size."""
+    """Its text may be missing, and for a training its tokenizer too, whose vocabulary has the usual size."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.add_special_tokens(["<s>", "</s>", *(f"<{i}>" for i in range(31_998))])
     made.save(str(tmp_path / "32k.json"))
     options = [f"--data.tokenizer={tmp_path}/32k.json", "--devices", "8", "--micro-batch", "4"]
+    assert main(["train", "fineweb_340m", "--dry-run", *options[1:], "--gpu", "a100"]) == 0
+    elsewhere = capsys.readouterr().out
+    assert "note:   data.tokenizer='gla-tokenizer.json' is not here; a vocabulary of 32,000 is assumed\n" in elsewhere
+    hours = re.search(r"(\S+) h on 8 A100, (\d+) GPU-hours, at an assumed 20% of 312 TFLOP/s each\n", elsewhere)
+    assert hours
+    assert float(hours[1]) * 8 == pytest.approx(float(hours[2]), rel=0.01)
     assert main(["train", "fineweb_340m", "--dry-run", *options]) == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[:4] == elsewhere.splitlines()[:4]
     assert "374,064,512 parameters" in out
     assert "the training sees 16,106,127,360 tokens" in out
     assert "4 micro-batches of 4 sequences" in out
@@ -205,6 +218,11 @@ def test_340m_is_priced_without_a_network(
     assert "373,867,520 parameters" in out
     assert "4 cells of table2-fineweb_340m" in out
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_gpu_is_assumed_by_a_dry_run_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {name.lower() for name in cost_estimate.PEAKS} == {*GPUS}
+    assert "--gpu h100: is assumed by --dry-run only" in expect_refusal(["train", "stdlib", "--gpu", "h100"], capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

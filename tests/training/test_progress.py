@@ -16,12 +16,12 @@ from lit_lazy.training.trainer import build_module, fit, make_trainer
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
 
-def shown(folder: Path, terminal: bool) -> str:
+def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
     """Output of a training of 12 steps with two micro-batches each, which logs its loss at steps 5 and 10."""
     file = io.StringIO()
     cfg, halves = config(steps=12), Execution(micro_batch=4)
     source = cfg.data.load()
-    watched = StepProgress(Console(file=file, force_terminal=terminal, width=200))
+    watched = StepProgress(Console(file=file, force_terminal=terminal, force_jupyter=notebook, width=200))
     trainer = make_trainer(cfg, folder, None, [watched], False, halves)
     fit(trainer, build_module(cfg, source, halves), cfg, source, None)
     return file.getvalue()
@@ -46,6 +46,19 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert LINE.search(screen)
     assert "━" in screen
     assert "Epoch" not in screen
+
+
+def test_a_notebook_gets_one_line_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(tmp_path / "short", terminal=False, notebook=True) == ""
+    assert LINE.fullmatch(capsys.readouterr().out.strip()), "the last step is always shown"
+    monkeypatch.setattr(progress, "NOTEBOOK_EVERY_SECONDS", 0.0)
+    shown(tmp_path / "whole", terminal=False, notebook=True)
+    written = capsys.readouterr().out
+    assert written.count("\n") == 1
+    steps = [LINE.fullmatch(line.strip()) for line in written.split("\r")[1:]]
+    assert [step and int(step[1]) for step in steps] == list(range(1, 13))
 
 
 @pytest.mark.parametrize(

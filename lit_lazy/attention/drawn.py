@@ -1,0 +1,14 @@
+"""How figures show the parts that tell a table's rows apart: normalisers, mixers and positions."""
+
+from typing import ClassVar
+
+from lit_lazy.support.checked_fields import CheckedFields
+
+
+class Drawn(CheckedFields):
+    """A part whose class figures show by a colour and a name. Both are the class's own, not its subclasses'."""
+
+    colour: ClassVar[str] = ""
+    """Hexadecimal; figures choose one where it is empty."""
+    spoken: ClassVar[str] = ""
+    """How people write its name, where that is not the name of the class."""

@@ -160,7 +160,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.mirror import GridMirror, follow
     from lit_lazy.grid.run import count_waiting, run_grid
-    from lit_lazy.table.render import render_summary, render_text
+    from lit_lazy.table.render import DETAILS, render_summary, render_text
 
     check_destinations(options)
     console = plain_console()
@@ -192,7 +192,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
         else:
             render = render_text if options.verbose else render_summary
-            print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
+            print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
         if not has_looks(request.question, options) and (others := list_others(table, grid)):
             more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
             print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")

@@ -115,7 +115,7 @@ def test_a_cell_that_diverged_is_not_retried_at_once(lab: Lab) -> None:
     said = lab.run(status=1, retry_failed=5)
     assert "2/4 cells done, 0 running, 2 failed" in said
     assert "retry" not in said
-    assert "DivergedError: training loss is nan" in (lab.folder / "table.md").read_text()
+    assert "DivergedError: training loss is nan" in (lab.folder / "details.md").read_text()
 
 
 def die_at(step: int) -> object:

@@ -233,6 +233,9 @@ class GridRequest(NamedTuple):
     ablation: "Ablation"
     question: "Question | None"
     base_name: str
+    """In the grid's id."""
+    base_title: str
+    """In its table."""
     base: "RunConfig"
     overridden: list[str]
     chosen: "list[tuple[Row, tuple[int, ...]]]"
@@ -375,12 +378,13 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
         raise ValueError(
             f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
         )
-    base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
+    found = make_base(options, ablation, append_init_from(options, overrides), ablation.name)
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
         chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
-    return GridRequest((file, base_path), ablation, question, base_name, base, overridden, chosen)
+    files = (file, found.file)
+    return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
 
 
 def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
@@ -421,10 +425,10 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,
-        base=request.base_name,
+        base=request.base_title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(in_table, request.base_name)),
+        rows=tuple(make_row_infos(in_table, request.base_title)),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),

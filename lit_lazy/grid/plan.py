@@ -14,7 +14,7 @@ from lit_lazy.data.facts import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, ChangedRowError
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
-from lit_lazy.support.errors import describe_exception, did_you_mean, one_line
+from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, sanitise
 from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.ids import read_id
 from lit_lazy.table.build import TableSpec, build_table
@@ -309,6 +309,12 @@ class GridFolder:
 
     path: Path
     plan: Plan
+
+    @property
+    def title(self) -> str:
+        """Its name, and the experiment's overrides that a name cannot hold."""
+        named = self.path.name.startswith(f"{self.plan.ablation}-{self.plan.base}")
+        return sanitise(self.path.name if named else f"{self.path.name} ({self.plan.base})")
 
     @classmethod
     def read(cls, path: Path) -> "GridFolder | None":

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
+from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, make_yardstick
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
@@ -64,6 +65,14 @@ def test_a_change_of_the_declaration_that_was_undone_counts_no_more() -> None:
     assert (kept.declaration.changed, kept.declaration.commit, kept.declaration.seen) == (True, "", True)
     undone = replace(first, declaration=replace(declared, commit="new")).merge(kept, ["softmax", "lazy"], str)
     assert undone.declaration == first.declaration
+
+
+def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
+    folder, base = Path("runs/pair-backcopy_tiny-init_from=0a1b2c"), "backcopy_tiny-init_from=a\x1b/b.ckpt"
+    grid = GridFolder(folder, replace(PLAN, base=base))
+    assert grid.title == rf"{folder.name} (backcopy_tiny-init_from=a\x1b/b.ckpt)"
+    aside = GridFolder(Path("runs/pair-backcopy_tiny.until-20260101-000000"), PLAN)
+    assert aside.title == aside.path.name
 
 
 def test_it_survives_json() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +65,7 @@ class Plan:
     command: str
     """The commands that asked for rows or seeds, or declared something else, in their order."""
     rows: tuple[RowInfo, ...]
-    """The rows requested so far, and the baseline."""
+    """The rows requested so far; in older plans also the baseline, without keys."""
     columns: tuple[Column, ...]
     contrasts: tuple[Contrast, ...]
     axes: tuple[str, ...]
@@ -120,7 +120,8 @@ class Plan:
 
     def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
         """The spec of the plan's table, given its cells."""
-        variants = {row.variant for row in self.rows}
+        rows = [*self._iter_rows()]
+        variants = {row.variant for row in rows}
         measured = {name for observation in observations for name in observation.metrics}
         columns = [*_explain_by_start(self.columns, observations), *list_learned_columns(measured)]
         # Metrics that some models or data lack are left out silently.
@@ -131,23 +132,33 @@ class Plan:
             if measured and column.key.removeprefix("init/") not in known
         ]
         left_out = [f"Left out, as no cell reports them: {', '.join(absent)}."] if absent else []
+        fix = "run it too, or name another by --baseline"
+        lacking = f"No differences: the baseline, {self.baseline}, is not among the rows; {fix}."
+        alone = [] if self.baseline in variants else [lacking]
         return TableSpec(
             ablation=self.ablation,
             base=self.base,
-            baseline=self.baseline,
-            rows=self.rows,
+            baseline="" if alone else self.baseline,
+            rows=rows,
             # Columns of other data sources (bits per byte, trigger accuracy) have no value in any cell.
             columns=tuple(column for column in columns if column.key in measured or not measured),
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
             command=self.command,
             labels=("backend",),
             alternatives=ALTERNATIVES,
-            warnings=[*warnings, *left_out],
+            warnings=[*warnings, *left_out, *alone],
             primary=self.primary,
             declaration=self.declaration,
             yardstick=make_yardstick(self.facts),
             files=self.files,
         )
+
+    def _iter_rows(self) -> Iterator[RowInfo]:
+        """The rows with the seeds that have a key; all of a plan that has no keys."""
+        for row in self.rows:
+            seeds = tuple(seed for seed in row.seeds if str(seed) in self.keys.get(row.variant, {}))
+            if seeds or not self.keys:
+                yield replace(row, seeds=seeds) if self.keys else row
 
     def merge(self, former: "Plan", order: Sequence[str], find_changes: Callable[[str], str]) -> "Plan":
         """This plan with the rows and seeds of a former plan added; rows follow `order`.

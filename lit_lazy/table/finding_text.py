@@ -23,13 +23,10 @@ def describe_findings(table: Table) -> list[str]:
     dead = describe_unlearned(table)
     if table.verdict is not None:
         return [*dead, table.verdict.sentence]
-    said = (
-        _describe_tested(table, column) or _describe_beyond_baseline(table, column) for column in table.main_columns
-    )
+    compared = [column for column in table.main_columns if table.is_compared(column)]
+    said = (_describe_tested(table, column) or _describe_beyond_baseline(table, column) for column in compared)
     untested = [
-        f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
-        for column in table.main_columns
-        if table.summaries[column.key].seeds
+        f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}." for column in compared
     ]
     return [*dead, *([*filter(None, said)][:MOST_COLUMNS] or untested[:1])]
 

@@ -296,7 +296,7 @@ class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
 
     `primary` is the key of the primary outcome's column, None if there is no primary outcome; all other columns are
-    exploratory.
+    exploratory. `baseline` is "" if the grid lacks that row, so that nothing is compared with it.
     """
 
     ablation: str
@@ -331,10 +331,12 @@ class Table:
 
     @property
     def compared(self) -> list[str]:
-        """Keys of the main columns in which the baseline, once it has complete cells, has a value."""
-        baseline = [row for row in self.rows if row.variant == self.baseline and row.n]
-        keys = [column.key for column in self.main_columns]
-        return [key for key in keys if all(row.metrics[key].mean is not None for row in baseline)]
+        """Keys of the main columns in which a row is compared with the baseline."""
+        return [column.key for column in self.main_columns if self.is_compared(column)]
+
+    def is_compared(self, column: Column) -> bool:
+        """Whether a row and the baseline have values of the same seed."""
+        return bool(self.summaries[column.key].seeds)
 
     @property
     def main_columns(self) -> list[Column]:

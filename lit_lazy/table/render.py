@@ -57,7 +57,7 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
     """
     blocks = _build_opening(table)
     for column in table.main_columns[:1]:
-        blocks.append(_build_means(table, [column], whole=False, compared=_list_compared(table, column)))
+        blocks.append(_build_means(table, [column], whole=False, compared=[*filter(table.is_compared, [column])]))
         if table.contrasts and table.declaration is None:  # a question's contrasts are part of its verdict
             blocks.append(_build_contrasts(table, [column]))
         effects = [row.metrics[column.key].difference for row in table.rows]
@@ -92,7 +92,7 @@ def render_brief(table: Table) -> str:
 def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
     """The columns of `render_brief`, and those of them that have a column of differences too."""
     shown = table.main_columns or table.columns
-    compared = _list_compared(table, shown[0])
+    compared = [*filter(table.is_compared, shown[:1])]
     return shown[: MOST_COLUMNS - len(compared)], compared
 
 
@@ -112,12 +112,12 @@ def render_html(table: Table) -> str:
 
 
 def render_html_parts(table: Table) -> tuple[str, str]:
-    """The table as two sections: the finding, and the numbers with only the compared columns unfolded."""
-    compared = [column for column in table.columns if column.key in table.compared]
+    """The table as two sections: the finding, and the numbers with only the columns of `render_brief` unfolded."""
+    shown, compared = choose_columns(table)
     means: list[Block] = [_build_means(table, table.columns)]
-    if len(compared) not in (0, len(table.columns)):
+    if len(shown) < len(table.columns):
         folded = Collapsible(Heading(f"All {len(table.columns)} columns", 3), tuple(means))
-        means = [_build_means(table, compared, whole=False), folded]
+        means = [_build_means(table, shown, whole=False, compared=compared), folded]
     title = Heading(f"Results: {table.ablation}", 2)
     return to_html(_build_opening(table)), to_html([title, *_build_numbers(table, means)])
 
@@ -152,9 +152,11 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
         blocks.append(Paragraph(f"Primary outcome: {primary[0].title}. All other columns are exploratory."))
         blocks += _build_test_blocks(table, primary, primary, 3)
     tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
-    if primary:
+    if primary and tests:
         tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
-    blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
+    blocks += tests
+    if table.contrasts or any(map(table.is_compared, table.columns)):
+        blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
     for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", table.notes)):
         if items:
             blocks += [Heading(title, 3), BulletList(items)]
@@ -200,7 +202,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
     """Differences and contrasts of the directed columns, and what each of `columns` separates."""
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
-    if directed and rows:
+    if any(map(table.is_compared, directed)):
         cells = {row.variant: [_format_difference(table, row, c) for c in directed] for row in rows}
         blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects("Variant", directed, cells)]
     if directed and table.contrasts:
@@ -208,7 +210,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
         if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
             sums = {row.name: " ".join(f"{w:+g} {name}" for name, w in row.weights.items()) for row in table.contrasts}
             blocks.append(BulletList(tuple(f"{name} = {terms}" for name, terms in sums.items())))
-    if columns:
+    if any(map(table.is_compared, columns)):
         blocks.append(Heading("What each column can separate at this scale", level))
         blocks.append(BulletList(_describe_columns(table, columns)))
     return blocks
@@ -265,7 +267,8 @@ def _describe_provenance(table: Table) -> str:
     seed_text = ", ".join(map(str, common))
     for seeds in others:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
-    about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
+    baseline = f" Baseline: {table.baseline}." if table.baseline else ""
+    about = f"Base: {table.base}.{baseline} Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     made_with = f" With {table.environment}." if table.environment else ""
     spent = ""
     if table.seconds is not None:
@@ -273,11 +276,6 @@ def _describe_provenance(table: Table) -> str:
     hashed = ", ".join(f"{name} (SHA-256 {digest})" for name, digest in table.files.items())
     files = f" In no commit: {hashed}." if hashed else ""
     return f"{about}{files}{made_with}{spent} Made by: {table.command}"
-
-
-def _list_compared(table: Table, column: Column) -> list[Column]:
-    """The column, if a row shares a seed with the baseline."""
-    return [column] if table.summaries[column.key].seeds else []
 
 
 def _build_means(

@@ -338,11 +338,13 @@ def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
         load_ablation(path)
 
 
-def test_a_baseline_that_is_not_run_has_the_seeds_that_are() -> None:
-    """Only the requested seeds: other cells would stay missing."""
-    grid = make_grid(make_parser().parse_args(["ablate", "run", "table2", "--rows", "softmax", "--seeds", "0,1"]), [])
-    assert {cell.variant for cell in grid.cells} == {"softmax"}
-    assert {row.variant: row.seeds for row in grid.plan.rows} == {"softmax": (0, 1), "lazy": (0, 1)}
+def test_only_the_rows_that_are_named_are_run_and_one_of_them_may_be_the_baseline() -> None:
+    words = ["ablate", "run", "table2", "--rows", "softmax,lazy T5", "--seeds", "0,1"]
+    for more, baseline in (([], "lazy"), (["--baseline", "softmax"], "softmax")):
+        grid = make_grid(make_parser().parse_args([*words, *more]), [])
+        rows = {"softmax": (0, 1), "lazy T5": (0, 1)}
+        assert ({row.variant: row.seeds for row in grid.plan.rows}, grid.plan.baseline) == (rows, baseline)
+        assert {cell.variant for cell in grid.cells} == rows.keys()
 
 
 PARTS = ("a", "..", ".", "", "..b", "é", "a b", "a:b", "a,b", "a%b", "a\n", "\ud800", "\x1b[1m", "c" * 250, "c" * 249)

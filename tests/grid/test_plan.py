@@ -75,6 +75,19 @@ def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
     assert aside.title == aside.path.name
 
 
+def test_a_table_has_the_rows_and_seeds_that_were_asked_for_and_no_baseline_without_them() -> None:
+    """Older plans name the baseline without cells, which the table showed as missing beside a complete grid."""
+    softmax = replace(PLAN, keys={"softmax": {"0": "a"}})
+    spec = softmax.make_table_spec([], [])
+    assert ([*spec.rows], spec.baseline, spec.contrasts) == ([PLAN.rows[1]], "", ())
+    assert spec.warnings == [
+        "No differences: the baseline, lazy, is not among the rows; run it too, or name another by --baseline."
+    ]
+    both = replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}).make_table_spec([], [])
+    assert ([row.seeds for row in both.rows], both.baseline, both.warnings) == ([(1,), (0,)], "lazy", [])
+    assert build_table(spec, []).compared == []
+
+
 def test_it_survives_json() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
 

@@ -524,6 +524,17 @@ def test_a_page_without_anything_to_compare_shows_no_differences() -> None:
     assert "One seed a row: no interval, no test." in render_brief(of_values(PLOTTED, lazy=(1.0,), b=(2.0,), seeds=1))
 
 
+def test_a_table_without_its_baseline_compares_nothing() -> None:
+    found = table(
+        rows("a", "b"), observe(a=(1.0, 1.1, 1.3), b=(2.0, 2.1, 2.2)), PLOTTED, primary=("loss",), baseline=""
+    )
+    assert (found.compared, describe_findings(found)) == ([], [])
+    assert parse_table(json.dumps(found.to_json()), "it") == found
+    for text in (render_brief(found), render_markdown(found), render_summary(found, WHOLE), render_html(found)):
+        assert "1.133 ±0.379" in text
+        assert not re.search("Δ|Baseline|Differences|Exploratory|separate|Detectable", text.partition("± 95")[0])
+
+
 def test_markdown_escapes_what_would_open_markup() -> None:
     text = render_markdown(make_hostile())
     assert r"a\|b_c 50% &amp;lt; &lt;b>x&lt;/b>" in text
@@ -590,7 +601,8 @@ def test_a_report_shows_the_columns_that_are_drawn_and_folds_the_others() -> Non
         return [(names, there) for names, there in heads if not (names[1] or "").startswith("Δ")]
 
     whole = ["Variant", "Source", "n", "loss (nats) ↓", "sparsity (%)"]
-    assert heads_of(LOSS, SPARSITY, primary=("loss",)) == [(["Variant", "n", "loss (nats) ↓"], False), (whole, True)]
+    few = ["Variant", "n", "loss (nats) ↓", "Δ to lazy"]
+    assert heads_of(LOSS, SPARSITY, primary=("loss",)) == [(few, False), (whole, True)]
     assert heads_of(LOSS, SPARSITY) == [(whole, False)], "nothing says which are the few"
     assert heads_of(LOSS, primary=("loss",)) == [(whole[:-1], False)], "all are few"
 

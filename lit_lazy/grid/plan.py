@@ -1,8 +1,10 @@
 """A grid's folder is its record: the plan of an ablation, its cells, and the table of both."""
 
+import ast
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,7 @@ from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, sanitise
 from lit_lazy.support.formats import parse_json, require_known_format
 from lit_lazy.support.ids import read_id
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.declaration import Declaration
@@ -149,7 +152,7 @@ class Plan:
             warnings=[*warnings, *left_out, *alone],
             primary=self.primary,
             declaration=self.declaration,
-            yardstick=make_yardstick(self.facts),
+            yardstick=make_yardstick(self.facts, describe_larger(self.base)),
             files=self.files,
         )
 
@@ -235,16 +238,33 @@ def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observat
     return [replace(column, by_construction="") if column.by_construction == STARTS else column for column in columns]
 
 
-def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
+def describe_larger(base: str) -> str:
+    """What the experiment is whose few steps a tiny one runs; "" of another, which might learn in more steps.
+
+    base: the tiny one's name, with or without overrides. Its files say how long a training takes.
+    """
+    task, tiny, _ = base.partition("_tiny")
+    known = [name for name in (f"{task}_small", task) if tiny and name in list_available("experiments")]
+    if not known:
+        return ""
+    about = ""
+    with suppress(OSError, SyntaxError, ValueError):  # of a user's file, which is not run here
+        text = find("experiments", known[0]).read_text(encoding="utf-8")
+        about = ": " + (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return f"--base {known[0]} shows more{about.removesuffix(': ')}"
+
+
+def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> Yardstick | None:
     """What the losses of cells on these data are held against; None if the facts lack the marks."""
     learned = compute_learned_nats(facts)
     if learned is None:
         return None
     if "optimum_nats" not in facts:
         marks = {name: float(facts[f"{name}_bits_per_byte"]) for name in ("trigram", "unigram")}
-        return Yardstick("loss/bits_per_byte", learned / math.log(2) / float(facts["bytes_per_token"]), marks)
+        bits = learned / math.log(2) / float(facts["bytes_per_token"])
+        return Yardstick("loss/bits_per_byte", bits, marks, remedy)
     optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
-    return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
+    return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, make_yardstick
+from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, describe_larger, make_yardstick
+from lit_lazy.support.named_files import list_available
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
@@ -86,6 +87,17 @@ def test_a_table_has_the_rows_and_seeds_that_were_asked_for_and_no_baseline_with
     both = replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}).make_table_spec([], [])
     assert ([row.seeds for row in both.rows], both.baseline, both.warnings) == ([(1,), (0,)], "lazy", [])
     assert build_table(spec, []).compared == []
+
+
+def test_a_tiny_experiment_names_the_one_that_shows_something_and_its_time() -> None:
+    assert describe_larger("backcopy_tiny-steps=9") == describe_larger("backcopy_tiny")
+    spec = replace(PLAN, facts={"optimum_nats": 1.0, "chance_nats": 2.0}).make_table_spec([], [])
+    assert spec.yardstick is not None
+    assert spec.yardstick.remedy.startswith("--base backcopy_small shows more: Bigram-Backcopy in two seconds a ")
+    tiny = {name: describe_larger(name) for name in list_available("experiments")}
+    told = {name for name, text in tiny.items() if " a training" in text}
+    assert told == {name for name in tiny if name.endswith("_tiny")} - {"frontier_tiny"}, "which has several sizes"
+    assert {*map(describe_larger, ("mine", "mine_tiny", "backcopy"))} == {""}
 
 
 def test_it_survives_json() -> None:

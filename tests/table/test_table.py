@@ -345,6 +345,22 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test() -> 
     assert describe_findings(of_values(plotted, seeds=4, lazy=(*still, 0.0), a=(*full, None))) == nothing
 
 
+def test_a_share_at_one_seed_is_told_as_one_and_a_loss_is_not() -> None:
+    """That softmax has a sink and Lazy Attention none is seen at once; that a loss is lower may be the seed."""
+    cells = [
+        Observation(name, 0, "complete", {"loss/excess": loss, "share": share, "sink": share})
+        for name, loss, share in (("lazy", 0.01, 0.0), ("softmax", 0.02, 0.4), ("twin", 0.03, 0.0), ("dead", 0.6, 0.9))
+    ]
+    infos, columns = rows("lazy", "softmax", "twin", "dead", seeds=(0,)), (EXCESS, replace(SHARE, plotted=True), SINK)
+    found = table(infos, cells, *columns, primary=("loss/excess",), yardstick=YARDSTICK)
+    assert describe_findings(found)[1:] == [
+        "Excess loss against lazy: no test: it needs 3 seeds that a row shares with the baseline, here at most 1.",
+        "Share (n = 1): lazy has 0.0 % at one seed, so there is neither interval nor test; above it at one seed: "
+        "softmax (40.0).",
+    ]
+    assert len(describe_findings(replace(found, baseline="dead"))) == 2, "nothing is compared with what did not learn"
+
+
 def test_rows_that_are_one_training_are_named_as_such() -> None:
     """Whatever the reason, such as a setting that has no effect: a tie alone could be chance."""
     losses = {"lazy": (0.5, 0.25), "twin": (0.5, 0.25), "near": (0.5, 0.25 + 2**-54), "third": (None, 0.25)}
@@ -374,6 +390,10 @@ def test_how_many_rows_did_not_learn() -> None:
     assert "learn" not in render_markdown(none) + none.to_csv()
     said, *rest = describe_findings(make_learned(Yardstick("loss/excess", 0.001, {"optimum": 0.0})))
     assert said == "No row learned the task. Only the losses say anything."
+    remedied = make_learned(Yardstick("loss/excess", 0.001, {"optimum": 0.0}, "--base larger shows more."))
+    assert render_brief(remedied).splitlines()[2] == f"{said} --base larger shows more."
+    assert parse_table(json.dumps(remedied.to_json()), "it") == remedied
+    assert "remedy" not in make_learned().to_json()["yardstick"]
     assert [sentence.partition(" ")[0] for sentence in rest] == ["Excess"], "nothing is left to say of the sink"
     losses = {"lazy": [0.1, 0.1]} | {f"dead {index}": [0.5, 0.5] for index in range(20)}
     many = replace(of_values(EXCESS, **losses, seeds=2), yardstick=YARDSTICK)

@@ -244,14 +244,13 @@ def describe_larger(base: str) -> str:
     base: the tiny one's name, with or without overrides. Its files say how long a training takes.
     """
     task, tiny, _ = base.partition("_tiny")
-    known = [name for name in (f"{task}_small", task) if tiny and name in list_available("experiments")]
-    if not known:
-        return ""
-    about = ""
     with suppress(OSError, SyntaxError, ValueError):  # of a user's file, which is not run here
-        text = find("experiments", known[0]).read_text(encoding="utf-8")
-        about = ": " + (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return f"--base {known[0]} shows more{about.removesuffix(': ')}"
+        for name in (f"{task}_small", task) if tiny else ():
+            if name in list_available("experiments"):
+                text = find("experiments", name).read_text(encoding="utf-8")
+                about, *_ = (ast.get_docstring(ast.parse(text)) or "another size").splitlines()
+                return f"--base {name} shows more: {about}"
+    return ""
 
 
 def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> Yardstick | None:

@@ -5,14 +5,12 @@ give 778M parameters. The comparable tables (Titans, arXiv 2501.00663) use 30 bi
 sample-10BT, so this takes the first 32 billion of sample-100BT. Everything else, including the sources, is as there.
 """
 
-from lit_lazy.config import RunConfig
-from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import experiment
+from lit_lazy.config import RunConfig, experiment
 
 
 def config() -> RunConfig:
-    return replace_at(
-        experiment("fineweb_340m"),
+    return experiment(
+        "fineweb_340m",
         {
             "data.hub_config": "sample-100BT",
             "data.max_tokens": 32_212_254_720,

@@ -1,4 +1,4 @@
-"""The questions' text in sequences of 2,048 bytes, one per step: long enough for tiles that a kernel could skip."""
+"""The questions' text in sequences of 2,048 bytes, forty seconds a training: long enough for tiles to skip."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

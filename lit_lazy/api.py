@@ -35,7 +35,7 @@ from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import render_markdown
+from lit_lazy.table.render import render_brief
 from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
@@ -342,7 +342,7 @@ class Results:
         return f"<{name}: {variants}, {done} of {cells} cells finished; print it for its table>"
 
     def __str__(self) -> str:
-        return render_markdown(self.table)
+        return render_brief(self.table)
 
     def _repr_markdown_(self) -> str:
         return str(self)

@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from lit_lazy.command.options import (
     path,
 )
 from lit_lazy.support.checks import PositiveInt
+from lit_lazy.support.errors import did_you_mean
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
@@ -45,6 +46,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
+    parser.add_argument("--baseline", metavar="ROW", help="the row to compare with (default: the ablation's baseline)")
     parser.add_argument(
         "--results",
         metavar="FILE",
@@ -167,7 +169,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.mirror import GridMirror, follow
     from lit_lazy.grid.run import count_waiting, run_grid
-    from lit_lazy.table.render import render_summary, render_text
+    from lit_lazy.table.render import DETAILS, render_summary, render_text
 
     check_destinations(options)
     console = plain_console()
@@ -199,7 +201,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
         else:
             render = render_text if options.verbose else render_summary
-            print_results(render(table, grid.folder / "table.md", text_width()), grid.folder, options.runs)
+            print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
         if not has_looks(request.question, options) and (others := list_others(table, grid)):
             more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
             print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
@@ -240,6 +242,9 @@ class GridRequest(NamedTuple):
     ablation: "Ablation"
     question: "Question | None"
     base_name: str
+    """In the grid's id."""
+    base_title: str
+    """In its table."""
     base: "RunConfig"
     overridden: list[str]
     chosen: "list[tuple[Row, tuple[int, ...]]]"
@@ -375,6 +380,7 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
+    ablation = choose_baseline(ablation, options.baseline, options.rows)
     if options.looks is not None and not has_looks(question, options):
         why = (
             "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
@@ -384,12 +390,23 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
         raise ValueError(
             f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
         )
-    base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
+    found = make_base(options, ablation, append_init_from(options, overrides), ablation.name)
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
         chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
-    return GridRequest((file, base_path), ablation, question, base_name, base, overridden, chosen)
+    files = (file, found.file)
+    return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
+
+
+def choose_baseline(ablation: "Ablation", name: str | None, rows: Sequence[str]) -> "Ablation":
+    """The ablation with the baseline that the user names. Raises ValueError if that is not among the rows."""
+    names = rows or [row.name for row in ablation.all_rows]
+    if name is not None and name not in names:
+        raise ValueError(
+            f"--baseline {name!r}: is not among the rows{did_you_mean(name, names)}; they are {', '.join(names)}"
+        )
+    return ablation if name is None else replace(ablation, baseline=name)
 
 
 def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
@@ -406,7 +423,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows, select_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows
 
     request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
@@ -423,17 +440,12 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
 
-    # The table always has a row for the baseline, even if this command does not run it.
-    names_chosen = {row.name for row, _ in chosen}
-    seeds = options.seeds or _find_first_seeds(request.question)
-    baseline = () if ablation.baseline in names_chosen else select_rows(ablation, [ablation.baseline], seeds)
-    in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,
-        base=request.base_name,
+        base=request.base_title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(in_table, request.base_name)),
+        rows=tuple(make_row_infos(chosen, request.base_title)),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),

@@ -72,17 +72,18 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
 
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)
-    base_path, base_name, base, overridden = make_base(options, search, append_init_from(options, overrides))
+    prefix = f"search-{search.name}"
+    base = make_base(options, search, append_init_from(options, overrides), prefix)
     trials = options.trials or search.trials
     check_cell_count("--trials", trials)
-    definition = define(search, base, overridden)
+    definition = define(search, base.config, base.overridden)
     from lit_lazy.grid.search.run import SearchWork
 
     return SearchWork(
-        id=f"search-{search.name}-{base_name}",
+        id=f"{prefix}-{base.name}",
         cells=[definition.make_placeholder(number) for number in range(trials)],
-        base_config=to_dict(base),
+        base_config=to_dict(base.config),
         runs=options.runs,
-        files=(search_path, base_path),
+        files=(search_path, base.file),
         definition=definition,
     )

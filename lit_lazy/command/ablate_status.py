@@ -35,7 +35,7 @@ def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
 
     if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
         return ""
-    all_cells = {"looks": None, "rows": [], "seeds": [], "init_from": None}
+    all_cells = {"looks": None, "rows": [], "baseline": None, "seeds": [], "init_from": None}
     try:
         request = parse_request(argparse.Namespace(**vars(options), **all_cells), [])
         if request.grid != grid.path.name:

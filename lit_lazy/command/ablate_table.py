@@ -18,7 +18,8 @@ def add_to(commands: Commands) -> None:
     add_grid(parser)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", type=path,
-        help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file",
+        help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file and "
+        "the table's other files beside it",
     )  # fmt: skip
     parser.add_argument(
         "--out",
@@ -38,15 +39,16 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _rebuild_table(options: argparse.Namespace) -> "tuple[Table, Path]":
-    """The table of a grid, and its file; writes both."""
+    """The table of a grid, and the file with all of it; writes both."""
     grid = open_grid_folder(options)
     from lit_lazy.report.publish import save_table
     from lit_lazy.support.disk import check_writable_folder
+    from lit_lazy.table.render import DETAILS
 
     place = choose_output(options, grid.path)
     check_writable_folder("--out" if options.out else "--runs", place)
     place.mkdir(parents=True, exist_ok=True)
-    return save_table(grid, place), place / "table.md"
+    return save_table(grid, place), place / DETAILS
 
 
 def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":
@@ -62,4 +64,4 @@ def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":
     name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
     path = find("ablations", name if name in list_available("ablations") else options.ablation)
     ablation, question = load_ablation_or_question(path)
-    return recompute_table(options.source, ablation, question), options.source.with_suffix(".md")
+    return recompute_table(options.source, ablation, question), options.source

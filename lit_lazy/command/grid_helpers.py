@@ -1,15 +1,17 @@
 """Shared by the commands on grids: find a grid, its experiment and tracker, check destinations, print results."""
 
 import argparse
+import hashlib
+import re
 import shlex
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import find_grids, list_available
+from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -21,18 +23,32 @@ BYTES_PER_WORKER = 3 * 2**29
 """1.5 GiB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
 LEAST_BYTES_PER_WORKER = 2**28
 """Lower bound for processes that share the pages of their libraries."""
+NAMEABLE = re.compile(r"[A-Za-z0-9_.-]+")
+"""A value that can stand in a name."""
 NAMES = {"queue.db": "study_name FROM studies", "mlflow.db": "name FROM experiments WHERE lifecycle_stage = 'active'"}
 """Where the databases of a runs folder have the names of its results."""
 
 
-def make_base(
-    options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str]
-) -> tuple[Path, str, "RunConfig", list[str]]:
-    """File, name, config and overridden paths of the experiment under an ablation or a search.
+class Base(NamedTuple):
+    """The experiment under an ablation or a search."""
 
-    The name of an overridden experiment ends in a short hash, which separates its results.
+    file: Path
+    name: str
+    """Of its results: that of the file, and what the command overrides: `backcopy_tiny-steps=400`."""
+    title: str
+    """The same with the values that no folder's name can hold."""
+    config: "RunConfig"
+    overridden: list[str]
+    """Dotted paths."""
+
+
+def make_base(options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str], prefix: str) -> Base:
+    """The experiment under an ablation or a search, with the command's overrides.
+
+    prefix: what precedes its name in that of the results. Results of a version that named overrides by a hash keep
+    their name.
     """
-    from lit_lazy.config.key import settings_key
+    from lit_lazy.config.key import list_changes, settings_key
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.serialisation import replace_at
     from lit_lazy.config.user_files import load_experiment
@@ -41,8 +57,26 @@ def make_base(
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
     base, overridden = apply_overrides(experiment, overrides)
-    suffix = "" if base == experiment else f"-{settings_key(base)}"
-    return path, path.stem + suffix, base, overridden
+    changes = list_changes(experiment, base)
+    name, former = _join_changes(path.stem, changes, _make_nameable), f"{path.stem}-{settings_key(base)}"
+    is_former = (options.runs / f"{prefix}-{former}").is_dir() and not (options.runs / f"{prefix}-{name}").exists()
+    if is_former or len(name.encode()) > LONGEST_NAME:
+        name = former
+    title = name if is_former else _join_changes(path.stem, changes, _shorten)
+    return Base(path, name, title, base, overridden)
+
+
+def _join_changes(name: str, changes: Mapping[str, Any], spell: Callable[[str], str]) -> str:
+    return "-".join([name, *(f"{field}={spell(str(value))}" for field, value in changes.items())])
+
+
+def _make_nameable(value: str) -> str:
+    """A value in the name of a folder and of an MLflow experiment: as it is, otherwise six digits of its hash."""
+    return value if NAMEABLE.fullmatch(value) else hashlib.sha256(value.encode()).hexdigest()[:6]
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= LONGEST_NAME else f"{value[:LONGEST_NAME]}..."
 
 
 def check_destinations(options: argparse.Namespace) -> None:

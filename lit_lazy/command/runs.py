@@ -59,7 +59,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
             state = "running" if found.find_users(entry) else entry.state
             cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
             changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-            lines.append((entry.name, entry.kind, cells, state, decimal(entry.size), changed))
+            name = entry.name if entry.grid is None else entry.grid.title
+            lines.append((name, entry.kind, cells, state, decimal(entry.size), changed))
             total += entry.size
     print("\n".join(align(lines)))
     print(f"\n{len(lines) - 1} in {options.runs}, {decimal(total)}")

@@ -17,16 +17,21 @@ WIDTH = 110
 """Characters per line."""
 
 
-def list_fields(config: RunConfig) -> list[str]:
-    """Lines: each field as an option with its value and meaning, then the classes of each exchangeable part.
+def list_fields(config: RunConfig, others: bool = False) -> list[str]:
+    """Lines: each field as an option with its value and meaning, then the class of each exchangeable part.
 
-    A class that the config does not use is listed with its defaults.
+    others: then also the classes that the config does not use, with their defaults.
     """
     parts: dict[str, Any] = {}
-    return [
-        *_format_group(config, "", parts),
-        *(line for path, hint in parts.items() for line in _format_classes(config, path, hint)),
-    ]
+    lines = [*_format_group(config, "", parts)]
+    own = {path: attrgetter(path)(config) for path in parts}
+    classes = [(path, type(part), part) for path, part in own.items() if part is not None]
+    for path, hint in parts.items() if others else ():
+        leaves = sorted(find_leaf_classes(hint).items())
+        classes += [(path, cls, None) for _, cls in leaves if cls is not type(own[path])]
+    for described in classes:
+        lines += ["", *format_class(*described)]
+    return lines
 
 
 def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[str]:
@@ -40,13 +45,6 @@ def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[s
     for name in groups:
         yield from ("", _get_summary(type(values[name])))
         yield from _format_group(values[name], f"{prefix}{name}.", parts)
-
-
-def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
-    current = attrgetter(path)(config)
-    for _, cls in sorted(find_leaf_classes(hint).items()):
-        yield ""
-        yield from format_class(path, cls, current)
 
 
 def format_class(path: str, cls: type, current: Any = None) -> Iterator[str]:
@@ -64,11 +62,7 @@ def _format_fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterato
     hints, meanings = field_types(cls), _collect_field_docs(cls)
     for name, value in values.items():
         hint = hints[name]
-        kind = (
-            f"one of {', '.join(sorted(find_leaf_classes(hint)))}: see below"
-            if is_exchangeable(hint)
-            else describe_kind(hint)
-        )
+        kind = f"one of {', '.join(sorted(find_leaf_classes(hint)))}" if is_exchangeable(hint) else describe_kind(hint)
         yield f"  --{prefix}{name}={_format_value(value)}"
         yield _indent(f"{meanings.get(name, '')} ({kind})".strip())
 

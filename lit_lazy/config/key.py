@@ -18,7 +18,15 @@ import torch
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.serialisation import UnknownClassError, from_dict, get_default, make_class_entry, to_dict
+from lit_lazy.config.serialisation import (
+    UnknownClassError,
+    flatten,
+    from_dict,
+    get_default,
+    make_class_entry,
+    shorten_paths,
+    to_dict,
+)
 from lit_lazy.support.checks import field_types
 from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
@@ -27,6 +35,7 @@ from lit_lazy.support.named_files import suggest_file
 
 SCHEMA = 2
 """Raised when a field's default or meaning changes: the same key would denote another training."""
+_ABSENT = object()
 
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
@@ -111,8 +120,21 @@ def _identify(path: str) -> tuple[int, int]:
 
 
 def settings_key(config: RunConfig) -> str:
-    """6 hex digits: hash of the settings only, which distinguishes overridden experiments in names."""
+    """6 hex digits: hash of the settings only, for overridden experiments whose changes are too long for a name."""
     return _digest({"schema": SCHEMA, "config": to_minimal_dict(config)}, digits=6)
+
+
+def list_changes(experiment: RunConfig, overridden: RunConfig) -> dict[str, Any]:
+    """The settings that an overridden experiment has and the other lacks, by the shortest name that no other field has.
+
+    Configs with equal settings have equal changes, and only those. The fields of another class are compared with its
+    defaults.
+    """
+    before, after = flatten(to_minimal_dict(experiment)), flatten(to_minimal_dict(overridden))
+    known = flatten(to_dict(overridden))
+    changed = {path for path in after.keys() | before.keys() if after.get(path, _ABSENT) != before.get(path, _ABSENT)}
+    names = shorten_paths(known)
+    return {names[path]: value for path, value in known.items() if path in changed}
 
 
 def _digest(content: dict[str, Any], digits: int) -> str:

@@ -132,10 +132,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_paths(paths: Iterable[str]) -> dict[str, str]:
-    """The last part of each dotted path, or the last two parts if other paths end in the same one."""
-    last = {path: path.rpartition(".")[2] for path in paths}
-    counts = Counter(last.values())
-    return {path: name if counts[name] == 1 else ".".join(path.split(".")[-2:]) for path, name in last.items()}
+    """The shortest end of each dotted path that no other has; the path itself if all its ends are others' too."""
+    ends = {path: [path.split(".", n)[-1] for n in reversed(range(path.count(".") + 1))] for path in paths}
+    counts = Counter(end for found in ends.values() for end in found)
+    return {path: next((end for end in found if counts[end] == 1), path) for path, found in ends.items()}
 
 
 def replace_at(config: T, changes: Mapping[str, Any]) -> T:

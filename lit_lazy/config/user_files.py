@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.support.class_source import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
@@ -114,12 +115,12 @@ def _locate(error: BaseException, path: Path) -> str:
     return f"line {line}: {text}" if line else text
 
 
-def experiment(name: str) -> RunConfig:
-    """The config of an experiment, by name or by the path of its file.
+def experiment(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """The config of an experiment, by name or by the path of its file, with new values by dotted path.
 
-    Raises ValueError if it does not exist, or was edited after this process imported it.
+    Raises ValueError if it does not exist, was edited after this process imported it, or has no such field.
     """
-    return load_experiment(find("experiments", name))
+    return replace_at(load_experiment(find("experiments", name)), changes or {})
 
 
 def load_attribute(path: Path, name: str) -> Any:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in t
     from lit_lazy.tracking.tracker import Tracker
 
 SYNC_SECONDS = 5.0
-FILES = ("plan.json", "search.json", "table.*", "*.png", "*.svg", "report.html")
+FILES = ("plan.json", "search.json", "table.*", "details.md", "*.png", "*.svg", "report.html")
 """Files of a grid's folder that its parent run carries."""
 State = Literal["complete", "failed", "pruned", "running", "waiting"]
 End = tuple[str, str]

@@ -1,8 +1,10 @@
 """A grid's folder is its record: the plan of an ablation, its cells, and the table of both."""
 
+import ast
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,8 +16,9 @@ from lit_lazy.data.facts import compute_learned_nats, list_doubts
 from lit_lazy.grid.changed_rows import GONE, VERSION_DIGITS, ChangedRowError, name_version
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
-from lit_lazy.support.errors import did_you_mean, one_line
+from lit_lazy.support.errors import did_you_mean, one_line, sanitise
 from lit_lazy.support.ids import read_id
+from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
@@ -64,7 +67,7 @@ class Plan:
     command: str
     """The commands that asked for rows or seeds, or declared something else, in their order."""
     rows: tuple[RowInfo, ...]
-    """The rows requested so far, and the baseline."""
+    """The rows requested so far; in older plans also the baseline, without keys."""
     columns: tuple[Column, ...]
     contrasts: tuple[Contrast, ...]
     axes: tuple[str, ...]
@@ -107,7 +110,8 @@ class Plan:
 
     def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
         """The spec of the plan's table, given its cells."""
-        variants = {row.variant for row in self.rows}
+        rows = [*self._iter_rows()]
+        variants = {row.variant for row in rows}
         measured = {name for observation in observations for name in observation.metrics}
         columns = [*_explain_by_start(self.columns, observations), *list_learned_columns(measured)]
         # Metrics that some models or data lack are left out silently.
@@ -119,23 +123,33 @@ class Plan:
         ]
         left_out = [f"Left out, as no cell reports them: {', '.join(absent)}."] if absent else []
         versions = {name: f"version {self.definitions[name][:VERSION_DIGITS]}" for name in self.replaced.values()}
+        fix = "run it too, or name another by --baseline"
+        lacking = f"No differences: the baseline, {self.baseline}, is not among the rows; {fix}."
+        alone = [] if self.baseline in variants else [lacking]
         return TableSpec(
             ablation=self.ablation,
             base=self.base,
-            baseline=self.baseline,
-            rows=tuple(_add_note(row, versions.get(row.variant, "")) for row in self.rows),
+            baseline="" if alone else self.baseline,
+            rows=tuple(_add_note(row, versions.get(row.variant, "")) for row in rows),
             # Columns of other data sources (bits per byte, trigger accuracy) have no value in any cell.
             columns=tuple(column for column in columns if column.key in measured or not measured),
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
             command=self.command,
             labels=("backend",),
             alternatives=ALTERNATIVES,
-            warnings=[*warnings, *left_out],
+            warnings=[*warnings, *left_out, *alone],
             primary=self.primary,
             declaration=self.declaration,
-            yardstick=make_yardstick(self.facts),
+            yardstick=make_yardstick(self.facts, describe_larger(self.base)),
             files=self.files,
         )
+
+    def _iter_rows(self) -> Iterator[RowInfo]:
+        """The rows with the seeds that have a key; all of a plan that has no keys."""
+        for row in self.rows:
+            seeds = tuple(seed for seed in row.seeds if str(seed) in self.keys.get(row.variant, {}))
+            if seeds or not self.keys:
+                yield replace(row, seeds=seeds) if self.keys else row
 
     def merge(
         self,
@@ -256,16 +270,32 @@ def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observat
     return [replace(column, by_construction="") if column.by_construction == STARTS else column for column in columns]
 
 
-def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
+def describe_larger(base: str) -> str:
+    """What the experiment is whose few steps a tiny one runs; "" of another, which might learn in more steps.
+
+    base: the tiny one's name, with or without overrides. Its files say how long a training takes.
+    """
+    task, tiny, _ = base.partition("_tiny")
+    with suppress(OSError, SyntaxError, ValueError):  # of a user's file, which is not run here
+        for name in (f"{task}_small", task) if tiny else ():
+            if name in list_available("experiments"):
+                text = find("experiments", name).read_text(encoding="utf-8")
+                about, *_ = (ast.get_docstring(ast.parse(text)) or "another size").splitlines()
+                return f"--base {name} shows more: {about}"
+    return ""
+
+
+def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> Yardstick | None:
     """What the losses of cells on these data are held against; None if the facts lack the marks."""
     learned = compute_learned_nats(facts)
     if learned is None:
         return None
     if "optimum_nats" not in facts:
         marks = {name: float(facts[f"{name}_bits_per_byte"]) for name in ("trigram", "unigram")}
-        return Yardstick("loss/bits_per_byte", learned / math.log(2) / float(facts["bytes_per_token"]), marks)
+        bits = learned / math.log(2) / float(facts["bytes_per_token"])
+        return Yardstick("loss/bits_per_byte", bits, marks, remedy)
     optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
-    return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
+    return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
 
 
 @dataclass(frozen=True)
@@ -341,6 +371,12 @@ class GridFolder:
 
     path: Path
     plan: Plan
+
+    @property
+    def title(self) -> str:
+        """Its name, and the experiment's overrides that a name cannot hold."""
+        named = self.path.name.startswith(f"{self.plan.ablation}-{self.plan.base}")
+        return sanitise(self.path.name if named else f"{self.path.name} ({self.plan.base})")
 
     @classmethod
     def read(cls, path: Path) -> "GridFolder | None":

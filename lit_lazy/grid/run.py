@@ -190,8 +190,8 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
                 driver.retry(key)
         executed = execute_cells(grid, launch, driver, console, compiled=compiled, taken=len(taken))
         table = read_grid(grid.folder).build_table()
-        if not is_saved(table, grid.folder / "table"):
-            save(table, grid.folder / "table")
+        if not is_saved(table, grid.folder):
+            save(table, grid.folder)
         return Outcome(table, is_finished(driver.states()), executed)
 
 

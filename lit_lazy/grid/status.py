@@ -17,7 +17,7 @@ from lit_lazy.support.errors import sanitise
 def print_status(grid: GridFolder, console: Console) -> None:
     """Print the number of cells by state, then tables of running, failed and interrupted cells."""
     counts = Counter[str](cell.status for cell in grid.cells)
-    console.print(f"{grid.path.name}: {counts['complete']}/{len(grid.cells)} cells complete", highlight=False)
+    console.print(f"{grid.title}: {counts['complete']}/{len(grid.cells)} cells complete", highlight=False)
     for state in ("running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)

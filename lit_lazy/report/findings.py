@@ -22,7 +22,7 @@ from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import escape_markdown
 from lit_lazy.table.records import Column, Measure, Table
-from lit_lazy.table.render import format_effect, format_estimate
+from lit_lazy.table.render import choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
 from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import format_finding, format_interval
@@ -208,8 +208,9 @@ def fill_page(text: str, answers: Sequence[Answer], folder: Path, place: Path) -
 
     That is the tables between markers, of all verdicts, of the README's findings and of the reviewers' questions, and
     every number whose link names its row and column: `[0.1](FOLDER/table.md "softmax: first-key weight")`; `Δ ` before
-    the column is the difference to the baseline. folder: that of all results. place: that of the page. Raises a
-    one-line ValueError if there is nothing to fill, or a link names what its table lacks.
+    the column is the difference to the baseline, and table.json has the columns that table.md does not show. folder:
+    that of all results. place: that of the page. Raises a one-line ValueError if there is nothing to fill, or a link
+    names what its table lacks.
     """
     results = os.path.relpath(folder, place)
     make_table = {
@@ -224,7 +225,7 @@ def fill_page(text: str, answers: Sequence[Answer], folder: Path, place: Path) -
     filled, tables = _MARKED.subn(lambda match: f"{match[1]}{make_table[match[2]]()}{match[3]}", text)
     read = cache(read_table)
     filled, quotes = _QUOTED.subn(
-        lambda match: f"[{_quote_cell(read(place / match[2] / TABLE), match[3])}]{match[1]}", filled
+        lambda match: f"[{_quote_cell(read(place / match[2] / TABLE), match[3], match[4])}]{match[1]}", filled
     )
     if not tables + quotes:
         raise ValueError(
@@ -234,14 +235,19 @@ def fill_page(text: str, answers: Sequence[Answer], folder: Path, place: Path) -
 
 
 _MARKED = re.compile(r"(<!-- (findings|verdicts|reviewers) -->\n)(?:.*\n)*?(<!-- end -->)")
-_QUOTED = re.compile(r'\[(?:\\.|[^]\\])*\](\((\S+)/table\.md "([^"]+)"\))')
+_QUOTED = re.compile(r'\[(?:\\.|[^]\\])*\](\((\S+)/table\.(md|json) "([^"]+)"\))')
 
 
-def _quote_cell(table: Table, place: str) -> str:
-    """A row's value in a column, `softmax: loss`, or its difference to the baseline, `lazy: Δ loss`."""
+def _quote_cell(table: Table, ending: str, place: str) -> str:
+    """A row's value in a column, `softmax: loss`, or its difference to the baseline, `lazy: Δ loss`.
+
+    ending: that of the file that shows it.
+    """
     variant, _, title = place.rpartition(": ")
     row = _look_up({row.variant: row for row in table.rows}, variant, table.ablation)
     column = _look_up({column.title: column for column in table.columns}, title.removeprefix("Δ "), table.ablation)
+    if ending == "md" and column not in choose_columns(table)[title.startswith("Δ ")]:
+        raise ValueError(f"{table.ablation}: table.md does not show {title!r}; link its table.json")
     measure = row.metrics[column.key]
     if title.startswith("Δ "):
         return escape_markdown(format_effect(measure.difference, column, table.is_void(variant, column.key)))

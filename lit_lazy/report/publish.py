@@ -10,7 +10,7 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import save
+from lit_lazy.table.render import FILES, save
 from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import add_verdict
 
@@ -30,14 +30,14 @@ def draw_report(folder: Path, table: Table) -> None:
 def save_table(grid: GridFolder, folder: Path) -> Table:
     """Build the table of a grid, and write it and its figures into a folder."""
     table = grid.build_table()
-    save(table, folder / "table")
+    save(table, folder)
     for name, figure in draw_table_figures(table).items():
         figures.save_figure(figure, folder / name)
     return table
 
 
 def recompute_table(path: Path, ablation: "Ablation", question: "Question | None") -> Table:
-    """Recompute the statistics of a table.json by what an ablation declares; rewrite it, and the table.md beside it.
+    """Recompute the statistics of a table.json by what an ablation declares; rewrite it, and the files made of it.
 
     Raises a one-line ValueError if the file is not a table of this ablation, or if its declaration differs from the
     question's.
@@ -53,7 +53,8 @@ def recompute_table(path: Path, ablation: "Ablation", question: "Question | None
     _check_declaration(path, former.declaration, question)
     table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
     table = add_verdict(table, former.declaration)
-    save(table, path.with_suffix(""), ("md", "json"))
+    write_text(path, FILES[TABLE](table))
+    save(table, path.parent, [name for name in FILES if path.name == TABLE and (path.parent / name).exists()])
     return table
 
 
@@ -66,7 +67,7 @@ def write_table_report(source: Path, file: Path) -> None:
     drawn = draw_table_figures(table)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, render_table_report(table, drawn))
-    save(table, file.parent / "table")
+    save(table, file.parent)
     for name, figure in drawn.items():
         figures.save_figure(figure, file.parent / name)
 

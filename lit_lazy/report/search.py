@@ -49,12 +49,12 @@ class SearchReport:
     def save(self, folder: Path) -> list[Path]:
         """Write table.md, .csv, .json, .html and the figures; returns the paths."""
         texts = {
-            "md": self.markdown(),
-            "csv": self.to_csv(),
-            "json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
-            "html": to_html(self.to_blocks()),
+            "table.md": self.markdown(),
+            "table.csv": self.to_csv(),
+            "table.json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
+            "table.html": to_html(self.to_blocks()),
         }
-        paths = write_texts(folder / "table", texts)
+        paths = write_texts(folder, texts)
         for name, figure in self.draw_figures().items():
             paths += save_figure(figure, folder / name)
         return paths

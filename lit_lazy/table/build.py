@@ -46,7 +46,7 @@ class TableSpec:
     `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row; a note
     lists the cells that differ in one although their rows need not: within a row, or by one of `alternatives`. The
     primary outcome is the first key of `primary` that is a column's: data sources have different ones.
-    Raises ValueError for a baseline or contrast without a row, and for duplicates.
+    A baseline of "" compares no rows. Raises ValueError for a baseline or contrast without a row, and for duplicates.
     """
 
     ablation: str
@@ -70,7 +70,7 @@ class TableSpec:
         _require_unique("variant", variants)
         _require_unique("column", [column.key for column in self.columns])
         _require_unique("contrast", [contrast.name for contrast in self.contrasts])
-        used = {"baseline": {self.baseline}} | {f"contrast {c.name!r}": set(c.weights) for c in self.contrasts}
+        used = {"baseline": {self.baseline} - {""}} | {f"contrast {c.name!r}": set(c.weights) for c in self.contrasts}
         for name, names in used.items():
             if unknown := names - set(variants):
                 raise ValueError(f"{name}: no row is called {min(unknown)!r}; the rows are {', '.join(variants)}")
@@ -131,7 +131,7 @@ def add_statistics(
     table: Table, known: Mapping[str, Mapping[str, Values]], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
     """The table with the statistics of the known values, by row and key, of its complete cells."""
-    variants = [row.variant for row in table.rows if row.variant != table.baseline]
+    variants = [row.variant for row in table.rows if table.baseline and row.variant != table.baseline]
     differences = {variant: {variant: 1.0, table.baseline: -1.0} for variant in variants}
     measures, tested, summaries = {}, {}, {}
     for column in table.columns:

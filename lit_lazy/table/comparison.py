@@ -14,7 +14,7 @@ from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired
 
 Settings = Mapping[str, Mapping[str, str]]
 """The settings of rows: values as text, by row and dotted path."""
-OVERRIDDEN = re.compile(r"-[0-9a-f]{6}$")
+OVERRIDDEN = re.compile(r"-([0-9a-f]{6}|[\w.]+=.*)$", re.DOTALL)
 """What the command line's overrides add to the name of an experiment."""
 ALL = "all rows"
 MOST_NAMES = 3

@@ -40,7 +40,7 @@ class Tabular:
     rows: tuple[tuple[str, ...], ...]
     words: int
 
-    def split(self, width: int) -> "list[Tabular]":
+    def split(self, width: float) -> "list[Tabular]":
         """Split into tables of at most `width` characters (but at least two columns), each with the first column."""
         columns = list(zip(self.header, *self.rows, strict=True))
         sizes = [max(map(len, column)) + 3 for column in columns]
@@ -100,7 +100,7 @@ def to_text(blocks: Sequence[Block], width: int = 120) -> str:
     return "\n\n".join(_format_text(block, width) for block in _unfold(blocks, width)) + "\n"
 
 
-def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
+def to_markdown(blocks: Sequence[Block], width: float = 120) -> str:
     """Markdown that is aligned in a terminal and valid on GitHub; tables wider than `width` characters are split."""
     return "\n\n".join(map(_format_markdown, _unfold(blocks, width))) + "\n"
 
@@ -110,7 +110,7 @@ def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
     return "\n\n".join(map(_format_latex, _unfold(blocks, width))) + "\n"
 
 
-def _unfold(blocks: Sequence[Block], width: int) -> Iterator[Unfolded]:
+def _unfold(blocks: Sequence[Block], width: float) -> Iterator[Unfolded]:
     """The blocks, those of a fold after its title, and tables in parts of at most `width` characters."""
     for block in blocks:
         match block:

@@ -17,21 +17,24 @@ def describe_findings(table: Table) -> list[str]:
 
     Rows that did not learn the task come before everything else. The primary metric comes first, then the plotted ones.
     A sentence lists the rows that differ from the baseline, that are equivalent to it and that are undecided, with n. A
-    row or baseline without spread has no test; rows above or below the baseline in every seed are listed instead. If
-    there is no such sentence, one explains why; the list is empty if no other row has a value.
+    row or baseline without spread has no test; rows above or below the baseline in every seed are listed instead, of a
+    share also with one seed. If there is no such sentence, or no test, one explains why; the list is empty if no other
+    row has a value.
     """
     dead = describe_unlearned(table)
     if table.verdict is not None:
         return [*dead, table.verdict.sentence]
-    said = (
-        _describe_tested(table, column) or _describe_beyond_baseline(table, column) for column in table.main_columns
-    )
+    compared = [column for column in table.main_columns if table.is_compared(column)]
+    said = {column: _describe_tested(table, column) or _describe_beyond_baseline(table, column) for column in compared}
     untested = [
         f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
-        for column in table.main_columns
-        if table.summaries[column.key].seeds
+        for column, sentence in said.items()
+        if not sentence
     ]
-    return [*dead, *([*filter(None, said)][:MOST_COLUMNS] or untested[:1])]
+    found = [*filter(None, said.values())]
+    if not (found and any(table.summaries[column.key].compared for column in compared)):
+        found = [*untested[:1], *found]
+    return [*dead, *found[:MOST_COLUMNS]]
 
 
 def describe_unlearned(table: Table) -> list[str]:
@@ -40,7 +43,8 @@ def describe_unlearned(table: Table) -> list[str]:
     if not rows:
         return []
     if len(rows) == sum(row.n > 0 for row in table.rows):
-        return ["No row learned the task. Only the losses say anything."]
+        remedy = f" {table.yardstick.remedy}" if table.yardstick and table.yardstick.remedy else ""
+        return [f"No row learned the task. Only the losses say anything.{remedy}"]
     named = _join_names(rows, MOST_UNLEARNED)
     return [f"Did not learn the task (in so many cells): {named}. Only their loss says anything."]
 
@@ -120,17 +124,21 @@ def format_unit(column: Column) -> str:
 
 
 def _describe_beyond_baseline(table: Table, column: Column) -> str:
-    """The rows that lie above or below a baseline with the same value in every seed; "" if there are none."""
+    """The rows that lie above or below a baseline with the same value in every seed; "" if there are none.
+
+    Also of a share with one seed: that nothing was left of it is seen at once, unlike a difference of two losses.
+    """
     measures = table.collect_measures(column.key)
     levels = {*measures[table.baseline].values.values()}
-    above, below = _find_disjoint_rows(
-        table, column, [name for name in measures if not table.is_void(name, column.key)]
-    )
-    if column.by_construction or len(levels) != 1 or not (above or below):
+    single = bool(column.bounds) and table.summaries[column.key].seeds == (1,)
+    learned = [name for name in measures if not table.is_void(name, column.key)]
+    above, below = _find_disjoint_rows(table, column, learned, 1 if single else FEWEST_SEEDS)
+    if column.by_construction or len(levels) != 1 or table.baseline not in learned or not (above or below):
         return ""
     unit = f" {column.unit}" if column.unit else ""
-    level = f"{table.baseline} has {column.format(levels.pop())}{unit} in every seed, so there is no test"
-    groups = [("above it in every seed", above), ("below it in every seed", below)]
+    where, why = (" at one seed", "neither interval nor test") if single else (" in every seed", "no test")
+    level = f"{table.baseline} has {column.format(levels.pop())}{unit}{where}, so there is {why}"
+    groups = [(f"above it{where}", above), (f"below it{where}", below)]
     parts = [
         f"{title}: {_join_names([f'{name} {_format_range(measures[name], column)}' for name in far])}"
         for title, far in groups
@@ -139,14 +147,16 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     return f"{_capitalise_title(column)} ({_format_n(table.summaries[column.key])}): {level}; {'; '.join(parts)}."
 
 
-def _find_disjoint_rows(table: Table, column: Column, names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _find_disjoint_rows(
+    table: Table, column: Column, names: Sequence[str], fewest: int = FEWEST_SEEDS
+) -> tuple[list[str], list[str]]:
     """The rows whose values all lie above, and all below, every value of the baseline, as displayed; farthest first.
 
-    Of those that, like the baseline, have at least three seeds and no undefined value.
+    Of those that, like the baseline, have at least `fewest` seeds and no undefined value.
     """
     measures = table.collect_measures(column.key)
     baseline = measures[table.baseline]
-    full = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
+    full = [name for name in names if all(m.n >= fewest and not m.undefined for m in (measures[name], baseline))]
     far = sorted(full, key=lambda name: -abs(measures[name].difference.mean or 0.0))
     shown = {name: [*map(column.round_value, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)

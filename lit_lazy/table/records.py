@@ -4,7 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -269,12 +269,14 @@ class Summary:
 class Yardstick:
     """What a loss is held against. `marks` are losses of known predictors by name, such as optimum or trigram.
 
-    A cell has learned the task if its `metric`, a column's key, is below `learned`.
+    A cell has learned the task if its `metric`, a column's key, is below `learned`. `remedy` is a sentence on what to
+    run where no row has.
     """
 
     metric: str
     learned: float
     marks: dict[str, float]
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
 
     `primary` is the key of the primary outcome's column, None if there is no primary outcome; all other columns are
-    exploratory.
+    exploratory. `baseline` is "" if the grid lacks that row, so that nothing is compared with it.
     """
 
     ablation: str
@@ -331,10 +333,12 @@ class Table:
 
     @property
     def compared(self) -> list[str]:
-        """Keys of the main columns in which the baseline, once it has complete cells, has a value."""
-        baseline = [row for row in self.rows if row.variant == self.baseline and row.n]
-        keys = [column.key for column in self.main_columns]
-        return [key for key in keys if all(row.metrics[key].mean is not None for row in baseline)]
+        """Keys of the main columns in which a row is compared with the baseline."""
+        return [column.key for column in self.main_columns if self.is_compared(column)]
+
+    def is_compared(self, column: Column) -> bool:
+        """Whether a row and the baseline have values of the same seed."""
+        return bool(self.summaries[column.key].seeds)
 
     @property
     def main_columns(self) -> list[Column]:
@@ -410,7 +414,7 @@ class Table:
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
-            **({} if self.yardstick is None else {"yardstick": asdict(self.yardstick)}),
+            **({} if self.yardstick is None else {"yardstick": _drop_defaults(self.yardstick)}),
             "columns": [_drop_defaults(column) for column in self.columns],
             "contrasts": [{"name": row.name, "weights": row.weights} for row in self.contrasts],
             "rows": [_drop_defaults(row, metrics=row.values) for row in self.rows],
@@ -443,7 +447,7 @@ class Table:
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
 
 
-def _drop_defaults(record: "Column | TableRow", **changes: Any) -> dict[str, Any]:
+def _drop_defaults(record: "Column | TableRow | Yardstick", **changes: Any) -> dict[str, Any]:
     """The fields that are not at their default, with lists for tuples, as JSON returns them."""
     known = vars(record) | changes
     kept = {part.name: known[part.name] for part in fields(record) if known[part.name] != part.default}

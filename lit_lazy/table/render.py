@@ -1,6 +1,7 @@
 """Render a table as plain text, Markdown, LaTeX and HTML."""
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from lit_lazy.table.finding_text import (
 )
 from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
+from lit_lazy.table.stored import TABLE
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,
@@ -42,6 +44,10 @@ from lit_lazy.table.verdicts import (
 NOT_DEFINED = "–"
 MOST_PRINTED = 60
 """Rows of a table that a command prints; the files have all."""
+MOST_COLUMNS = 6
+"""Columns of numbers in `render_brief`, the difference to the baseline among them."""
+DETAILS = "details.md"
+"""Name of the file with the whole table as Markdown."""
 
 
 def render_summary(table: Table, whole: Path, width: int = 120) -> str:
@@ -51,7 +57,7 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
     """
     blocks = _build_opening(table)
     for column in table.main_columns[:1]:
-        blocks.append(_build_means(table, [column], whole=False, differences=True))
+        blocks.append(_build_means(table, [column], whole=False, compared=[*filter(table.is_compared, [column])]))
         if table.contrasts and table.declaration is None:  # a question's contrasts are part of its verdict
             blocks.append(_build_contrasts(table, [column]))
         effects = [row.metrics[column.key].difference for row in table.rows]
@@ -75,8 +81,23 @@ def _render_short(blocks: Sequence[Block], whole: Path, width: int) -> str:
     return to_text([short for block in blocks for short in shorten_block(block, MOST_PRINTED, str(whole))], width)
 
 
+def render_brief(table: Table) -> str:
+    """The Markdown page that a person reads: findings, warnings, one table of the main columns, a line of caveats."""
+    shown, compared = choose_columns(table)
+    means = _build_means(table, shown, whole=False, compared=compared)
+    caveats = Paragraph(_describe_caveats(table, bool(compared)))
+    return to_markdown([_build_title(table), *_build_finding(table), *_build_warnings(table), means, caveats], math.inf)
+
+
+def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
+    """The columns of `render_brief`, and those of them that have a column of differences too."""
+    shown = table.main_columns or table.columns
+    compared = [*filter(table.is_compared, shown[:1])]
+    return shown[: MOST_COLUMNS - len(compared)], compared
+
+
 def render_markdown(table: Table, width: int = 120) -> str:
-    """Markdown that is valid on GitHub and aligned in its source; split as in `render_text`."""
+    """All of a table as Markdown that is valid on GitHub and aligned in its source; split as in `render_text`."""
     return to_markdown(_build_blocks(table), width)
 
 
@@ -91,24 +112,32 @@ def render_html(table: Table) -> str:
 
 
 def render_html_parts(table: Table) -> tuple[str, str]:
-    """The table as two sections: the finding, and the numbers with only the compared columns unfolded."""
-    compared = [column for column in table.columns if column.key in table.compared]
+    """The table as two sections: the finding, and the numbers with only the columns of `render_brief` unfolded."""
+    shown, compared = choose_columns(table)
     means: list[Block] = [_build_means(table, table.columns)]
-    if len(compared) not in (0, len(table.columns)):
+    if len(shown) < len(table.columns):
         folded = Collapsible(Heading(f"All {len(table.columns)} columns", 3), tuple(means))
-        means = [_build_means(table, compared, whole=False), folded]
+        means = [_build_means(table, shown, whole=False, compared=compared), folded]
     title = Heading(f"Results: {table.ablation}", 2)
     return to_html(_build_opening(table)), to_html([title, *_build_numbers(table, means)])
 
 
 def _build_blocks(table: Table) -> list[Block]:
     numbers = _build_numbers(table, [_build_means(table, table.columns)])
-    return [Heading(table.ablation, 2), *_build_opening(table), *numbers]
+    return [_build_title(table), *_build_opening(table), *numbers]
+
+
+def _build_title(table: Table) -> Heading:
+    return Heading(f"{table.ablation} on {table.base}", 2)
 
 
 def _build_opening(table: Table) -> list[Block]:
-    """The finding and the warnings."""
-    return [*_build_finding(table), *(Paragraph(text, warning=True) for text in _list_warnings(table))]
+    """The finding, of a question what was declared, and the warnings."""
+    return [*_build_finding(table), *_build_declared(table), *_build_warnings(table)]
+
+
+def _build_warnings(table: Table) -> list[Block]:
+    return [Paragraph(text, warning=True) for text in _list_warnings(table)]
 
 
 def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
@@ -123,9 +152,11 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
         blocks.append(Paragraph(f"Primary outcome: {primary[0].title}. All other columns are exploratory."))
         blocks += _build_test_blocks(table, primary, primary, 3)
     tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
-    if primary:
+    if primary and tests:
         tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
-    blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
+    blocks += tests
+    if table.contrasts or any(map(table.is_compared, table.columns)):
+        blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
     for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", table.notes)):
         if items:
             blocks += [Heading(title, 3), BulletList(items)]
@@ -136,12 +167,16 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
 
 
 def _build_finding(table: Table) -> list[Block]:
-    """The finding; of a question, its verdict and what was declared."""
+    """The finding; of a question, its verdict."""
     declared = table.declaration
-    if declared is None:
-        return [*map(Paragraph, describe_findings(table))]
-    if table.verdict is None:
-        return build_verdict(declared, table)
+    return [*map(Paragraph, describe_findings(table))] if declared is None else build_verdict(declared, table)
+
+
+def _build_declared(table: Table) -> list[Block]:
+    """What was declared of a question that has a verdict."""
+    declared = table.declaration
+    if declared is None or table.verdict is None:
+        return []
     column = table.columns_by_key[declared.primary]
     where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
@@ -149,7 +184,7 @@ def _build_finding(table: Table) -> list[Block]:
         f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
         f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
     )
-    return [*build_verdict(declared, table), Paragraph(about)]
+    return [Paragraph(about)]
 
 
 def build_verdict(declared: Declaration, table: Table) -> list[Block]:
@@ -167,7 +202,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
     """Differences and contrasts of the directed columns, and what each of `columns` separates."""
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
-    if directed and rows:
+    if any(map(table.is_compared, directed)):
         cells = {row.variant: [_format_difference(table, row, c) for c in directed] for row in rows}
         blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects("Variant", directed, cells)]
     if directed and table.contrasts:
@@ -175,7 +210,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
         if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
             sums = {row.name: " ".join(f"{w:+g} {name}" for name, w in row.weights.items()) for row in table.contrasts}
             blocks.append(BulletList(tuple(f"{name} = {terms}" for name, terms in sums.items())))
-    if columns:
+    if any(map(table.is_compared, columns)):
         blocks.append(Heading("What each column can separate at this scale", level))
         blocks.append(BulletList(_describe_columns(table, columns)))
     return blocks
@@ -203,6 +238,17 @@ _MDE_LEGEND = (
 )
 
 
+def _describe_caveats(table: Table, compared: bool) -> str:
+    """How to read the brief table, and where the rest is. compared: whether it shows differences to the baseline."""
+    found = ["One seed a row: no interval, no test."] if max(row.n for row in table.rows) == 1 else []
+    if any(row.n > 1 for row in table.rows):
+        tested = f"; * differs from {table.baseline} (p < {ALPHA} after Holm)" if compared else ""
+        found = [f"Mean ± 95 % interval over seeds, = the same in every seed{tested}."]
+    if column := table.columns_by_key.get(table.primary or ""):
+        found.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
+    return " ".join([*found, f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it."])
+
+
 def _list_warnings(table: Table) -> list[str]:
     same = [
         f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
@@ -221,7 +267,8 @@ def _describe_provenance(table: Table) -> str:
     seed_text = ", ".join(map(str, common))
     for seeds in others:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
-    about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
+    baseline = f" Baseline: {table.baseline}." if table.baseline else ""
+    about = f"Base: {table.base}.{baseline} Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     made_with = f" With {table.environment}." if table.environment else ""
     spent = ""
     if table.seconds is not None:
@@ -231,8 +278,10 @@ def _describe_provenance(table: Table) -> str:
     return f"{about}{files}{made_with}{spent} Made by: {table.command}"
 
 
-def _build_means(table: Table, columns: Sequence[Column], whole: bool = True, differences: bool = False) -> Tabular:
-    """The rows' means in these columns. whole: with source, base and labels. differences: to the baseline, too."""
+def _build_means(
+    table: Table, columns: Sequence[Column], whole: bool = True, compared: Collection[Column] = ()
+) -> Tabular:
+    """The rows' means in these columns. whole: with source, base and labels. compared: those with differences, too."""
     rows = table.rows
     words = [("Variant", *(row.variant for row in rows))]
     if table.unlearned:
@@ -245,7 +294,7 @@ def _build_means(table: Table, columns: Sequence[Column], whole: bool = True, di
     numbers = [("n", *map(_format_n, rows))]
     for column in columns:
         numbers.append((column.heading, *(_format_mean(table, row, column) for row in rows)))
-        if differences:
+        if column in compared:
             numbers.append((f"Δ to {table.baseline}", *(_format_difference(table, row, column) for row in rows)))
     header, *lines = zip(*words, *numbers, strict=True)
     return Tabular(header, tuple(lines), len(words))
@@ -381,29 +430,29 @@ def _list_commits(table: Table) -> tuple[str, ...]:
 
 
 FILES: Mapping[str, Callable[[Table], str]] = {
-    "md": render_markdown,
-    "csv": Table.to_csv,
-    "tex": render_latex,
-    "json": lambda table: json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-    "html": render_html,
+    "table.md": render_brief,
+    DETAILS: render_markdown,
+    "table.csv": Table.to_csv,
+    "table.tex": render_latex,
+    TABLE: lambda table: json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+    "table.html": render_html,
 }
-"""What makes the text of a table's file, by ending."""
+"""What makes the text of each of a table's files, by name."""
 
 
-def save(table: Table, stem: Path, endings: Collection[str] = FILES.keys()) -> list[Path]:
-    """Write STEM.md, .csv, .tex, .json and .html, or only some of these; returns the paths."""
-    return write_texts(stem, {ending: FILES[ending](table) for ending in endings})
+def save(table: Table, folder: Path, names: Collection[str] = FILES.keys()) -> list[Path]:
+    """Write a table's files into a folder, or only some of them; returns the paths."""
+    return write_texts(folder, {name: FILES[name](table) for name in names})
 
 
-def is_saved(table: Table, stem: Path) -> bool:
+def is_saved(table: Table, folder: Path) -> bool:
     """Whether all files that `save` writes are there and whole."""
-    files = {stem.with_suffix(f".{ending}"): render(table) for ending, render in FILES.items()}
+    files = {folder / name: render(table) for name, render in FILES.items()}
     return all(file.is_file() and file.read_bytes() == text.encode() for file, text in files.items())
 
 
-def write_texts(stem: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write STEM.ENDING for each text, by ending; returns the paths."""
-    paths = {ending: stem.with_suffix(f".{ending}") for ending in texts}
-    for ending, path in paths.items():
-        write_text(path, texts[ending])
-    return list(paths.values())
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write each text into a folder, by name; returns the paths."""
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]

@@ -123,6 +123,8 @@ OPTIONS = [
     (["ablate", "run", "backcopy"], "unknown; it is an experiment: `lit-lazy train backcopy` runs it"),
     (["train", "table2"], "unknown; it is an ablation: `lit-lazy ablate run table2` runs it"),
     ([*RUN, "--rows", "softmaxx"], "--rows 'softmaxx': table2 has no such row (did you mean softmax?); it has softmax"),
+    ([*RUN, "--rows", "softmax", "--baseline", "lazy"], "--baseline 'lazy': is not among the rows; they are softmax"),
+    ([*RUN, "--baseline", "softmaxx"], "--baseline 'softmaxx': is not among the rows (did you mean softmax?)"),
     ([*TRAIN, "--logger", "tensorbord"], "'wandb') (did you mean tensorboard?); see `lit-lazy train --help`"),
     (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
     (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),

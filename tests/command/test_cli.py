@@ -123,7 +123,12 @@ def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     assert "--model.d_model" in out
     assert "Width of the residual stream." in out
     assert "Seed of the initial weights and of the batch order." in out
-    assert "--model.attention.normaliser.tau_init=1.0 Initial offset parameter. " in out
+    assert "--model.attention.normaliser.tau_init" not in out, "backcopy has softmax"
+    assert out.endswith("--all lists the fields of all other classes too.")
+    assert main(["fields", "backcopy", "--all"]) == 0
+    assert "--model.attention.normaliser.tau_init=1.0 Initial offset parameter. " in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

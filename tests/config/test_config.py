@@ -39,7 +39,7 @@ from lit_lazy.attention.rivals import TopK
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
-from lit_lazy.config.user_files import load_experiment, load_module
+from lit_lazy.config.user_files import experiment, load_experiment, load_module
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
@@ -322,6 +322,14 @@ class TestReplaceAt:
     def test_unknown_paths_are_named(self, path, message):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             replace_at(BASE, {path: 1})
+
+
+def test_an_experiment_is_asked_for_with_changes() -> None:
+    made = experiment("backcopy_tiny", {"train.steps": 9, "model.attention.normaliser": Elastic()})
+    assert (made.train.steps, made.model.attention.normaliser) == (9, Elastic())
+    assert replace_at(made, {"train.steps": 6, "model.attention.normaliser": Softmax()}) == experiment("backcopy_tiny")
+    with pytest.raises(ValueError, match=r"TrainConfig has no field 'step' \(did you mean steps\?\)"):
+        experiment("backcopy_tiny", {"train.step": 9})
 
 
 def test_flatten():

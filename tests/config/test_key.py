@@ -23,14 +23,16 @@ from lit_lazy.config.key import (
     cell_key,
     evaluation_key,
     hash_user_code,
+    list_changes,
     require_unedited_code,
     settings_key,
     to_minimal_dict,
     training_key,
 )
-from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
+from lit_lazy.config.serialisation import find_leaf_classes, from_dict, shorten_paths, to_dict
 from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.recall import Recall
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
 from lit_lazy.grid.stages import FirstStageMissing
@@ -142,6 +144,27 @@ def test_equal_settings_have_equal_keys() -> None:
     assert len(keys | {cell_key(cfg, "x")}) == 5
     names = {settings_key(replace_at(cfg, {path: value})) for path, value in others.items()}
     assert len(names | {settings_key(cfg)}) == 5
+
+
+def test_changes_of_an_experiment_are_told_by_the_shortest_names_and_tell_it_apart() -> None:
+    cfg = RunConfig(data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(0.5), Alibi((1.0,))), n_heads=1))
+    bias, tau = "model.attention.bias", f"{NORMALISER}.tau_init"
+    changes: dict[str, tuple[dict[str, typing.Any], dict[str, typing.Any]]] = {
+        "none": ({}, {}),
+        "set to what it is": ({tau: 0.5, "seed": 0}, {}),
+        "a field": ({"train.steps": 400}, {"steps": 400}),
+        "a default": ({tau: 1.0}, {"tau_init": 1.0}),
+        "a part": ({NORMALISER: Softmax(), "train.lr": 0.5}, {"normaliser": "Softmax", "lr": 0.5}),
+        "a part's field": ({bias: LearnedBias(init_std=0.5)}, {"bias": "LearnedBias", "bias.init_std": 0.5}),
+        "evaluations": ({"evaluations": (Lengths((2,)),)}, {"evaluations": [to_dict(Lengths((2,)))]}),
+    }
+    made = {name: replace_at(cfg, setting) for name, (setting, _) in changes.items()}
+    assert {name: list_changes(cfg, one) for name, one in made.items()} == {
+        name: told for name, (_, told) in changes.items()
+    }
+    every = [*made.values(), replace_at(cfg, {"data": Recall()}), replace_at(cfg, {"data": Recall(pairs=9)})]
+    assert len({*map(settings_key, every)}) == len({str(list_changes(cfg, one)) for one in every})
+    assert shorten_paths(["a.b.c", "d.b.c", "b.e", "c"]) == {"a.b.c": "a.b.c", "d.b.c": "d.b.c", "b.e": "e", "c": "c"}
 
 
 def test_evaluations_are_in_a_cells_key_and_not_in_its_trainings(tmp_path: Path) -> None:

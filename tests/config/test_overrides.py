@@ -25,7 +25,7 @@ from lit_lazy.command.field_names import check_field_names
 from lit_lazy.config.field_docs import list_fields
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.config.serialisation import find_leaf_classes, replace_at
+from lit_lazy.config.serialisation import find_leaf_classes, flatten, replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
@@ -347,7 +347,7 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 
 
 def test_help_is_the_fields_docstrings():
-    text = " ".join("\n".join(list_fields(SET)).split())
+    text = " ".join("\n".join(list_fields(SET, others=True)).split())
     for path, help_of_field in {
         "--data": "Training and validation data.",
         "--seed": "Seed of the initial weights and of the batch order.",
@@ -392,11 +392,22 @@ def test_a_class_that_came_from_no_file_is_listed_too():
     def listed() -> list[str]:
         names = {"__name__": "typed_at_a_prompt"}
         exec(TYPED, names)
-        return list_fields(SET)
+        return list_fields(SET, others=True)
 
     lines = forked.run_in_fork(listed)  # this process is not to know it
     assert "--model.attention.normaliser=Typed" in lines
     assert "  --model.attention.normaliser.strength=2.0" in lines
+
+
+def test_the_experiment_s_own_parts_are_listed_first_and_others_on_demand():
+    own, every = list_fields(SET), list_fields(SET, others=True)
+    assert every[: len(own)] == own
+    used = {path: name for path, name in flatten(to_dict(SET)).items() if f"--{path}={name}" in own}
+    assert used[NORMALISER] == "Elastic"
+    assert {line for line in own if line.startswith("--")} == {f"--{path}={name}" for path, name in used.items()}
+    assert "--model.attention.normaliser=Softpick" in every[len(own) :]
+    heads = [line for line in every if line.startswith("--")]
+    assert len(heads) == len({*heads}), "none twice"
 
 
 def test_what_is_listed_can_be_given():

@@ -15,8 +15,9 @@ from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limi
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
 from lit_lazy.command import ablate_run
-from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.ablate_run import make_grid, parse_request
 from lit_lazy.command.main import make_parser
+from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_attribute, load_experiment
@@ -152,6 +153,37 @@ def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(grid.cells) == 4
     assert len(grid.plan.definitions) == 17
     assert [*prepared.values()] == [*applied.values()] == 17 * [1]
+
+
+STEPS, RATE = "--train.steps=9", "--train.lr=1e-05"
+WEIGHTS = "--train.trainable=['blocks.*']"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "title"),
+    [
+        ([], "tiny", "tiny"),
+        ([STEPS], "tiny-steps=9", "tiny-steps=9"),
+        ([RATE, STEPS], "tiny-steps=9-lr=1e-05", "tiny-steps=9-lr=1e-05"),
+        ([STEPS, WEIGHTS], "tiny-steps=9-trainable=HASH", "tiny-steps=9-trainable=['blocks.*']"),
+        (["--init_from=a b/c.ckpt"], "tiny-init_from=HASH", "tiny-init_from=a b/c.ckpt"),
+        ([STEPS, f"--init_from={'x' * 99}"], "tiny-HASH", f"tiny-steps=9-init_from={'x' * 99}"),
+    ],
+    ids=len,
+)
+def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title: str, tmp_path: Path) -> None:
+    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--runs", str(tmp_path)]
+    options = make_parser().parse_args(words)
+    request = parse_request(options, overrides)
+    assert re.fullmatch(re.escape(f"table2-backcopy_{name}").replace("HASH", "[0-9a-f]{6}"), request.grid)
+    assert request.base_title == f"backcopy_{title}"
+    assert parse_request(options, overrides[::-1]) == request
+    former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base)}"
+    former.mkdir()
+    if overrides:
+        assert parse_request(options, overrides).grid == former.name, "a folder of a former version is found as it lies"
+    (tmp_path / request.grid).mkdir(exist_ok=True)
+    assert parse_request(options, overrides).grid == request.grid
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
@@ -306,11 +338,13 @@ def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
         load_ablation(path)
 
 
-def test_a_baseline_that_is_not_run_has_the_seeds_that_are() -> None:
-    """Only the requested seeds: other cells would stay missing."""
-    grid = make_grid(make_parser().parse_args(["ablate", "run", "table2", "--rows", "softmax", "--seeds", "0,1"]), [])
-    assert {cell.variant for cell in grid.cells} == {"softmax"}
-    assert {row.variant: row.seeds for row in grid.plan.rows} == {"softmax": (0, 1), "lazy": (0, 1)}
+def test_only_the_rows_that_are_named_are_run_and_one_of_them_may_be_the_baseline() -> None:
+    words = ["ablate", "run", "table2", "--rows", "softmax,lazy T5", "--seeds", "0,1"]
+    for more, baseline in (([], "lazy"), (["--baseline", "softmax"], "softmax")):
+        grid = make_grid(make_parser().parse_args([*words, *more]), [])
+        rows = {"softmax": (0, 1), "lazy T5": (0, 1)}
+        assert ({row.variant: row.seeds for row in grid.plan.rows}, grid.plan.baseline) == (rows, baseline)
+        assert {cell.variant for cell in grid.cells} == rows.keys()
 
 
 PARTS = ("a", "..", ".", "", "..b", "é", "a b", "a:b", "a,b", "a%b", "a\n", "\ud800", "\x1b[1m", "c" * 250, "c" * 249)

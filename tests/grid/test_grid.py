@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from chaos import POINTS, Soak, check, count_kills, run_killed
-from instant import INTERRUPTED, STEPS, Lab, hold, make_lab, read_pid, stop_while, wait_until
+from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, stop_while, wait_until
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid import worker
@@ -23,6 +23,9 @@ from lit_lazy.grid.cells import MOST_DEATHS, Holder
 from lit_lazy.grid.job import Ending, Job, is_over
 from lit_lazy.grid.plan import ASIDE, read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
+from lit_lazy.grid.runs_folder import RunsEntry
+from lit_lazy.grid.status import print_status
+from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.run_folder import read_failure
@@ -84,6 +87,22 @@ def test_commands_with_other_rows_and_seeds_make_one_table(lab: Lab, tmp_path: P
     assert [(row.variant, row.n) for row in read_grid(lab.folder).build_table().rows] == [("softmax", 2), ("lazy", 2)]
 
 
+def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:
+    alone = make_lab(tmp_path, lab.training, "--rows", "lazy")
+    alone.run()
+    grid, (console, shown) = read_grid(alone.folder), make_console()
+    table = grid.build_table()
+    assert table.count_cells() == RunsEntry(alone.folder.name, alone.folder, tracked=False).progress == (2, 2)
+    print_status(grid, console)
+    assert shown.getvalue() == f"{alone.folder.name}: 2/2 cells complete\n"
+    assert [*draw_table_figures(table)] == ["loss_against_sparsity"]
+    (warning,) = table.warnings
+    assert warning.startswith("No differences: the baseline, softmax, is not among the rows; ")
+    make_lab(tmp_path, lab.training, "--rows", "softmax").run()
+    table = read_grid(alone.folder).build_table()
+    assert (table.baseline, table.warnings, table.count_cells()) == ("softmax", (), (4, 4))
+
+
 def test_a_failed_cell_is_tried_again_by_the_next_command(lab: Lab, tmp_path: Path) -> None:
     """And by the same one as often as it is asked to."""
     tries = tmp_path / "tries"
@@ -115,7 +134,7 @@ def test_a_cell_that_diverged_is_not_retried_at_once(lab: Lab) -> None:
     said = lab.run(status=1, retry_failed=5)
     assert "2/4 cells done, 0 running, 2 failed" in said
     assert "retry" not in said
-    assert "DivergedError: training loss is nan" in (lab.folder / "table.md").read_text()
+    assert "DivergedError: training loss is nan" in (lab.folder / "details.md").read_text()
 
 
 def die_at(step: int) -> object:

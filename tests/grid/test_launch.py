@@ -43,7 +43,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     rows = {row.variant: row for row in read_table(runs / ID / "table.json").rows}
     assert rows["softmax"].n == rows["lazy"].n == 2
     assert (rows["wild"].n, rows["wild"].status) == (0, "failed")
-    assert "DivergedError: training loss is" in (runs / ID / "table.md").read_text()
+    assert "DivergedError: training loss is" in (runs / ID / "details.md").read_text()
     done = {
         cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
     }
@@ -68,7 +68,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     written = (runs / ID / "table.md").read_text()
     (runs / ID / "table.md").unlink()
     assert main(["ablate", "table", ID, "--runs", str(runs)]) == 0
-    assert capsys.readouterr().out.strip().startswith("pair\n\nNo row learned the task.")
+    assert capsys.readouterr().out.strip().startswith(f"pair on {ID.removeprefix('pair-')}\n\nNo row learned the task.")
     assert (runs / ID / "table.md").read_text() == written
 
 
@@ -94,7 +94,7 @@ def check_mlflow(runs: Path) -> None:
     parents = [run for run in found if run.data.tags["kind"] == "ablation"]
     children = [run for run in found if run.data.tags["kind"] == "cell"]
     assert len(parents) == 1
-    assert {"table.md", "table.csv", "table.tex", "table.json", "table.html", "config.yaml"} <= {
+    assert {"table.md", "details.md", "table.csv", "table.tex", "table.json", "table.html", "config.yaml"} <= {
         artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)
     }
     assert len(children) == 5

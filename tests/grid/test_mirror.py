@@ -23,6 +23,7 @@ from lit_lazy.grid import mirror as mirror_module
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.grid.plan import ASIDE, GRID_ID
 from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.table.render import FILES
 from lit_lazy.tracking.artifacts import open_artifacts
 from lit_lazy.tracking.metric_records import read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
@@ -128,7 +129,7 @@ def test_runs_are_what_the_folders_hold(copied: Path) -> None:
         assert (artifacts / DIAGNOSTICS).read_bytes() == (folder / DIAGNOSTICS).read_bytes()
     assert parent.info.status == "FAILED"
     artifacts = copied / "mlartifacts" / ID / parent.info.run_id / "artifacts"
-    for name in ("table.md", "table.csv", "table.tex", "table.json", "table.html", "report.html", "plan.json"):
+    for name in (*FILES, "report.html", "plan.json"):
         assert (artifacts / name).read_bytes() == (copied / ID / name).read_bytes()
     assert "backcopy" in (artifacts / "config.yaml").read_text().lower()
 

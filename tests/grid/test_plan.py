@@ -2,13 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
+from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, describe_larger, make_yardstick
+from lit_lazy.support.named_files import list_available
 from lit_lazy.table.build import build_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
@@ -64,6 +66,38 @@ def test_a_change_of_the_declaration_that_was_undone_counts_no_more() -> None:
     assert (kept.declaration.changed, kept.declaration.commit, kept.declaration.seen) == (True, "", True)
     undone = replace(first, declaration=replace(declared, commit="new")).merge(kept, ["softmax", "lazy"], str)
     assert undone.declaration == first.declaration
+
+
+def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
+    folder, base = Path("runs/pair-backcopy_tiny-init_from=0a1b2c"), "backcopy_tiny-init_from=a\x1b/b.ckpt"
+    grid = GridFolder(folder, replace(PLAN, base=base))
+    assert grid.title == rf"{folder.name} (backcopy_tiny-init_from=a\x1b/b.ckpt)"
+    aside = GridFolder(Path("runs/pair-backcopy_tiny.until-20260101-000000"), PLAN)
+    assert aside.title == aside.path.name
+
+
+def test_a_table_has_the_rows_and_seeds_that_were_asked_for_and_no_baseline_without_them() -> None:
+    """Older plans name the baseline without cells, which the table showed as missing beside a complete grid."""
+    softmax = replace(PLAN, keys={"softmax": {"0": "a"}})
+    spec = softmax.make_table_spec([], [])
+    assert ([*spec.rows], spec.baseline, spec.contrasts) == ([PLAN.rows[1]], "", ())
+    assert spec.warnings == [
+        "No differences: the baseline, lazy, is not among the rows; run it too, or name another by --baseline."
+    ]
+    both = replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}).make_table_spec([], [])
+    assert ([row.seeds for row in both.rows], both.baseline, both.warnings) == ([(1,), (0,)], "lazy", [])
+    assert build_table(spec, []).compared == []
+
+
+def test_a_tiny_experiment_names_the_one_that_shows_something_and_its_time() -> None:
+    assert describe_larger("backcopy_tiny-steps=9") == describe_larger("backcopy_tiny")
+    spec = replace(PLAN, facts={"optimum_nats": 1.0, "chance_nats": 2.0}).make_table_spec([], [])
+    assert spec.yardstick is not None
+    assert spec.yardstick.remedy.startswith("--base backcopy_small shows more: Bigram-Backcopy in two seconds a ")
+    tiny = {name: describe_larger(name) for name in list_available("experiments")}
+    told = {name for name, text in tiny.items() if " a training" in text}
+    assert told == {name for name in tiny if name.endswith("_tiny")} - {"frontier_tiny"}, "which has several sizes"
+    assert {*map(describe_larger, ("mine", "mine_tiny", "backcopy"))} == {""}
 
 
 def test_it_survives_json() -> None:

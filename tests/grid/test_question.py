@@ -29,7 +29,7 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
-from lit_lazy.table.render import render_markdown
+from lit_lazy.table.render import DETAILS, render_markdown
 from lit_lazy.table.stored import parse_table, read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -123,7 +123,7 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     times = [json.loads(path.read_text())["timings"] for path in cells]
     assert table.seconds == round(sum(time["train_seconds"] + time["evaluate_seconds"] for time in times)) > 0
     assert f"Training and evaluation: {format_duration(table.seconds)}." in printed
-    written = (runs / "q_mine-backcopy_tiny" / "table.md").read_text()
+    written = (runs / "q_mine-backcopy_tiny" / DETAILS).read_text()
     assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in written
 
 

@@ -28,7 +28,7 @@ from lit_lazy.grid.plan import read_grid
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.report.publish import draw_report
-from lit_lazy.table.render import render_html_parts, render_markdown
+from lit_lazy.table.render import DETAILS, FILES, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking import serve
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.links import find_experiment_links
@@ -63,8 +63,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 def remove_pages(grid: Path) -> None:
     """Remove what is made of the cells of a grid."""
-    for path in [*grid.glob("table.*"), *grid.glob("*.png"), *grid.glob("*.svg"), *grid.glob(REPORT)]:
-        path.unlink()
+    for path in [grid / REPORT, *(grid / name for name in FILES), *grid.glob("*.png"), *grid.glob("*.svg")]:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -409,7 +409,7 @@ class TestFromPython:
     def test_cells_are_those_of_the_folder(self, store: Path) -> None:
         found, grid = results(ID, runs=store), read_grid(store / ID)
         assert found.table == grid.build_table()
-        assert str(found) == found._repr_markdown_() == render_markdown(found.table)
+        assert str(found) == found._repr_markdown_() == render_brief(found.table)
         assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
         cells = found.cells.set_index(["variant", "seed"])
         assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
@@ -529,8 +529,8 @@ def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path)
         hidden.rename(store)
     assert [(status, errors) for status, _, errors in found] == 4 * [(0, "")]
     assert "4 of 4 cells complete" in (tmp_path / "report.html").read_text()
-    assert found[1][1].startswith("duo\n\nNo row learned the task.")
-    assert (tmp_path / "table" / "table.md").read_text().strip() == table.strip()
+    assert found[1][1].startswith("duo on backcopy_tiny\n\nNo row learned the task.")
+    assert (tmp_path / "table" / DETAILS).read_text().strip() == table.strip()
     assert (tmp_path / "table" / "effects.png").stat().st_size
     assert f"{ID}: 4/4 cells complete" in found[2][1]
     assert "q_window_2" in found[3][1]

@@ -33,8 +33,9 @@ def compare(first: Table, second: Table, *columns: str):
 FIRST, SECOND = {0: 1.0, 1: 1.5, 2: 2.5, 3: 2.0}, {0: 0.75, 1: 1.5, 2: 1.75, 3: 1.75}
 
 
-def test_equal_seeds_of_one_experiment_are_pairs() -> None:
-    found = compare(make_table({"lazy": FIRST}), make_table({"lazy": SECOND}, base="tiny-0a1b2c"))
+@pytest.mark.parametrize("base", ["tiny", "tiny-0a1b2c", "tiny-steps=9-normaliser.tau_init=0.5"])
+def test_equal_seeds_of_one_experiment_are_pairs(base: str) -> None:
+    found = compare(make_table({"lazy": FIRST}), make_table({"lazy": SECOND}, base=base))
     (row,) = found.columns["loss"]
     paired = stats.ttest_rel(list(SECOND.values()), list(FIRST.values())).confidence_interval()
     assert row.paired

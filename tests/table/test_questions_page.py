@@ -156,6 +156,8 @@ def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.
     for link, said in (
         (f'{folder}/table.md "lasy: loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
         (f'{folder}/table.md "lazy: Δ los"', "q_text_2: the table has no 'los'; it has validation loss, "),
+        (f'{folder}/table.md "lazy: mass"', "q_text_2: table.md does not show 'mass'; link its table.json"),
+        (f'{folder}/table.md "lazy: Δ sparsity"', "q_text_2: table.md does not show 'Δ sparsity'; link its table.json"),
         (f'{tmp_path}/none/table.md "lazy: loss"', "none/table.json': is no table.json"),
     ):
         page.write_text(f"[0.1]({link})\n")

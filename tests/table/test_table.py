@@ -28,8 +28,13 @@ from lit_lazy.table.comparison import compare_tables, format_comparison
 from lit_lazy.table.finding_text import describe_findings, describe_unlearned
 from lit_lazy.table.records import Column, Contrast, Measure, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.render import (
+    DETAILS,
+    FILES,
+    MOST_COLUMNS,
+    choose_columns,
     format_effect,
     is_saved,
+    render_brief,
     render_html,
     render_html_parts,
     render_latex,
@@ -44,7 +49,7 @@ from lit_lazy.table.stored import parse_table, read_table
 PAGES = Path(__file__).parent / "pages"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 STORED = RESULTS / "q_window_2-stdlib_small" / "table.json"
-SHA, WHOLE = "3f9c2ab", Path("table.md")
+SHA, WHOLE = "3f9c2ab", Path(DETAILS)
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
 PLOTTED = replace(LOSS, plotted=True)
@@ -174,11 +179,12 @@ anything = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 def make_pages() -> dict[str, str]:
     return {
         "kinds.markdown": render_markdown(make_kinds()),
+        "kinds.brief": render_brief(make_kinds()),
         "kinds.txt": render_summary(make_kinds(), WHOLE),
     }
 
 
-@pytest.mark.parametrize("name", ["kinds.markdown", "kinds.txt"])
+@pytest.mark.parametrize("name", ["kinds.markdown", "kinds.brief", "kinds.txt"])
 def test_pages_of_every_kind_of_cell(name: str) -> None:
     assert make_pages()[name] == (PAGES / name).read_text()
 
@@ -339,6 +345,22 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test() -> 
     assert describe_findings(of_values(plotted, seeds=4, lazy=(*still, 0.0), a=(*full, None))) == nothing
 
 
+def test_a_share_at_one_seed_is_told_as_one_and_a_loss_is_not() -> None:
+    """That softmax has a sink and Lazy Attention none is seen at once; that a loss is lower may be the seed."""
+    cells = [
+        Observation(name, 0, "complete", {"loss/excess": loss, "share": share, "sink": share})
+        for name, loss, share in (("lazy", 0.01, 0.0), ("softmax", 0.02, 0.4), ("twin", 0.03, 0.0), ("dead", 0.6, 0.9))
+    ]
+    infos, columns = rows("lazy", "softmax", "twin", "dead", seeds=(0,)), (EXCESS, replace(SHARE, plotted=True), SINK)
+    found = table(infos, cells, *columns, primary=("loss/excess",), yardstick=YARDSTICK)
+    assert describe_findings(found)[1:] == [
+        "Excess loss against lazy: no test: it needs 3 seeds that a row shares with the baseline, here at most 1.",
+        "Share (n = 1): lazy has 0.0 % at one seed, so there is neither interval nor test; above it at one seed: "
+        "softmax (40.0).",
+    ]
+    assert len(describe_findings(replace(found, baseline="dead"))) == 2, "nothing is compared with what did not learn"
+
+
 def test_rows_that_are_one_training_are_named_as_such() -> None:
     """Whatever the reason, such as a setting that has no effect: a tie alone could be chance."""
     losses = {"lazy": (0.5, 0.25), "twin": (0.5, 0.25), "near": (0.5, 0.25 + 2**-54), "third": (None, 0.25)}
@@ -368,6 +390,10 @@ def test_how_many_rows_did_not_learn() -> None:
     assert "learn" not in render_markdown(none) + none.to_csv()
     said, *rest = describe_findings(make_learned(Yardstick("loss/excess", 0.001, {"optimum": 0.0})))
     assert said == "No row learned the task. Only the losses say anything."
+    remedied = make_learned(Yardstick("loss/excess", 0.001, {"optimum": 0.0}, "--base larger shows more."))
+    assert render_brief(remedied).splitlines()[2] == f"{said} --base larger shows more."
+    assert parse_table(json.dumps(remedied.to_json()), "it") == remedied
+    assert "remedy" not in make_learned().to_json()["yardstick"]
     assert [sentence.partition(" ")[0] for sentence in rest] == ["Excess"], "nothing is left to say of the sink"
     losses = {"lazy": [0.1, 0.1]} | {f"dead {index}": [0.5, 0.5] for index in range(20)}
     many = replace(of_values(EXCESS, **losses, seeds=2), yardstick=YARDSTICK)
@@ -496,6 +522,39 @@ def test_markdown_is_rectangular_aligned_and_shows_every_row_and_column_in_order
         assert headings == ["Source", "backend", "n", *(column.heading for column in found.columns)]
 
 
+@anything
+def test_the_page_that_a_person_reads_is_one_table(make: Callable[[], Table]) -> None:
+    found = make()
+    text, whole = render_brief(found), render_markdown(found)
+    (grid,) = markdown_grids(text)
+    assert [line[0] for line in grid[2:]] == [line[0] for line in markdown_grids(whole)[0][2:]], "every row"
+    (shown, compared), headings = choose_columns(found), [h for h in grid[0][1:] if h not in ("State", "n")]
+    assert len(headings) == len(shown) + len(compared) <= MOST_COLUMNS
+    assert [heading for heading in headings if "Δ" in heading] == [f"Δ to {found.baseline}"] * len(compared)
+    assert shown[0].key == (found.primary or shown[0].key)
+    *others, _, caveats = text.split("\n\n")
+    assert caveats.count("\n") == 1, "one line"
+    assert all(block in whole for block in others), "details.md has all"
+
+
+def test_a_page_without_anything_to_compare_shows_no_differences() -> None:
+    for found in (of_values(PLOTTED, lazy=(1.0, 1.1, 1.2)), table(rows("lazy", "b"), observe(b=(1.0, 1.1)), PLOTTED)):
+        assert "Δ" not in render_brief(found) + render_summary(found, WHOLE)
+        assert "differs from" not in render_brief(found)
+    assert "One seed a row: no interval, no test." in render_brief(of_values(PLOTTED, lazy=(1.0,), b=(2.0,), seeds=1))
+
+
+def test_a_table_without_its_baseline_compares_nothing() -> None:
+    found = table(
+        rows("a", "b"), observe(a=(1.0, 1.1, 1.3), b=(2.0, 2.1, 2.2)), PLOTTED, primary=("loss",), baseline=""
+    )
+    assert (found.compared, describe_findings(found)) == ([], [])
+    assert parse_table(json.dumps(found.to_json()), "it") == found
+    for text in (render_brief(found), render_markdown(found), render_summary(found, WHOLE), render_html(found)):
+        assert "1.133 ±0.379" in text
+        assert not re.search("Δ|Baseline|Differences|Exploratory|separate|Detectable", text.partition("± 95")[0])
+
+
 def test_markdown_escapes_what_would_open_markup() -> None:
     text = render_markdown(make_hostile())
     assert r"a\|b_c 50% &amp;lt; &lt;b>x&lt;/b>" in text
@@ -562,7 +621,8 @@ def test_a_report_shows_the_columns_that_are_drawn_and_folds_the_others() -> Non
         return [(names, there) for names, there in heads if not (names[1] or "").startswith("Δ")]
 
     whole = ["Variant", "Source", "n", "loss (nats) ↓", "sparsity (%)"]
-    assert heads_of(LOSS, SPARSITY, primary=("loss",)) == [(["Variant", "n", "loss (nats) ↓"], False), (whole, True)]
+    few = ["Variant", "n", "loss (nats) ↓", "Δ to lazy"]
+    assert heads_of(LOSS, SPARSITY, primary=("loss",)) == [(few, False), (whole, True)]
     assert heads_of(LOSS, SPARSITY) == [(whole, False)], "nothing says which are the few"
     assert heads_of(LOSS, primary=("loss",)) == [(whole[:-1], False)], "all are few"
 
@@ -580,8 +640,8 @@ def test_a_command_prints_the_first_rows_and_where_the_others_are() -> None:
     names = [f"row {index}" for index in range(2000)]
     found = of_values(EXCESS, **{name: [0.5] for name in ("lazy", *names)}, seeds=2)
     text = render_text(found, WHOLE)
-    assert "1,941 more rows are in table.md." in text
-    assert "1,941 more lines are in table.md." in text, "cells without a result"
+    assert "1,941 more rows are in details.md." in text
+    assert "1,941 more lines are in details.md." in text, "cells without a result"
     assert "\nrow 58 " in text
     assert "\nrow 60 " not in text
     assert text.count("\n") < 250
@@ -597,17 +657,17 @@ def test_a_summary_explains_p_where_it_shows_one(seeds: int) -> None:
     assert ("p=" in text, "p is adjusted" in text) == (seeds > 1, seeds > 1)
 
 
-@pytest.mark.parametrize("ending", ["md", "csv", "tex", "json", "html"])
-def test_a_damaged_or_lost_file_is_not_saved(ending: str, tmp_path: Path) -> None:
-    save(make_learned(), stem := tmp_path / "table")
-    assert is_saved(make_learned(), stem)
-    file = stem.with_suffix(f".{ending}")
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_or_lost_file_is_not_saved(name: str, tmp_path: Path) -> None:
+    save(make_learned(), tmp_path)
+    assert is_saved(make_learned(), tmp_path)
+    file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert not is_saved(make_learned(), stem)
+    assert not is_saved(make_learned(), tmp_path)
     file.unlink()
-    assert not is_saved(make_learned(), stem)
+    assert not is_saved(make_learned(), tmp_path)
     file.mkdir()
-    assert not is_saved(make_learned(), stem)
+    assert not is_saved(make_learned(), tmp_path)
 
 
 # Files of others

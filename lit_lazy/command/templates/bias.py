@@ -9,7 +9,7 @@ import torch
 
 from lit_lazy.attention import Bias, BiasTerms, Elastic
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.config import RunConfig, experiment, replace_at
+from lit_lazy.config import RunConfig, experiment
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ class MyBiasModule(BiasModule):
 def config() -> RunConfig:
     # The experiment to train it in, with further changes by dotted path; this one takes seconds and says nothing.
     changes = {"model.attention.normaliser": Elastic(), "model.attention.bias": MyBias()}
-    return replace_at(experiment("backcopy_tiny"), changes)
+    return experiment("backcopy_tiny", changes)

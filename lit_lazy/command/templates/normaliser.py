@@ -4,7 +4,7 @@
 """
 
 from lit_lazy.attention import Normaliser, NormaliserModule
-from lit_lazy.config import experiment, replace_at
+from lit_lazy.config import experiment
 
 
 class MyNormaliser(Normaliser):
@@ -28,4 +28,4 @@ class MyNormaliserModule(NormaliserModule):
 
 def config():
     # The experiment to train it in, with further changes by dotted path; this one takes seconds.
-    return replace_at(experiment("backcopy_small"), {"model.attention.normaliser": MyNormaliser()})
+    return experiment("backcopy_small", {"model.attention.normaliser": MyNormaliser()})

@@ -17,13 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
 from transformers import AutoTokenizer
 
-from lit_lazy.attention import Elastic, LearnedBias, Sparsemax
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder
+from lit_lazy.model.export.folder import collect_code
 from lit_lazy.model.generation import generate
 from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
@@ -38,7 +39,7 @@ LAZY = {
 }
 NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
 BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
-MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_lit_lazy.py"}
+MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", *collect_code(NUMBERS.model)}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
 
@@ -178,7 +179,9 @@ def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.Cap
     (place / "full").mkdir()
     (place / "full" / "mine.txt").write_text("mine")
     (place / "file").write_text("mine")
-    entmax = save(tmp_path / "entmax.ckpt", replace_at(NUMBERS, {"model.attention.normaliser": Sparsemax()}))
+    retnet = save(
+        tmp_path / "retnet.ckpt", replace_at(NUMBERS, {"model.attention": AttentionSpec(), "model.mixer": RetNet()})
+    )
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
     (tmp_path / RESULT).write_text("{")
     for words, named in (
@@ -187,7 +190,7 @@ def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(trained), "file"], "argument OUT: 'file': is a file, must be a folder"),
         ([str(trained), "/proc/out"], "OUT '/proc/out': nothing can be written there"),
         (["none.ckpt", "out"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
-        ([entmax, "out"], "model.attention.normaliser=Sparsemax: not supported by the exported modelling file"),
+        ([retnet, "out"], "model.mixer=RetNet: the exported modelling file supports only attention"),
         ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
     ):
         assert named in expect_refusal(["export", *words], capsys)

@@ -85,7 +85,8 @@ class _Attention(Attention):
         if call.key_mask is None or self.normaliser.relative:
             return self._attend(call)
         out = torch.zeros_like(call.q)
-        weights = out.new_zeros(*call.q.shape[:3], call.k.shape[2], dtype=torch.float32) if call.with_stats else None
+        wide = torch.promote_types(out.dtype, torch.float32)
+        weights = out.new_zeros(*out.shape[:3], call.k.shape[2], dtype=wide) if call.with_stats else None
         for text, seen in enumerate(call.key_mask):
             rows, one = seen[-call.q.shape[2] :], slice(text, text + 1)
             if rows.any():
@@ -93,7 +94,7 @@ class _Attention(Attention):
                 cut = call._replace(q=q, k=k, v=v, x=call.x[one, rows], key_mask=None)  # type: ignore[index]
                 out[one, :, rows], w = self._attend(cut)
                 if weights is not None:
-                    weights[text][:, rows.nonzero(), seen.nonzero()[:, 0]] = w[0].to(weights.dtype)
+                    weights[text][:, rows.nonzero(), seen.nonzero()[:, 0]] = w[0]
         return out, weights
 
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Any]:

@@ -38,7 +38,8 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     with create_folder_atomically(options.out.absolute()) as scratch:
         write(scratch, module.model, text, tokenizer, prompts.special)
     note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
-    print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{note}")
+    names = sorted(file.name for file in options.out.iterdir() if file.suffix != ".py")
+    print(f"{options.out}: {', '.join(names)} and Python files{note}")
     return 0
 
 

@@ -466,7 +466,7 @@ def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
     fire = load(exported(build(attention=AttentionSpec(Elastic(), Fire())), tmp_path / "fire"))
     learned = load(exported(build(position=LearnedAbsolute()), tmp_path / "learned"))
     for model, named in (
-        (fire, "Fire.length=None: cannot serve 25 keys"),
+        (fire, "Fire.length=24: cannot serve 25 keys"),
         (learned, "25 positions requested, 24 learned"),
     ):
         with pytest.raises(ValueError, match=named):

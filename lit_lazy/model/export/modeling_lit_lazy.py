@@ -221,7 +221,11 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (counted.cumsum(-1) - 1).clamp(min=0)[:, past:].long()
         self.position.embed(x[:1, :1], int(position_ids.max()))  # says that a text is too long, if it is
         x = self.position.embed(x, 0, position_ids)
-        rotate = self.position.rotation(length, 0, position_ids)
+        turn = self.position.rotation(length, 0, position_ids)
+
+        def rotate(heads: Tensor) -> Tensor:  # of blocks that may be on other devices
+            return turn(heads.to(position_ids.device)).to(heads.device)
+
         inputs = PassInputs(rotate, None, bool(with_weights), mask, boundaries)
         hidden, attentions = [x], []
         for layer, block in enumerate(self.blocks):

@@ -98,7 +98,7 @@ class _Sources:
     def need_class(self, cls: type) -> _File:
         """Need a class of a model's parts; returns its file."""
         file = self._find(None, cls.__module__.split(".")) or self.open(*locate(cls), "custom_")
-        if cls.__name__ not in file.definitions:
+        if cls.__qualname__ not in file.definitions:
             raise ValueError(f"{cls.__qualname__}: must be defined at the top level of {file.path.name}")
         self._need(file, cls.__name__)
         return file
@@ -197,7 +197,8 @@ class _Sources:
         """A statement, with what is above it."""
         first = _find_start(file, statement)
         lines = file.lines[first : statement.end_lineno]
-        for node in reversed([*dict.fromkeys(node for node, _ in _iter_imports(statement))]):
+        inner = {node.lineno: node for node, _ in _iter_imports(statement)}
+        for node in (inner[line] for line in sorted(inner, reverse=True)):
             if any(self._resolve(file, node, alias) for alias in node.names):
                 start, end = node.lineno - 1 - first, node.end_lineno - 1 - first  # type: ignore[operator]
                 written = "; ".join(self._write_imports(file, node, node.names).splitlines()).encode()

@@ -121,17 +121,21 @@ class Attention(MixerModule):
         q, (k, values) = rotate(q), (rotate(k), v) if cache is None else cache.extend(k, v, rotate)
         call = self._make_call(q, k, values)._replace(with_stats=inputs.with_stats, key_mask=inputs.key_mask, x=x)
         if inputs.cu_seqlens is None:
-            out, stats = self.normaliser(call)
+            out, stats = self.attend(call)
         else:
             out, stats = self._attend_documents(call._replace(cu_seqlens=inputs.cu_seqlens))
         return self.out(self.gate(out, x, v).transpose(1, 2).flatten(2)), stats
+
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """The heads' outputs before the gate; an exported model computes them without this project's kernels."""
+        return self.normaliser(call)
 
     def _attend_documents(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """Attend to the sequences concatenated into one, as the kernels take documents."""
         batch = call.q.shape[0]
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (call.q, call.k, call.v))
         x = None if call.x is None else call.x.flatten(0, 1)[None]
-        out, stats = self.normaliser(call._replace(q=q, k=k, v=v, x=x))
+        out, stats = self.attend(call._replace(q=q, k=k, v=v, x=x))
 
         def split(x: Tensor) -> Tensor:  # [1, H, B * L, ...] -> [B, H, L, ...]
             return x[0].unflatten(1, (batch, -1)).transpose(0, 1)

@@ -22,7 +22,7 @@ def add_to(commands: Commands) -> None:
 
 
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.model.export.folder import check, write
+    from lit_lazy.model.export.folder import collect_code, write
     from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
     from lit_lazy.training import checkpoints
 
@@ -30,7 +30,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"OUT {str(options.out)!r}: is a folder that is not empty; name another")
     module = checkpoints.load(options.checkpoint)
-    check(module.cfg.model)
+    collect_code(module.cfg.model)
     prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
     tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
     text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
@@ -38,7 +38,8 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     with create_folder_atomically(options.out.absolute()) as scratch:
         write(scratch, module.model, text, tokenizer, prompts.special)
     note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
-    print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{note}")
+    names = sorted(file.name for file in options.out.iterdir() if file.suffix != ".py")
+    print(f"{options.out}: {', '.join(names)} and Python files{note}")
     return 0
 
 
@@ -92,8 +93,8 @@ tags:
 # A language model with {type(attention.normaliser).__name__} attention
 
 Exported from lit-lazy, a laboratory for Lazy Attention ([arXiv 2601.00919](https://arxiv.org/abs/2601.00919)). The
-modelling file next to this one needs only torch and transformers; if flash_lazy is installed, it computes softmax and
-Lazy Attention. tau and biases stay float32 in every dtype.
+Python files next to this one need only torch and transformers; if flash_lazy is installed, it computes softmax and Lazy
+Attention. tau and biases stay float32 in every dtype.
 
 | | |
 |---|---|

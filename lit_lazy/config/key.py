@@ -185,13 +185,14 @@ def require_unedited_code(config: Any) -> None:
 
 def _find_user_classes(config: Any) -> list[type]:
     own = __name__.partition(".")[0]
-    return [cls for cls in _iter_classes(config) if cls.__module__.partition(".")[0] != own]
+    return [cls for cls in iter_classes(config) if cls.__module__.partition(".")[0] != own]
 
 
-def _iter_classes(config: Any) -> Iterator[type]:
+def iter_classes(config: Any) -> Iterator[type]:
+    """The classes of a config and of all its parts, at any depth."""
     yield type(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for part in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(part):
-                yield from _iter_classes(part)
+                yield from iter_classes(part)

@@ -33,7 +33,7 @@ def keep_files(path: Path, root: Path) -> None:
     A file that is known keeps its first content.
     """
     for file in find_local_files(path, root).values():
-        _imported.setdefault(file, _get_content(file))
+        _imported.setdefault(file, get_content(file))
 
 
 def forget_unimported() -> None:
@@ -79,7 +79,7 @@ def locate(cls: type) -> tuple[Path, Path]:
 def require_unedited(path: Path, root: Path) -> None:
     """Raise a one-line ValueError if the code of a file, or of one that it imports, changed since its import."""
     for file in find_local_files(path, root).values():
-        then = _get_content(file)
+        then = get_content(file)
         try:
             now = file.read_bytes()
             edited = now != then and ast.unparse(_parse(now)) != ast.unparse(_parse(then))
@@ -105,7 +105,7 @@ def find_local_files(path: Path, root: Path) -> dict[str, Path]:
 
 def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
     """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
-    for node in ast.walk(_parse(_get_content(path))):
+    for node in ast.walk(_parse(get_content(path))):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +124,7 @@ def _select_code(file: Path, left_out: tuple[str, ...]) -> str:
 
     Raises a one-line ValueError if a class is defined twice: the code is the same with either.
     """
-    body = _parse(_get_content(file)).body
+    body = _parse(get_content(file)).body
     classes = [node for node in body if isinstance(node, ast.ClassDef)]
     names = [node.name for node in classes]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -156,7 +156,7 @@ def _is_idle(node: ast.AST) -> bool:
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
-def _get_content(file: Path) -> bytes:
+def get_content(file: Path) -> bytes:
     """The content of a file at its import; that of now if it is not imported."""
     return _imported[file] if file in _imported else file.read_bytes()
 

@@ -15,15 +15,17 @@ from untrained import save
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_lazy.attention import Elastic, LearnedBias, Sparsemax
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
 from lit_lazy.command.main import main
+from lit_lazy.command.new import fill_template
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder
+from lit_lazy.model.export.folder import collect_code
 from lit_lazy.model.generation import generate
 from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
@@ -38,7 +40,7 @@ LAZY = {
 }
 NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
 BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
-MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_lit_lazy.py"}
+MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", *collect_code(NUMBERS.model)}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
 
@@ -66,7 +68,8 @@ def test_the_card_has_the_row_of_the_run_and_no_path(
     out = tmp_path / "new" / "out"
     exported(trained, out)
     printed = capsys.readouterr().out
-    assert printed == f"{out}: {', '.join(sorted(MODEL))}; without a tokenizer, since Backcopy has no text\n"
+    shown = ", ".join(sorted(name for name in MODEL if not name.endswith(".py")))
+    assert printed == f"{out}: {shown} and Python files; without a tokenizer, since Backcopy has no text\n"
     assert names(out) == MODEL
     assert {file.stat().st_mode for file in out.iterdir()} == {(out / "README.md").stat().st_mode}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -74,9 +77,9 @@ def test_the_card_has_the_row_of_the_run_and_no_path(
     text = (out / "README.md").read_text()
     first = text.splitlines().index(next(line for line in text.splitlines() if line.startswith("| excess loss")))
     titles, _, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[first:][:3])
-    shown = dict(zip(titles, values, strict=True))
-    assert shown["excess loss (nats)"] == f"{metrics['loss/excess']:.4f}"
-    assert shown["trigger accuracy (%)"] == f"{100 * metrics['accuracy/trigger']:.2f}"
+    row = dict(zip(titles, values, strict=True))
+    assert row["excess loss (nats)"] == f"{metrics['loss/excess']:.4f}"
+    assert row["trigger accuracy (%)"] == f"{100 * metrics['accuracy/trigger']:.2f}"
     assert "Elastic(renormalise=False, tau_init=1.0, threshold='per_query'" in text
     assert "6 steps of" in text
     assert str(tmp_path) not in text
@@ -113,6 +116,26 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(
         )
         assert str(tmp_path) not in "".join(
             (out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}
+        )
+
+
+def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    files = {kind: place / f"exported_{kind}.py" for kind in ("normaliser", "bias")}
+    for kind, file in files.items():
+        file.write_text(fill_template(kind, file.stem))
+    rule = load_experiment(files["normaliser"]).model.attention.normaliser
+    cfg = replace_at(load_experiment(files["bias"]), {"model.attention.normaliser": rule})
+    checkpoint = save(tmp_path / "own.ckpt", cfg)
+    imports = [word for file in files.values() for word in ("--import", str(file))]
+    assert main(["export", checkpoint, str(tmp_path / "out"), *imports]) == 0
+    assert {"custom_exported_normaliser.py", "custom_exported_bias.py"} <= names(tmp_path / "out")
+    tokens = torch.arange(12)[None]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert model.blocks[0].attention.bias.slope.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(tokens).logits, load(Path(checkpoint)).model.eval()(tokens), rtol=1e-4, atol=1e-4
         )
 
 
@@ -178,7 +201,9 @@ def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.Cap
     (place / "full").mkdir()
     (place / "full" / "mine.txt").write_text("mine")
     (place / "file").write_text("mine")
-    entmax = save(tmp_path / "entmax.ckpt", replace_at(NUMBERS, {"model.attention.normaliser": Sparsemax()}))
+    retnet = save(
+        tmp_path / "retnet.ckpt", replace_at(NUMBERS, {"model.attention": AttentionSpec(), "model.mixer": RetNet()})
+    )
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
     (tmp_path / RESULT).write_text("{")
     for words, named in (
@@ -187,7 +212,7 @@ def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(trained), "file"], "argument OUT: 'file': is a file, must be a folder"),
         ([str(trained), "/proc/out"], "OUT '/proc/out': nothing can be written there"),
         (["none.ckpt", "out"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
-        ([entmax, "out"], "model.attention.normaliser=Sparsemax: not supported by the exported modelling file"),
+        ([retnet, "out"], "model.mixer=RetNet: the exported modelling file supports only attention"),
         ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
     ):
         assert named in expect_refusal(["export", *words], capsys)

@@ -1,14 +1,18 @@
-"""Export: transformers' model returns our logits with cache and padding, for every supported part."""
+"""Export: transformers' model returns our logits with cache and padding, for every part, and for a user's."""
 
+import ast
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from torch_alone import link_packages, run_alone
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
 
@@ -20,9 +24,9 @@ from lit_lazy.attention import (
     AttentionSpec,
     Bias,
     Elastic,
-    Entmax15,
     Fire,
     Gate,
+    HeadNorm,
     KerpleLog,
     LearnedAbsolute,
     LearnedBias,
@@ -40,21 +44,30 @@ from lit_lazy.attention import (
     T5Bias,
     ValueGate,
 )
-from lit_lazy.attention.position import GivenFrequencies, LinearScaling, Llama3Scaling
-from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
+from lit_lazy.attention.position import DynamicScaling, GivenFrequencies, LinearScaling, Llama3Scaling, RopeScaling
+from lit_lazy.attention.rivals import ClippedSoftmax, Differential, Softpick, Thresholded, ThresholdedDifferential
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.config.user_files import load_module
 from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
-from lit_lazy.model.export.folder import CARRIED, check, write
+from lit_lazy.model.export.folder import collect_code, write
+from lit_lazy.model.export.sources import collect_sources
 from lit_lazy.model.generation import generate
+from lit_lazy.support.class_source import OWN
 
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)
 LAZY = AttentionSpec(Elastic(), LearnedBias(length=7, init_std=1.0))
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def list_shipped(base: type) -> list[type]:
+    found = find_leaf_classes(base)
+    return [found[name] for name in sorted(found) if found[name].__module__.startswith("lit_lazy.")]
+
 
 VARIANTS = {
     "lazy": {"attention": LAZY},
@@ -81,16 +94,21 @@ VARIANTS = {
         "position": Rope(scaling=GivenFrequencies((1.0, 0.3)), skip_layers=(1,)),
     },
     "linearly slowed rotation": {"attention": LAZY, "position": Rope(100.0, LinearScaling(3.0))},
+    "rotation slowed by the length": {"attention": LAZY, "position": Rope(100.0, DynamicScaling(2.0, 8))},
     "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},
+    "a norm of each head": {"attention": AttentionSpec(Sigmoid(), T5Bias(), window=4, gate=HeadNorm())},
     **{
-        type(rule).__name__: {"attention": AttentionSpec(rule, LearnedBias(init_std=0.5))}
+        f"{rule!r}": {"attention": AttentionSpec(rule, LearnedBias(init_std=0.5))}
         for rule in (
-            *(OffByOne(), SinkLogit(0.4), ClippedSoftmax(), ClippedSoftmax(2.0, "context"), Softpick(renormalise=True)),
-            *(Sigmoid(), SSMax(), Differential()),
+            *(SinkLogit(0.4), ClippedSoftmax(), ClippedSoftmax(2.0, "context"), Softpick(renormalise=True)),
+            *(SSMax(), Thresholded(0.3), ThresholdedDifferential(0.2)),
         )
     },
 }
-FUSED = {name for name in VARIANTS if type(VARIANTS[name]["attention"].normaliser) in (Softmax, Elastic)}
+TRIED = {type(changes["attention"].normaliser) for changes in VARIANTS.values() if "attention" in changes}
+OTHERS = [cls for cls in list_shipped(Normaliser) if cls not in TRIED]
+VARIANTS |= {cls.__name__: {"attention": AttentionSpec(cls(), LearnedBias(init_std=0.5))} for cls in OTHERS}
+FUSED = {name for name in VARIANTS if type(VARIANTS[name]["attention"].normaliser) in (Softmax, Elastic, Differential)}
 """Parts computed by flash_lazy if it is installed."""
 CASES = {f"{name}, torch alone": (changes, False) for name, changes in VARIANTS.items()} | {
     f"{name}, flash_lazy": (VARIANTS[name], True) for name in sorted(FUSED)
@@ -104,9 +122,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def build(**changes) -> DecoderLM:
     """A model whose parameters all differ from their initial values."""
     model = DecoderLM(dataclasses.replace(SMALL, **changes), VOCABULARY, CONTEXT, seed=1)
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-        parameter.data += (0.2 if "attention.normaliser" in name or ".bias." in name else 0.02) * noise
+    tensors = *model.named_parameters(), *((name, x) for name, x in model.named_buffers() if name.endswith("mean"))
+    for i, (name, x) in enumerate(tensors):
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(i))
+        x.data += (0.2 if "attention.normaliser" in name or ".bias." in name else 0.02) * noise
     return model.eval()
 
 
@@ -138,15 +157,20 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
     """With and without flash_lazy; tests/command/test_export_command.py uses a process where it is not installed."""
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    ours = build(**changes)
-    theirs = load(exported(ours, tmp_path / "out"))
-    assert (sys.modules[type(theirs).__module__].lazy_attention is not None) is kernels
+    check_logits(build(**changes), tmp_path / "out", kernels)
+
+
+def check_logits(ours: DecoderLM, folder: Path, kernels: bool) -> None:
+    theirs = load(exported(ours, folder))
+    assert (sys.modules[type(theirs).__module__].flash_lazy is not None) is kernels
     # Rounding of single precision products depends on the machine, so compare all else in double.
     torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), rtol=1e-4, atol=1e-4)
     ours, theirs = ours.double(), theirs.double()
     logits = ours(TOKENS)
     torch.testing.assert_close(theirs(TOKENS).logits, logits, **CLOSE)
     assert logits.std() > 0.1
+    if getattr(ours.position, "by_length", False):
+        return  # a cache and a padded batch have the rotation of the longest text, as in transformers
     # Incrementally, with a cache.
     cache, parts = None, []
     for part in TOKENS.split([5, 1, 6], 1):
@@ -159,6 +183,9 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
     real[1, :4] = 0
     padded = theirs(TOKENS.where(real > 0, 3), attention_mask=real).logits[1, 4:]
     torch.testing.assert_close(padded, ours(TOKENS[1:, 4:])[0], **CLOSE)
+    # With right padding.
+    padded = theirs(TOKENS, attention_mask=real.flip(1)).logits[1, :-4]
+    torch.testing.assert_close(padded, ours(TOKENS[1:, :-4])[0], **CLOSE)
     # Generated, with padding too.
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     prompts = [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()]
@@ -166,6 +193,187 @@ def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: py
         options["use_cache"] = use_cache
         found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
         assert found.tolist() == generate(ours, prompts, 6)
+
+
+RULE = """
+from dataclasses import dataclass
+
+import torch
+import shapes as forms
+from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
+from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention.gate import GateModule
+from lit_lazy.config import experiment
+from shapes import LIMIT as MOST
+
+ABSENT = experiment("none") if MOST < 0 else None
+RISE = {}
+RISE["late"] = 2.0  # what a rule reads may be filled later
+
+
+@dataclass(frozen=True)
+class Own(Normaliser):
+    power: float = 2.0
+
+    def build(self, shape):
+        return OwnModule(shape.n_heads, self.power)
+
+
+class OwnModule(NormaliserModule):
+    can_zero = True
+
+    def __init__(self, n_heads, power):
+        super().__init__()
+        self.power = power
+        self.shift = torch.nn.Parameter(torch.full((n_heads,), 0.1))
+        self.register_buffer("unit", torch.linspace(1, 2, n_heads), persistent=False)
+
+    def weights(self, scores, rows):
+        from shapes import bend
+
+        theta = (self.shift * self.unit)[:, None, None].to(scores.dtype) / rows.n
+        late = rows.position.clamp(max=MOST) / MOST * RISE["late"]
+        return bend((scores.softmax(-1) - theta).relu(), self.power) * (1 + late) * forms.scale()
+
+
+@dataclass(frozen=True)
+class OwnBias(Bias):
+    def build(self, n_heads, context_length):
+        return OwnBiasModule(n_heads)
+
+
+class OwnBiasModule(BiasModule):
+    def __init__(self, n_heads):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.ones(n_heads, 1))
+
+    def forward(self, n_keys):
+        return BiasTerms(table=-self.slope * torch.arange(n_keys, device=self.slope.device) ** 0.5)
+
+
+@dataclass(frozen=True)
+class OwnGate(Gate):
+    def build(self, shape):
+        return OwnGateModule(shape.d_model)
+
+
+class OwnGateModule(GateModule):
+    def __init__(self, d_model):
+        super().__init__()
+        self.linear = torch.nn.Linear(d_model, 1)
+
+    def forward(self, out, x, v):
+        return out * self.linear(x).sigmoid().unsqueeze(1)
+
+
+def config():
+    return experiment("backcopy_tiny")
+"""
+SHAPES = """
+import numpy
+
+LIMIT = 7
+
+
+def bend(x, power):
+    return x**power if power != 1 else x
+
+
+def scale() -> "numpy.ndarray":
+    return 3.0
+
+
+def unused():
+    return numpy.zeros(3)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A user's file, which imports the file next to it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "shapes", raising=False)
+    (tmp_path / "own-rule.py").write_text(RULE)
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    return load_module(tmp_path / "own-rule.py")
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_users_parts_are_exported_with_the_files_that_they_import(
+    own: ModuleType, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setitem(sys.modules, "flash_lazy", None)
+    spec = AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())
+    check_logits(build(attention=spec), tmp_path / "out", kernels)
+    custom = {path.name: path.read_text() for path in (tmp_path / "out").glob("custom_*")}
+    assert custom.keys() == {"custom_own_rule.py", "custom_shapes.py"}
+    assert not re.search("numpy|experiment|unused|ABSENT|config", "".join(custom.values()))
+    half = load(tmp_path / "out", dtype=torch.bfloat16)
+    rule = half.blocks[0].attention.normaliser
+    assert rule.shift.dtype == rule.unit.dtype == torch.float32
+    assert torch.equal(rule.unit, torch.linspace(1, 2, SMALL.n_heads))
+
+
+def test_a_folder_imports_nothing_of_ours() -> None:
+    """Except flash_lazy, where it is installed."""
+    classes = [cls for base in (Normaliser, Bias, Gate, Position, RopeScaling) for cls in list_shipped(base)]
+    for file, text in collect_sources(classes).items():
+        nodes = [*ast.walk(ast.parse(text))]
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        ours = {name for name in names if name.partition(".")[0] in OWN}
+        assert ours == ({"flash_lazy"} if file == "lit_lazy_stand_in.py" else set())
+
+
+BARE = """
+import importlib.util, os, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
+place = Path({place!r})
+tokens, real = torch.load(place / "inputs.pt")
+found = {{}}
+for folder in filter(Path.is_dir, place.iterdir()):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        start = model(tokens[:, :5])
+        rest = model(tokens[:, 5:], {cache}=start.{cache})
+        padded = [model(tokens, attention_mask=mask).logits for mask in (real, real.flip(1))]
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    generated = model.generate(tokens, attention_mask=real, **options)[:, tokens.shape[1]:].tolist()
+    found[folder.name] = torch.cat((start.logits, rest.logits), 1), *padded, generated
+torch.save(found, place / "found.pt")
+"""
+
+
+@pytest.mark.long
+def test_every_part_runs_in_a_process_without_this_project(
+    own: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "site").mkdir()
+    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
+    own_parts = {"attention": AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())}
+    models = {f"model{i}": build(**changes) for i, changes in enumerate([*VARIANTS.values(), own_parts])}
+    models = {name: model for name, model in models.items() if not getattr(model.position, "by_length", False)}
+    place = tmp_path / "models"
+    place.mkdir()
+    for name, model in models.items():
+        exported(model, place / name)
+    real = torch.ones_like(TOKENS)
+    real[1, :4] = 0
+    torch.save((TOKENS, real), place / "inputs.pt")
+    run_alone(BARE.format(place=str(place), cache=CACHE), site)
+    found = torch.load(place / "found.pt")
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    for name, ours in models.items():
+        whole, left, right, generated = found[name]
+        torch.testing.assert_close(whole, ours(TOKENS), **close)
+        torch.testing.assert_close(left[1, 4:], ours(TOKENS[1:, 4:])[0], **close)
+        torch.testing.assert_close(right[1, :-4], ours(TOKENS[1:, :-4])[0], **close)
+        assert generated == generate(ours, [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()], 6)
 
 
 @pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
@@ -202,16 +410,18 @@ def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> Non
 def test_saved_again_it_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> None:
     model = load(exported(build(attention=LAZY, tie_embeddings=tied), tmp_path / "out"))
     model.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "modeling_lit_lazy.py").read_text() == Path(modelling.__file__).read_text()
+    code = [{path.name: path.read_text() for path in (tmp_path / name).glob("*.py")} for name in ("out", "again")]
+    assert code[0] == code[1]
     again = load(tmp_path / "again")
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     assert (again.head.weight is again.embedding.weight) is tied
-    state = build(attention=LAZY, tie_embeddings=tied).state_dict()
+    ours = build(attention=LAZY, tie_embeddings=tied)
+    state = ours.state_dict() | dict(ours.named_buffers())
     assert all(torch.equal(x, state[name]) for name, x in again.state_dict().items())
     assert again.state_dict().keys() == state.keys()
 
 
-SMALL_PARTS = ("normaliser", "attention.bias")
+SMALL_PARTS = ("normaliser", "attention.bias", "position.frequency")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +430,8 @@ SMALL_PARTS = ("normaliser", "attention.bias")
         ("lazy", torch.bfloat16),
         ("lazy", torch.float16),
         ("constant, window", torch.bfloat16),
-        ("Differential", torch.half),
+        ("two maps, normed queries", torch.half),
+        ("softmax, ALiBi", torch.bfloat16),
     ],
 )
 def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -255,8 +466,8 @@ def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
     fire = load(exported(build(attention=AttentionSpec(Elastic(), Fire())), tmp_path / "fire"))
     learned = load(exported(build(position=LearnedAbsolute()), tmp_path / "learned"))
     for model, named in (
-        (fire, "FIRE supports 24 keys, and the text has 25"),
-        (learned, "24 positions are learned, and the text has 25"),
+        (fire, "Fire.length=24: cannot serve 25 keys"),
+        (learned, "25 positions requested, 24 learned"),
     ):
         with pytest.raises(ValueError, match=named):
             model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
@@ -274,68 +485,100 @@ def test_a_cache_has_the_name_of_any_version(name: str, tmp_path: Path) -> None:
     assert cache.get_seq_length() == LENGTH
 
 
-def test_keywords_without_effect_are_refused(tmp_path: Path) -> None:
+def test_contradictory_keywords_are_refused(tmp_path: Path) -> None:
     model = load(exported(build(), tmp_path / "out"))
     cache = transformers.DynamicCache()
     logits = model(TOKENS, output_attentions=False, output_hidden_states=None).logits
     assert torch.equal(model(TOKENS, return_dict=False)[0], logits)
-    for name in ("output_attentions", "output_hidden_states"):
-        with pytest.raises(ValueError, match=rf"{name}.*: not supported; leave them out"):
-            model(TOKENS, **{name: True})
+    with pytest.raises(ValueError, match=r"output_attentions: not supported with documents"):
+        model(TOKENS, position_ids=torch.arange(LENGTH)[None] % 5, output_attentions=True)
     with pytest.raises(ValueError, match=r"cache, past_key_values: .*; give one"):
         model(TOKENS, cache=cache, past_key_values=cache)
     with pytest.raises(TypeError, match="unexpected keyword argument 'kv_store'"):
         model(TOKENS, kv_store=cache)
 
 
-def test_the_parts_are_those_of_the_modelling_file() -> None:
-    assert {
-        "normaliser": list(modelling.RULES),
-        "bias": list(modelling.BIASES),
-        "gate": list(modelling.GATES),
-        "position": list(modelling.POSITIONS),
-        "scaling": list(modelling.SCALINGS),
-    } == CARRIED
-    ours = {
-        name: {kind for kind, cls in find_leaf_classes(base).items() if cls.__module__.startswith("lit_lazy.")}
-        for name, base in {"normaliser": Normaliser, "bias": Bias, "gate": Gate, "position": Position}.items()
+@pytest.mark.parametrize(
+    "name", ["lazy", "per token, learned positions", "constant, window", "AffineScaled", "two maps, normed queries"]
+)
+@pytest.mark.parametrize("implementation", [None, "eager"])
+def test_attentions_and_hidden_states_are_ours(name: str, implementation: str | None, tmp_path: Path) -> None:
+    ours = build(**VARIANTS[name])
+    model = load(exported(ours, tmp_path / "out"), attn_implementation=implementation).double()
+    ours = ours.double()
+    calls, streams = [], []
+    for block in ours.blocks:
+        block.attention.normaliser.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0]))
+        block.register_forward_hook(lambda *passed: streams.append(passed[2][0]))
+    logits = ours(TOKENS)
+    found = model(TOKENS, output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(found.logits, logits, **CLOSE)
+    expected = [
+        block.attention.normaliser.compute_weights(call).w for block, call in zip(ours.blocks, calls, strict=True)
+    ]
+    torch.testing.assert_close(found.attentions, tuple(expected), **CLOSE)
+    assert found.attentions[0].shape == (2, SMALL.n_heads, LENGTH, LENGTH)
+    assert not found.attentions[0].triu(1).any()
+    states = ours.embed(TOKENS), *streams[:-1], ours.norm(streams[-1])
+    torch.testing.assert_close(found.hidden_states, states, **CLOSE)
+    # Of a padded text, and of generated tokens.
+    seen = torch.ones_like(TOKENS)
+    seen[1, :4] = 0
+    padded = model(TOKENS, attention_mask=seen, output_attentions=True).attentions
+    alone = model(TOKENS[1:, 4:], output_attentions=True).attentions
+    for whole, cut in zip(padded, alone, strict=True):
+        torch.testing.assert_close(whole[1:, :, 4:, 4:], cut, **CLOSE)
+        assert not whole[1, :, :, :4].any()
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    steps = model.generate(TOKENS, output_attentions=True, **options).attentions
+    assert [step[0].shape[2:] for step in steps] == [(LENGTH, LENGTH), (1, LENGTH + 1)]
+
+
+def test_every_part_of_ours_is_tried() -> None:
+    specs = [changes.get("attention", AttentionSpec()) for changes in VARIANTS.values()]
+    positions = [changes.get("position", Rope()) for changes in VARIANTS.values()]
+    tried = {
+        Normaliser: [spec.normaliser for spec in specs],
+        Bias: [spec.bias for spec in specs],
+        Gate: [spec.gate for spec in specs],
+        Position: positions,
+        RopeScaling: [position.scaling for position in positions if isinstance(position, Rope)],
     }
-    assert {name: found - {*CARRIED[name]} for name, found in ours.items()} == {
-        "normaliser": {
-            "ASEntmax",
-            "AffineScaled",
-            "Entmax15",
-            "Sparsemax",
-            "Thresholded",
-            "ThresholdedDifferential",
-            "TopK",
-        },
-        "bias": set(),
-        "gate": {"HeadNorm"},
-        "position": set(),
-    }
+    for base, parts in tried.items():
+        assert {type(part) for part in parts} == {*list_shipped(base)}
 
 
-def test_other_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match=r"^model\.attention\.normaliser=Entmax15: not supported by the exported modelling file"
-    ):
-        check(ModelConfig(attention=AttentionSpec(Entmax15())))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Rope, "__module__", "users_file")  # a custom class with one of our names
-        with pytest.raises(ValueError, match=r"^model\.position=Rope: not supported by the exported modelling file"):
-            check(ModelConfig(position=Rope()))
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^model\.mixer=RetNet: the exported modelling file supports only attention"):
-        check(ModelConfig(mixer=RetNet()))
+        collect_code(ModelConfig(mixer=RetNet()))
 
     @dataclasses.dataclass(frozen=True)
     class Later(ModelConfig):
         twist: str = "none"
 
-    check(Later())
+    collect_code(Later())
     with pytest.raises(ValueError, match=r"^model\.twist='left': not supported by the exported modelling file"):
-        check(Later(twist="left"))
+        collect_code(Later(twist="left"))
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "forms").mkdir()
+    (tmp_path / "forms" / "__init__.py").write_text("def __getattr__(name):\n    return 2.0\n")
+    (tmp_path / "forms" / "late.py").write_text("LATE = 1.0\n")
+    build = "    def build(self, shape):\n        return {use}\n"
+    head = "from lit_lazy.attention import Normaliser\n{line}\n\nclass Odd{number}(Normaliser):\n" + build
+    for number, (line, use, problem) in enumerate(
+        (
+            ("import forms.late", "forms.late.LATE", "`import forms.late` cannot be exported; give it a name by `as`"),
+            ("from forms.late import *", "LATE", "uses LATE, which cannot be exported, since nothing defines it there"),
+            ("from forms import other", "other", "uses other, which cannot be exported"),
+            ("import forms", "forms.other", "uses forms.other, which cannot be exported"),
+        )
+    ):
+        path = tmp_path / f"odd{number}.py"
+        path.write_text(head.format(line=line, use=use, number=number))
+        rule = getattr(load_module(path), f"Odd{number}")()
+        with pytest.raises(ValueError, match=re.escape(f"odd{number}.py: {problem}")):
+            collect_code(ModelConfig(attention=AttentionSpec(rule)))
 
 
 def test_the_config_names_the_end_of_a_text(tmp_path: Path) -> None:

@@ -9,72 +9,37 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from lit_lazy.attention import Rope
+from lit_lazy.config.key import iter_classes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.export.sources import collect_sources
 
-MODELLING = Path(__file__).with_name("modeling_lit_lazy.py")
-CARRIED = {
-    "normaliser": [
-        *("Softmax", "Elastic", "OffByOne", "SinkLogit", "ClippedSoftmax"),
-        *("Softpick", "Sigmoid", "Relu", "SSMax", "Differential"),
-    ],
-    "bias": ["NoBias", "LearnedBias", "Alibi", "T5Bias", "KerpleLog", "Fire"],
-    "gate": ["NoGate", "OutputGate", "ValueGate"],
-    "position": ["NoPosition", "Rope", "LearnedAbsolute"],
-    "scaling": ["NoScaling", "LinearScaling", "Llama3Scaling", "DynamicScaling", "GivenFrequencies"],
-}
-"""Parts of a model that the modelling file supports."""
-PATHS = {"position": "model.position", "scaling": "model.position.scaling"}
 FIELDS = {
-    *(
-        "d_model",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "head_dim",
-        "d_ff",
-        "mlp_bias",
-        "norm_eps",
-        "attention",
-        "position",
-    ),
-    "tie_embeddings",
+    *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "mlp_bias", "norm_eps", "tie_embeddings"),
+    *("attention", "position"),
     *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
     "mixer",  # attention only
 }
 """Model settings that the export handles."""
 
 
-def check(cfg: ModelConfig) -> None:
-    """Raises a one-line ValueError if the modelling file does not support the model."""
+def collect_code(cfg: ModelConfig) -> dict[str, str]:
+    """The Python files of an exported model, by name. Raises a one-line ValueError if it cannot be exported."""
     if not cfg.mixer.attends:
         raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file supports only attention")
-    parts = {name: getattr(cfg.attention, name) for name in ("normaliser", "bias", "gate")}
-    if isinstance(cfg.position, Rope):
-        parts["scaling"] = cfg.position.scaling
-    for name, part in {**parts, "position": cfg.position}.items():
-        kind = type(part)
-        # A custom class may have the same name.
-        if kind.__name__ not in CARRIED[name] or not kind.__module__.startswith("lit_lazy."):
-            option = PATHS.get(name, f"model.attention.{name}")
-            raise ValueError(
-                f"{option}={kind.__name__}: not supported by the exported modelling file; choose one of lit-lazy's "
-                f"{', '.join(CARRIED[name])}"
-            )
     for field in dataclasses.fields(cfg):
         if field.name not in FIELDS and getattr(cfg, field.name) != field.default:
             raise ValueError(
                 f"model.{field.name}={getattr(cfg, field.name)!r}: not supported by the exported modelling file"
             )
+    return collect_sources([*iter_classes(cfg.attention), *iter_classes(cfg.position)])
 
 
 def make_config(model: DecoderLM, tokens: SpecialTokens) -> dict[str, Any]:
     """Content of config.json."""
     cfg = model.cfg
-    attention = to_dict(cfg.attention)
     return {
         "architectures": ["LitLazyForCausalLM"],
         "auto_map": {
@@ -92,10 +57,8 @@ def make_config(model: DecoderLM, tokens: SpecialTokens) -> dict[str, Any]:
         "head_dim": cfg.head_width,
         "rms_norm_eps": cfg.norm_eps,
         "max_position_embeddings": model.context_length,
-        **{name: attention[name] for name in ("normaliser", "bias", "gate")},
+        "attention": to_dict(cfg.attention),
         "position": to_dict(cfg.position),
-        "attention_window": cfg.attention.window,
-        **{name: attention[name] for name in ("full_layers", "qk_norm", "qkv_bias", "out_bias")},
         "mlp_bias": cfg.mlp_bias,
         "tie_word_embeddings": cfg.tie_embeddings,
         **make_token_ids(tokens),
@@ -110,14 +73,13 @@ def make_token_ids(tokens: SpecialTokens) -> dict[str, int | list[int]]:
 
 
 def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, tokens: SpecialTokens) -> None:
-    """Write an exported model to a folder. Raises ValueError as `check` does.
+    """Write an exported model to a folder. Raises ValueError as `collect_code` does.
 
     card: content of README.md. tokenizer: content of a file of the `tokenizers` library; tokens: of those that it has.
     """
-    check(model.cfg)
-    state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
-    if model.cfg.tie_embeddings:
-        del state["head.weight"]
+    code = collect_code(model.cfg)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight once, and all constants
+    state = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     files: dict[str, Mapping[str, Any]] = {
         "config.json": make_config(model, tokens),
@@ -128,8 +90,8 @@ def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, toke
         files["tokenizer_config.json"] = make_tokenizer_config(tokenizer, tokens, model.context_length)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    for name, text in {**code, "README.md": card}.items():
+        (folder / name).write_text(text, encoding="utf-8")
     shutil.copymode(folder / "README.md", folder / "model.safetensors")  # which safetensors lets only its user read
 
 

@@ -184,6 +184,16 @@ class Model:
         (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.special.ends, eviction)
         return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
 
+    def split(self, text: str) -> list[str]:
+        """The tokens of a text, each as a text of its own. Raises ValueError, in one line, if the model cannot read it.
+
+        >>> load(train("backcopy_tiny").checkpoint).split("0 5 3")
+        ['0', '5', '3']
+        """
+        given = self._encode("text", text)
+        pieces = ("".join(self._prompts.decode([token], given[:i])) for i, token in enumerate(given))
+        return [piece.removesuffix(" ") or " " for piece in pieces]
+
     @torch.no_grad()
     def weights(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
         """The attention weights of a text or of L token numbers: float32 `[layers, H, L, L]`, on the CPU.
@@ -292,11 +302,12 @@ def _require_sequence(what: str, given: Sequence[str]) -> Sequence[str]:
     return given
 
 
-def show(weights: Tensor | np.ndarray) -> Figure:
+def show(weights: Tensor | np.ndarray, labels: Sequence[str] = ()) -> Figure:
     """A figure of attention weights `[L, L]`, `[H, L, L]` or `[layers, H, L, L]`: a map for each head, on a log scale.
 
     Exact zeros are grey, keys that come later white; the first keys are enlarged below. Choose a few heads of many, as
-    in `weights[:2]`. `savefig` of the figure writes it. Raises ValueError, in one line, for another shape.
+    in `weights[:2]`. `savefig` of the figure writes it. labels: a text for each of the L positions, as
+    `model.split(text)` gives it. Raises ValueError, in one line, for another shape or number.
 
     >>> from lit_lazy import load, show, train
     >>> figure = show(load(train("backcopy_tiny").checkpoint).weights(range(12)))
@@ -311,13 +322,16 @@ def show(weights: Tensor | np.ndarray) -> Figure:
     require(
         bool(np.isfinite(given).all()), "weights", list(given.shape), "must be finite; hidden keys have the weight 0"
     )
+    fix = f"must be a text for each of the {given.shape[-1]} positions, or none"
+    require(len(labels) in (0, given.shape[-1]), "labels", f"{len(labels)} texts", fix)
     by_head = given.reshape(-1, *given.shape[-3:]) if given.ndim > 2 else given[None, None]
     layers, heads, length, _ = by_head.shape
     figure = attention_maps(
         {
             "maps/weights": by_head.reshape(-1, length, length),
             "maps/heads": np.array([(layer, head) for layer in range(layers) for head in range(heads)]),
-        }
+        },
+        labels,
     )
     assert figure is not None  # there are maps
     return figure

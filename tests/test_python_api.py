@@ -248,6 +248,15 @@ class TestShow:
         axes = show(weights).axes  # type: ignore[arg-type]
         assert [one.get_title() for one in axes if one.get_title()] == titles
 
+    def test_positions_have_the_texts_that_are_given(self) -> None:
+        texts = ["the", " $x$", "\n", *"abcdefg"]
+        full, first = show(self.WEIGHTS[0, 0], texts).axes[:2]
+        written = [r"the", r" \$x\$", r"\n", *"abcdefg"]
+        for axis, count in ((full.xaxis, 10), (full.yaxis, 10), (first.xaxis, 8), (first.yaxis, 10)):
+            assert [label.get_text() for label in axis.get_ticklabels()] == written[:count]
+        with pytest.raises(ValueError, match=r"^labels='9 texts': must be a text for each of the 10 positions"):
+            show(self.WEIGHTS, texts[:9])
+
     @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 1, 1, 2, 2), (0, 0)])
     def test_another_shape_is_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match=r"weights=\[.*\]: must have the shape \[L, L\]"):

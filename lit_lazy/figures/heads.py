@@ -53,6 +53,8 @@ MOST_FITTED = 4
 """Bias curves of at most this number of heads have ALiBi lines."""
 MOST_WRITTEN = 48
 """Heat maps of at most this number of cells have numbers in them."""
+MOST_LABELLED = 40
+"""At most so many positions of a map have their texts at its edges."""
 REMARK_WIDTH = 40
 """Characters per line of a remark in an empty panel."""
 
@@ -71,10 +73,11 @@ CHANGED, BEFORE = _State("", "changed", "-", None), _State("before/", "before th
 
 
 @use_style()
-def attention_maps(arrays: Arrays) -> Figure | None:
+def attention_maps(arrays: Arrays, labels: Sequence[str] = ()) -> Figure | None:
     """Draw the weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
 
     Weights of exactly 0, and keys that are hidden (later than the query, or NaN), have colours outside the colour map.
+    labels: texts of the positions, shown if there are at most MOST_LABELLED.
     """
     weights = _read_finite(arrays, "maps/weights")
     if weights is None:
@@ -92,7 +95,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
-        _draw_maps(stack, _colour_weights(matrix, colours, norm))
+        _draw_maps(stack, _colour_weights(matrix, colours, norm), labels)
         stack[0].set_title(f"layer {head[0]}, head {head[1]}")
         if i % columns == 0:
             for axes in stack:
@@ -494,15 +497,19 @@ def _colour_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.
     return image
 
 
-def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
+def _draw_maps(stack: np.ndarray, image: np.ndarray, labels: Sequence[str]) -> None:
     """Draw the full map and, if it has more keys, the first keys below it."""
     n = len(image)
     for axes, keys in zip(stack, (n, FIRST_KEYS), strict=False):
         extent = (0.5, keys + 0.5, n + 0.5, 0.5)
         axes.imshow(image[:, :keys], aspect="auto", interpolation="nearest", extent=extent)
         axes.spines[:].set(visible=True, color=NEUTRAL, linewidth=0.6)
-        _set_count_ticks(axes.xaxis, keys, first=1)
-        _set_count_ticks(axes.yaxis, n, first=1)
+        for axis, count in ((axes.xaxis, keys), (axes.yaxis, n)):
+            _set_count_ticks(axis, count, first=1)
+            if labels and count <= MOST_LABELLED:
+                shown = [repr(label)[1:-1].replace("$", r"\$") for label in labels[:count]]
+                axis.set_ticks(range(1, count + 1), shown, fontsize=6.5)
+        axes.tick_params("x", rotation=90 if labels else 0)
     stack[-1].set_xlabel("key (position)")
     if len(stack) > 1:
         stack[0].axvline(FIRST_KEYS + 0.5, color=SECOND, linewidth=0.9)

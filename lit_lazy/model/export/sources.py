@@ -197,8 +197,8 @@ class _Sources:
         """A statement, with what is above it."""
         first = _find_start(file, statement)
         lines = file.lines[first : statement.end_lineno]
-        inner = {node.lineno: node for node, _ in _iter_imports(statement)}
-        for node in (inner[line] for line in sorted(inner, reverse=True)):
+        inner = {(node.lineno, node.col_offset): node for node, _ in _iter_imports(statement)}
+        for node in (inner[place] for place in sorted(inner, reverse=True)):
             if any(self._resolve(file, node, alias) for alias in node.names):
                 start, end = node.lineno - 1 - first, node.end_lineno - 1 - first  # type: ignore[operator]
                 written = "; ".join(self._write_imports(file, node, node.names).splitlines()).encode()

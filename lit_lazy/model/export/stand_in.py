@@ -15,6 +15,7 @@ def run(call: Any, implementation: str, with_stats: bool) -> tuple[Tensor, Any]:
     """Run a call on an implementation, by the public arguments of whatever flash_lazy is installed."""
     arguments = call._asdict()
     del arguments["cu_seqlens_k"]
+    assert lazy_attention is not None
     found = lazy_attention(**arguments, backend=implementation, return_stats=with_stats)
     return found if with_stats else (found, None)
 

@@ -84,7 +84,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(process_group, "subprocess", forked)
     # A fork has the classes of users' files; importing them again would duplicate them.
-    monkeypatch.setattr(run, "list_imported_files", list)
+    monkeypatch.setattr(run, "list_user_files", lambda _: [])
 
 
 @pytest.fixture(scope="session")

@@ -177,6 +177,11 @@ def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
         yield cls.__name__, hashlib.sha256(read_code(cls).encode()).hexdigest()[:16]
 
 
+def list_user_files(config: Any) -> list[Path]:
+    """The files that define the custom classes in a config, without the script that this process runs."""
+    return sorted({locate(cls)[0] for cls in _find_user_classes(config) if cls.__module__ != "__main__"})
+
+
 def require_unedited_code(config: Any) -> None:
     """Raise a one-line ValueError if a custom class's file was edited since its import: the user means the new code."""
     for cls in _find_user_classes(config):

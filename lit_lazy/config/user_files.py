@@ -71,11 +71,6 @@ def _import(path: Path, name: str) -> ModuleType:
     return module
 
 
-def list_imported_files() -> list[Path]:
-    """Users' files that this process has imported."""
-    return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
-
-
 def _resolves_to(name: str, path: Path) -> bool:
     """Whether `import name` would find this file."""
     if name in sys.modules or not name.isidentifier():

@@ -133,7 +133,7 @@ class LocalPool:
             if worker.key is not None and (ending := worker.poll(self.judge)) is not None:
                 self._ended.append(ending)  # kept if the judgement of the next one fails
                 worker.key = None
-            if not worker.process.is_alive():
+            if worker.key is None and not worker.process.is_alive():  # else the next call finds how its cell ended
                 del self._workers[slot]
         endings, self._ended = self._ended, []
         return endings

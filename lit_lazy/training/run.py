@@ -18,10 +18,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.key import cell_key, evaluation_key, training_key
+from lit_lazy.config.key import cell_key, evaluation_key, list_user_files, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
@@ -148,7 +147,7 @@ def _run(
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            settings = to_dict(cfg), asdict(execution), list_imported_files(), source.fingerprint
+            settings = to_dict(cfg), asdict(execution), list_user_files(cfg), source.fingerprint
             group.send_spec(RunSpec(*settings, folder, checkpoint, final))
         kept = (
             time_monitor,

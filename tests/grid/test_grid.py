@@ -321,17 +321,32 @@ def test_a_worker_that_cannot_start_for_lack_of_space_is_started_later(
     lab.check_done()
 
 
-def test_a_question_that_meets_a_full_disk_is_answered_later() -> None:
-    """Of a search's training at a validation. What another worker ended with meanwhile is kept."""
-    pool = LocalPool(Job(Path("x"), "", 1, ()), 2, lambda *_: answers.pop()())
+def make_pool(size: int, judge: Callable[[], str] = str, is_alive: Callable[[], bool] = lambda: True):
+    """A pool whose workers execute `cell 0` and so on, and the workers' ends of their pipes."""
+    pool = LocalPool(Job(Path("x"), "", 1, ()), size, lambda *_: judge())
     ends = []
-    for slot in range(2):
+    for slot in range(size):
         worker = object.__new__(LocalWorker)
         worker.connection, other = multiprocessing.Pipe()
-        worker.process = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+        worker.process = SimpleNamespace(is_alive=is_alive, exitcode=-9, join=lambda: None)  # type: ignore[assignment]
         worker.key, worker._question = f"cell {slot}", None
         pool._workers[slot] = worker
         ends.append(other)
+    return pool, ends
+
+
+def test_a_worker_that_dies_between_two_looks_of_the_pool_is_not_lost() -> None:
+    """Its cell would be running for ever."""
+    looks = [True, False, False, False]
+    pool, _ends = make_pool(1, is_alive=lambda: looks.pop(0))
+    ended = [ending for _ in range(2) for ending in pool.poll()]
+    assert ended == [Ending("cell 0", "died", "exit status -9")]
+    assert not pool._workers
+
+
+def test_a_question_that_meets_a_full_disk_is_answered_later() -> None:
+    """Of a search's training at a validation. What another worker ended with meanwhile is kept."""
+    pool, ends = make_pool(2, lambda: answers.pop()())
 
     def fail() -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

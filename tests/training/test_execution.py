@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from test_run import EVERYTHING, RAMP, assert_same_run, config, weights
 
 from lit_lazy.attention import AttentionSpec, Elastic, Entmax15, Normaliser, Softmax
+from lit_lazy.config.key import list_user_files
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
@@ -116,7 +116,7 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (overrides it)
     """Start the other ranks as new processes: a fork would inherit torch's state of rank 0's shards."""
     monkeypatch.setattr(process_group, "subprocess", subprocess)
-    monkeypatch.setattr("lit_lazy.training.run.list_imported_files", list_imported_files)
+    monkeypatch.setattr("lit_lazy.training.run.list_user_files", list_user_files)
 
 
 @pytest.mark.long

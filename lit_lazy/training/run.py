@@ -103,7 +103,7 @@ def run(
             if known is not None:
                 return known
             write_settings(folder, key, source.fingerprint, to_dict(cfg))
-            if (result := _measure_known(cfg, key, source, folder, keep_checkpoint)) is not None:
+            if (result := _measure_known(cfg, key, source, folder)) is not None:
                 return result
             settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
@@ -222,24 +222,22 @@ def _measure_trained(
     )
 
 
-def _measure_known(
-    cfg: RunConfig, key: str, source: DataSource, folder: Path, keep_checkpoint: bool
-) -> RunResult | None:
-    """The result in `folder` of a training that another folder beside it holds; None if there is none that serves.
+def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -> RunResult | None:
+    """The result in `folder` of a training whose model another folder beside it keeps; None if there is none.
 
-    Evaluations that it lacks are measured on its final.ckpt, which stays with the result.
+    Evaluations that it lacks are measured on that model, which stays with the result.
     """
     own, here = training_key(cfg, source.fingerprint), collect_environment()
     asked = {evaluation_key(one): one for one in cfg.evaluations}
-    for path in folder.parent.glob(f"*/{RESULT}"):
+    for model in folder.parent.glob(f"*/{FINAL_CHECKPOINT}") if asked else ():
         # Parsed only if it may serve: it names its key, which is the training key without evaluations.
-        known = RunResult.peek(path.parent) if own.encode() in path.read_bytes() else None
-        if known is None or (known.training_key or known.key) != own:
+        path = model.with_name(RESULT)
+        known = RunResult.peek(path.parent) if path.exists() and own.encode() in path.read_bytes() else None
+        if known is None or known.key == key or (known.training_key or known.key) != own:
             continue
-        kept, model = known.keep_evaluations(asked.keys()), path.with_name(FINAL_CHECKPOINT)
+        kept = known.keep_evaluations(asked.keys())
         left = [one for name, one in asked.items() if name not in known.evaluations]
-        alike = all(known.environment.get(name) == here[name] for name in DECIDING)
-        if kept is None or not alike or ((left or keep_checkpoint) and not model.exists()):
+        if kept is None or any(known.environment.get(name) != here[name] for name in DECIDING):
             continue
         log.info("trained already, in %s", path.parent)
         begun, evaluated = time.perf_counter(), {}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from mistakes import expect_refusal
+from remote_code import module_cache
 from subwords import bpe
 from torch_alone import link_packages, run_alone
 from untrained import save
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
@@ -32,7 +32,7 @@ from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
 
-__all__ = ["bpe"]
+__all__ = ["bpe", "module_cache"]
 LAZY = {
     "model.attention.normaliser": Elastic(),
     "model.attention.bias": LearnedBias(init_std=0.5),
@@ -94,10 +94,8 @@ def test_without_a_result_the_card_says_so(tmp_path: Path) -> None:
 TEXT = "def f(x):\n\treturn 'naïve ✓' # the cat"
 
 
-def test_its_tokenizer_gives_the_tokens_of_the_training(
-    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.mark.usefixtures("module_cache")
+def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Path) -> None:
     subwords = FileTokenizer(bpe, None)
     of_bpe = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(bpe))})
     begun = replace_at(of_bpe, {"data.begin_of_text": "<s>"})
@@ -119,8 +117,8 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(
         )
 
 
-def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.mark.usefixtures("module_cache")
+def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path) -> None:
     files = {kind: place / f"exported_{kind}.py" for kind in ("normaliser", "bias")}
     for kind, file in files.items():
         file.write_text(fill_template(kind, file.stem))

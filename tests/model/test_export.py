@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from remote_code import module_cache
 from torch_alone import link_packages, run_alone
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
@@ -57,6 +58,7 @@ from lit_lazy.model.export.sources import collect_sources
 from lit_lazy.model.generation import generate
 from lit_lazy.support.class_source import OWN
 
+__all__ = ["module_cache"]
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)
@@ -130,9 +132,7 @@ def build(**changes) -> DecoderLM:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use a temporary cache for the copies of imported modelling files."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+def _quiet(module_cache: None) -> Iterator[None]:  # noqa: ARG001
     transformers.utils.logging.disable_progress_bar()
     with torch.no_grad():
         yield
@@ -169,6 +169,7 @@ def check_logits(ours: DecoderLM, folder: Path, kernels: bool) -> None:
     logits = ours(TOKENS)
     torch.testing.assert_close(theirs(TOKENS).logits, logits, **CLOSE)
     assert logits.std() > 0.1
+    check_documents(theirs)
     if getattr(ours.position, "by_length", False):
         return  # a cache and a padded batch have the rotation of the longest text, as in transformers
     # Incrementally, with a cache.
@@ -193,6 +194,17 @@ def check_logits(ours: DecoderLM, folder: Path, kernels: bool) -> None:
         options["use_cache"] = use_cache
         found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
         assert found.tolist() == generate(ours, prompts, 6)
+
+
+def check_documents(model) -> None:
+    """Positions that restart begin a document, as transformers' own models read packed texts without padding."""
+    rows = [[5, 7], [1, 8, 3]]
+    position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    for use_cache in (True, False):
+        packed = model(TOKENS, position_ids=position, use_cache=use_cache).logits
+        for tokens, logits, row in zip(TOKENS, packed, rows, strict=True):
+            for document, found in zip(tokens.split(row), logits.split(row), strict=True):
+                torch.testing.assert_close(found, model(document[None]).logits[0], **CLOSE)
 
 
 RULE = """
@@ -233,7 +245,8 @@ class OwnModule(NormaliserModule):
 
         theta = (self.shift * self.unit)[:, None, None].to(scores.dtype) / rows.n
         late = rows.position.clamp(max=MOST) / MOST * RISE["late"]
-        return bend((scores.softmax(-1) - theta).relu(), self.power) * (1 + late) * forms.scale()
+        weights = bend((scores.softmax(-1) - theta).relu(), self.power) * (1 + late) * forms.scale()
+        return weights.masked_fill(~rows.visible, 0)
 
 
 @dataclass(frozen=True)
@@ -291,7 +304,6 @@ def unused():
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A user's file, which imports the file next to it."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "shapes", raising=False)
     (tmp_path / "own-rule.py").write_text(RULE)
     (tmp_path / "shapes.py").write_text(SHAPES)
@@ -376,23 +388,6 @@ def test_every_part_runs_in_a_process_without_this_project(
         assert generated == generate(ours, [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()], 6)
 
 
-@pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
-def test_positions_that_restart_begin_a_document(
-    changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As transformers' own models read packed texts without padding."""
-    if not kernels:
-        monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    model = load(exported(build(**changes), tmp_path / "out")).double()
-    rows = [[5, 7], [1, 8, 3]]
-    position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-    for use_cache in (True, False):
-        packed = model(TOKENS, position_ids=position, use_cache=use_cache).logits
-        for tokens, logits, row in zip(TOKENS, packed, rows, strict=True):
-            for document, found in zip(tokens.split(row), logits.split(row), strict=True):
-                torch.testing.assert_close(found, model(document[None]).logits[0], **CLOSE)
-
-
 def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> None:
     model = load(exported(build(attention=LAZY), tmp_path / "out"))
     whole = model(TOKENS).logits
@@ -437,13 +432,14 @@ SMALL_PARTS = ("normaliser", "attention.bias", "position.frequency")
 def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """For every way to request a dtype, bit for bit, also after saving."""
     ours = build(**VARIANTS[name])
+    state = ours.state_dict() | dict(ours.named_buffers())
     folder = exported(ours, tmp_path / "out")
     half = load(folder, dtype=dtype)
     half.save_pretrained(tmp_path / "half")
     for model in (half, load(folder).to(dtype), load(tmp_path / "half")):
         kept = {name: x for name, x in model.state_dict().items() if any(part in name for part in SMALL_PARTS)}
         assert kept
-        assert all(torch.equal(x, ours.state_dict()[name]) and x.dtype == torch.float32 for name, x in kept.items())
+        assert all(torch.equal(x, state[name]) and x.dtype == torch.float32 for name, x in kept.items())
         others = {x.dtype for name, x in model.state_dict().items() if name not in kept}
         assert others == {dtype}
         logits = model(TOKENS).logits
@@ -548,7 +544,7 @@ def test_every_part_of_ours_is_tried() -> None:
         assert {type(part) for part in parts} == {*list_shipped(base)}
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^model\.mixer=RetNet: the exported modelling file supports only attention"):
         collect_code(ModelConfig(mixer=RetNet()))
 
@@ -560,7 +556,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"^model\.twist='left': not supported by the exported modelling file"):
         collect_code(Later(twist="left"))
 
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "forms").mkdir()
     (tmp_path / "forms" / "__init__.py").write_text("def __getattr__(name):\n    return 2.0\n")
     (tmp_path / "forms" / "late.py").write_text("LATE = 1.0\n")

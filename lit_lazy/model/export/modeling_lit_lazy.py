@@ -132,10 +132,11 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LitLazyConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(_Block(config, layer) for layer in range(config.num_hidden_layers))
+        blocks = [_Block(config, layer) for layer in range(config.num_hidden_layers)]
+        self.blocks = nn.ModuleList(blocks)
         position: Position = NoPosition() if config.position is None else from_dict(Position, config.position)
-        rotary_dim = self.blocks[0].attention.rotary_dim
-        self.position = position.build(config.hidden_size, rotary_dim, config.max_position_embeddings)
+        rotary_dim, context_length = blocks[0].attention.rotary_dim, config.max_position_embeddings
+        self.position = position.build(config.hidden_size, rotary_dim, context_length)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():

@@ -9,8 +9,9 @@ import builtins
 import re
 import symtable
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,8 @@ HERE = Path(__file__).parent
 MODELLING, STAND_IN = (HERE / name for name in ("modeling_lit_lazy.py", "stand_in.py"))
 STANDS_FOR = ("flash_lazy.api", "lit_lazy.attention.custom_rule_check", "lit_lazy.support.class_source")
 """Modules whose names a copy imports from the stand-in."""
+ROOTS = {name: Path(str(spec.origin)).parents[1] for name in OWN if (spec := find_spec(name))}
+"""The folders of this project's packages."""
 KNOWN = {*dir(builtins), "__file__", "__name__"}
 """Names that no statement of a file defines."""
 Import = ast.Import | ast.ImportFrom
@@ -59,7 +62,7 @@ class _File:
 
     def __post_init__(self) -> None:
         content = get_content(self.path)
-        self.lines, self.body = content.splitlines(keepends=True), ast.parse(content).body
+        self.lines, self.body = content.splitlines(keepends=True), _parse(content)
         for statement in self.body:
             if isinstance(statement, Import):
                 self.imports |= {_get_bound_name(alias): (statement, alias) for alias in statement.names}
@@ -107,8 +110,8 @@ class _Sources:
         """The file of a module that is copied, as another one imports it; None for an installed module."""
         if ".".join(parts) in STANDS_FOR:
             return self.open(STAND_IN, HERE, "lit_lazy_")
-        if parts[0] in OWN:
-            root, prefix = Path(find_spec(parts[0]).origin).parents[1], ""  # type: ignore[union-attr, arg-type]
+        if parts[0] in ROOTS:
+            root, prefix = ROOTS[parts[0]], ""
         elif importing is None or importing.name.partition("_")[0] != "custom":
             return None
         else:
@@ -125,16 +128,17 @@ class _Sources:
             module = self._find(file, alias.name.split("."))
             if module is not None and "." in alias.name and alias.asname is None:
                 raise ValueError(f"{file.path.name}: `import {alias.name}` cannot be exported; give it a name by `as`")
-            return module and _Target(module, None)
+            return None if module is None else _Target(module, None)
         package = file.path.parents[node.level - 1].relative_to(file.root).parts if node.level else ()
         parts = [*package, *(node.module.split(".") if node.module else [])]
         module = self._find(file, parts) if parts else None
         if module is not None and module.defines(alias.name):
             return self._trace(module, alias.name)
-        submodule = self._find(file, [*parts, alias.name])
-        if submodule is None and module is not None:
+        if (submodule := self._find(file, [*parts, alias.name])) is not None:
+            return _Target(submodule, None)
+        if module is not None:
             raise _make_unknown_error(file, alias.name)
-        return submodule and _Target(submodule, None)
+        return None
 
     def _trace(self, file: _File, name: str) -> _Target:
         """Where a name is defined that a file has by an import."""
@@ -164,11 +168,11 @@ class _Sources:
             for alias in statement.names:
                 self._need(file, _get_bound_name(alias))
             return
-        for name in _find_used_names(statement) | set(filter(file.defines, _iter_quoted_names(statement))):
+        for name in _find_used_names(statement) | set(filter(file.defines, _find_quoted_words(statement))):
             if not file.defines(name) and name not in KNOWN:
                 raise _make_unknown_error(file, name)
             self._need(file, name)
-        for node, alias in _iter_imports(statement):
+        for node, alias in _list_imports(statement):
             self._need_target(self._resolve(file, node, alias))
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in file.imports:
@@ -197,7 +201,7 @@ class _Sources:
         """A statement, with what is above it."""
         first = _find_start(file, statement)
         lines = file.lines[first : statement.end_lineno]
-        inner = {(node.lineno, node.col_offset): node for node, _ in _iter_imports(statement)}
+        inner = {(node.lineno, node.col_offset): node for node, _ in _list_imports(statement)}
         for node in (inner[place] for place in sorted(inner, reverse=True)):
             if any(self._resolve(file, node, alias) for alias in node.names):
                 start, end = node.lineno - 1 - first, node.end_lineno - 1 - first  # type: ignore[operator]
@@ -212,19 +216,24 @@ class _Sources:
         lines, names = [], defaultdict(list)
         for alias in aliases:
             bound, target = _get_bound_name(alias), self._resolve(file, node, alias)
-            if target is None and isinstance(node, ast.Import):
+            if target is not None and target.name is None:
+                names[f".{target.file.name}"].append("__name__ as _")  # transformers copies what such lines name
+                names["."].append(f"{target.file.name} as {bound}")
+            elif target is not None:
+                imported = target.name if target.name == bound else f"{target.name} as {bound}"
+                names[f".{target.file.name}"].append(imported)
+            elif isinstance(node, ast.Import):
                 lines.append(ast.unparse(ast.Import([alias])))
-            elif target is None:
-                names[node.module].append(ast.unparse(alias))
             else:
-                module = f".{target.file.name}"
-                if target.name is None:
-                    names[module].append("__name__ as _")  # transformers copies the files that such lines name
-                    names["."].append(f"{target.file.name} as {bound}")
-                else:
-                    names[module].append(target.name if target.name == bound else f"{target.name} as {bound}")
+                names[str(node.module)].append(ast.unparse(alias))
         lines += [f"from {module} import {', '.join(imported)}" for module, imported in names.items()]
         return "".join(f"{line}\n" for line in lines)
+
+
+@cache
+def _parse(content: bytes) -> list[ast.stmt]:
+    """The top-level statements of a file. Cached, so that what is found of a statement can be."""
+    return ast.parse(content).body
 
 
 def _find_start(file: _File, statement: ast.stmt) -> int:
@@ -239,13 +248,13 @@ def _get_bound_name(alias: ast.alias) -> str:
     return alias.asname or alias.name.partition(".")[0]
 
 
-def _iter_imports(statement: ast.stmt) -> Iterator[tuple[Import, ast.alias]]:
+@cache
+def _list_imports(statement: ast.stmt) -> list[tuple[Import, ast.alias]]:
     """The names imported anywhere in a statement."""
-    for node in ast.walk(statement):
-        if isinstance(node, Import):
-            yield from ((node, alias) for alias in node.names)
+    return [(node, alias) for node in ast.walk(statement) if isinstance(node, Import) for alias in node.names]
 
 
+@cache
 def _find_bound_names(statement: ast.stmt) -> set[str]:
     """Names that a top-level statement defines, and those whose objects it changes."""
     tables = _list_scopes(statement)
@@ -261,19 +270,20 @@ def _find_bound_names(statement: ast.stmt) -> set[str]:
     return names
 
 
+@cache
 def _find_used_names(statement: ast.stmt) -> set[str]:
     """Names of the file that a top-level statement uses."""
     symbols = (symbol for table in _list_scopes(statement) for symbol in table.get_symbols())
     return {symbol.get_name() for symbol in symbols if symbol.is_global() and symbol.is_referenced()}
 
 
-def _iter_quoted_names(statement: ast.stmt) -> Iterator[str]:
+@cache
+def _find_quoted_words(statement: ast.stmt) -> set[str]:
     """Words in the texts of annotations, where classes may be quoted."""
-    for node in ast.walk(statement):
-        for hint in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-            for part in ast.walk(hint) if isinstance(hint, ast.AST) else ():
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield from re.findall(r"\w+", part.value)
+    hints = [getattr(node, name, None) for node in ast.walk(statement) for name in ("annotation", "returns")]
+    parts = [part for hint in hints if isinstance(hint, ast.AST) for part in ast.walk(hint)]
+    texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return {word for text in texts for word in re.findall(r"\w+", text)}
 
 
 def _list_scopes(statement: ast.stmt) -> list[symtable.SymbolTable]:

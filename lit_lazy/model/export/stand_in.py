@@ -16,7 +16,8 @@ def run(call: Any, implementation: str, with_stats: bool) -> tuple[Tensor, Any]:
     arguments = call._asdict()
     del arguments["cu_seqlens_k"]
     assert lazy_attention is not None
-    found = lazy_attention(**arguments, backend=implementation, return_stats=with_stats)
+    arguments |= {"backend": implementation, "return_stats": with_stats}
+    found = lazy_attention(**arguments)
     return found if with_stats else (found, None)
 
 

@@ -1,4 +1,4 @@
-"""Recall with absent keys on one layer: where a query looks if its key is missing (docs/method.md, section 8)."""
+"""Recall with absent keys, half a minute a training: where a query looks if its key is missing (docs/method.md, 8)."""
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Trigger-conditional averaging with one head, no positions and a narrow MLP (docs/method.md, section 8)."""
+"""Trigger-conditional averaging, half a minute a training: one head, no positions, a narrow MLP (docs/method.md, 8)."""
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

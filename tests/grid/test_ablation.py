@@ -177,7 +177,7 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
     request = parse_request(options, overrides)
     assert re.fullmatch(re.escape(f"table2-backcopy_{name}").replace("HASH", "[0-9a-f]{6}"), request.grid)
     assert request.base_title == f"backcopy_{title}"
-    assert parse_request(options, overrides[::-1]) == request
+    assert parse_request(options, overrides[::-1]).grid == request.grid
     former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base)}"
     former.mkdir()
     if overrides:

@@ -226,7 +226,7 @@ def _measure_trained(
 def _measure_known(
     cfg: RunConfig, key: str, source: DataSource, folder: Path, keep_checkpoint: bool
 ) -> RunResult | None:
-    """The result in `folder` of a training that another folder beside it holds; None if there is none that serves.
+    """The result in `folder` of a training that a folder beside it, of another key, holds; None if none serves.
 
     Evaluations that it lacks are measured on its final.ckpt, which stays with the result.
     """
@@ -235,7 +235,7 @@ def _measure_known(
     for path in folder.parent.glob(f"*/{RESULT}"):
         # Parsed only if it may serve: it names its key, which is the training key without evaluations.
         known = RunResult.peek(path.parent) if own.encode() in path.read_bytes() else None
-        if known is None or (known.training_key or known.key) != own:
+        if known is None or known.key == key or (known.training_key or known.key) != own:
             continue
         kept, model = known.keep_evaluations(asked.keys()), path.with_name(FINAL_CHECKPOINT)
         left = [one for name, one in asked.items() if name not in known.evaluations]

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.lines import Line2D
 
-from lit_lazy.attention.drawn import Drawn
-from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.figures.canvas import NEUTRAL
 from lit_lazy.table.records import Table
 
@@ -27,6 +25,9 @@ def speak(name: str) -> str:
 
 def _read(name: str, attribute: str) -> str:
     """An attribute that a class of this name has itself: what it inherits is another's."""
+    from lit_lazy.attention.drawn import Drawn  # these import torch, which most figures do without
+    from lit_lazy.config.serialisation import find_leaf_classes
+
     cls = find_leaf_classes(Drawn).get(name, Drawn)
     return vars(cls).get(attribute, "")
 

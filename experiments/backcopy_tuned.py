@@ -1,16 +1,7 @@
 """Bigram-Backcopy at softmax's best learning rate of rivals_rates, in half the steps of `backcopy`."""
 
-from dataclasses import replace
-
-from backcopy import config as original
-
-from lit_lazy.config import RunConfig
+from lit_lazy.config import RunConfig, experiment
 
 
 def config() -> RunConfig:
-    base = original()
-    return replace(
-        base,
-        data=replace(base.data, train_sequences=19_200),
-        train=replace(base.train, steps=600, lr=1e-2),
-    )
+    return experiment("backcopy", {"data.train_sequences": 19_200, "train.steps": 600, "train.lr": 1e-2})

@@ -292,7 +292,7 @@ def bend(x, power):
     return x**power if power != 1 else x
 
 
-def scale() -> "numpy.ndarray":
+def scale() -> float:
     return 3.0
 
 

@@ -102,10 +102,10 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     assert table.declaration.commit == find_last_commit(mine) != ""
     assert table.verdict.status == "undecided"  # six steps teach nothing, whatever the masses are
     assert (table.primary, table.verdict.exploratory) == ("mass/non_trigger", ())
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("No row learned the task.")]
-    assert lines[first + 1].startswith("Undecided (n = 5): Elastic-Softmax has less mass.")
-    assert lines[first + 2].startswith("- elastic - softmax: undecided, elastic and softmax did not learn the task:")
+    blocks = [" ".join(block.split()) for block in done.stdout.split("\n\n")]
+    (first,) = [number for number, block in enumerate(blocks) if "No row learned the task." in block]
+    assert blocks[first + 1].startswith("Undecided (n = 5): Elastic-Softmax has less mass.")
+    assert blocks[first + 2].startswith("- elastic - softmax: undecided, elastic and softmax did not learn the task:")
 
     tracker = Tracker(default_uri(runs), runs, "q_mine-backcopy_tiny")
     (parent,) = tracker.find({"kind": "ablation"})

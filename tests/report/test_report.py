@@ -160,6 +160,7 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
     assert shown["all variants"] == [
         "Differences to the baseline",
         "Loss against sparsity",
+        "Validation loss over training",
         "Offset parameter over training",
         "First key over training",
     ]

@@ -272,6 +272,6 @@ def test_any_command_line(stage: Path) -> None:
 
 @pytest.mark.long
 def test_thousands_of_command_lines(stage: Path) -> None:
-    ends = fuzz(5000, derandomize=False)(stage)
+    ends = fuzz(2000, derandomize=False)(stage)
     sys.stderr.write(f"{dict(ends)}\n")
-    assert sum(ends.values()) >= 5000
+    assert sum(ends.values()) >= 2000

@@ -277,11 +277,10 @@ def train_in_process(cfg: RunConfig, folder: Path, micro_batch: int) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("attention", [AttentionSpec(Softmax()), LAZY], ids=["softmax", "lazy"])
-def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
+def test_two_steps_of_340m(tmp_path: Path) -> None:
     """Memory at a context of 512 in fp32 is within 15 % of the prediction."""
     base = experiment("stdlib")
-    model = replace(base.model, d_model=1024, n_layers=24, n_heads=16, d_ff=2816, attention=attention)
+    model = replace(base.model, d_model=1024, n_layers=24, n_heads=16, d_ff=2816, attention=LAZY)
     data = replace(base.data, context_length=512, validation_windows=1)
     train = replace(base.train, steps=2, warmup_steps=1, batch_size=2, val_every=100, checkpoint_every=100)
     cfg = replace(base, model=model, data=data, train=train)

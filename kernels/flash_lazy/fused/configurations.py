@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 # By kernel, element size in bytes, and maximum head width. The first of a list is the default: for half precision the
-# largest blocks that spill no registers in a loop on sm_90 (docs/results/kernels/compiled.md).
+# largest blocks that spill no registers in a loop on sm_90 (docs/results/kernels/compiled.md), except key_gradient.
 CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     "forward": {
         2: {

@@ -100,8 +100,10 @@ class _Attention(Attention):
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Any]:
         rule, eager = self.normaliser, self.config._attn_implementation == "eager"
         weights = rule.compute_weights(call).w if call.with_stats else None
-        call = call._replace(q=rule.queries(call), with_stats=False, backend="reference" if eager else "auto")
+        call = call._replace(q=rule.queries(call), with_stats=False)
         fused = None if eager or flash_lazy is None else rule.fused(call)
+        if eager or call.q.shape[2] == 1:  # blocks of one row save no memory, and take longer
+            call = call._replace(backend="reference")
         out, _ = rule.attend_by_rule(call) if fused is None else fused.attend()
         return rule.output(out), weights
 

@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     ),
     "no result": (
         lambda trained, path: trained.edit(path, lambda line: line | {"metrics": 1}),
-        "is truncated, or no packed file (ValueError: result.json: metrics=1",
+        "is truncated, or no packed file (ValueError: RunResult: metrics=1",
     ),
     **{
         f"{where}={value!r}": (

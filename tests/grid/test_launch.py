@@ -158,7 +158,7 @@ def test_the_status_says_that_a_row_was_edited_since_the_grid_began(
     out = capsys.readouterr().out
     assert "mine-backcopy_tiny: 0/4 cells complete" in out
     changed = "row 'lazy': model.attention.normaliser.tau_init changed from 1.0 to 0.5 since this grid began"
-    assert f"{path} was edited: {changed}; another name= in" in out
+    assert f"{path} was edited: {changed}; --changed trains it anew" in out
 
 
 def test_the_status_says_that_a_declaration_was_edited_since_its_run(

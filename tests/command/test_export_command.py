@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from mistakes import expect_refusal
-from remote_code import module_cache
 from subwords import bpe
 from torch_alone import link_packages, run_alone
 from untrained import save
@@ -32,7 +31,7 @@ from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
 
-__all__ = ["bpe", "module_cache"]
+__all__ = ["bpe"]
 LAZY = {
     "model.attention.normaliser": Elastic(),
     "model.attention.bias": LearnedBias(init_std=0.5),

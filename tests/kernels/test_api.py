@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import resolve_name
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -350,5 +351,7 @@ def imported(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            package = "flash_lazy" if path.parent.name == "flash_lazy" else f"flash_lazy.{path.parent.name}"
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
     return names

@@ -357,13 +357,12 @@ def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("module_cache")
 @pytest.mark.parametrize("begin", [None, "<s>"])
-def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_folder, tmp_path, monkeypatch):
+def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_folder, tmp_path):
     """With the harness's class for transformers (`--model hf`) on the exported folder."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import dynamic_module_utils
 
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     data = Text("gone.txt", tokenizer=str(bpe), begin_of_text=begin, context_length=CONTEXT)
     tokenizer = data.load_tokenizer()
     spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))

@@ -12,7 +12,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from remote_code import module_cache
 from torch_alone import link_packages, run_alone
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
@@ -58,7 +57,6 @@ from lit_lazy.model.export.sources import collect_sources
 from lit_lazy.model.generation import generate
 from lit_lazy.support.class_source import OWN
 
-__all__ = ["module_cache"]
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)

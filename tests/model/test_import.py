@@ -41,11 +41,9 @@ def imported(source: Path, out: Path) -> LitLM:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_family_gives_the_logits_of_transformers(
-    family: str, bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("module_cache")
+def test_a_family_gives_the_logits_of_transformers(family: str, bpe: Path, tmp_path: Path) -> None:
     """Also exported again."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     theirs = make_published(tmp_path / "source", family, bpe)
     ours = imported(tmp_path / "source", tmp_path / "new" / "model.ckpt").model.eval()
     tokens = torch.randint(304, (2, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -15,8 +15,8 @@ Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 BACKENDS, THRESHOLDS = get_args(Backend), get_args(Threshold)  # cpu/attention.h has THRESHOLDS in this order
 
-OPERATORS = __name__.rpartition(".")[0]
-"""Namespace of the operators: the package's name, so that a process can hold a second copy under another one."""
+OPERATORS = __name__.rpartition(".")[0] + "::"
+"""Beginning of the operators' names: the package's, so that a process can hold a second copy under another one."""
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -131,7 +131,7 @@ class _ChunkedGradients(torch.autograd.Function):
 
 
 @torch.library.custom_op(
-    f"{OPERATORS}::chunked_forward",
+    f"{OPERATORS}chunked_forward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -140,7 +140,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 _backward = torch.library.custom_op(
-    f"{OPERATORS}::chunked_backward",
+    f"{OPERATORS}chunked_backward",
     _gradients,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor grad, Tensor? dlse, bool with_bias) -> "

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figure, set_log_axis, use_style
@@ -32,6 +32,8 @@ LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
 COLUMNS = 4
 """Panels per line."""
+MOST_DIVIDED = 100
+"""Range of a log axis up to which decades are divided."""
 MOST_NAMED, NAMED_OF_MORE = 24, 10
 """With more points than MOST_NAMED, only the NAMED_OF_MORE lowest and the baseline are labelled."""
 NAME_WIDTH = 30
@@ -109,7 +111,9 @@ def loss_over_training(table: Table, histories: Histories) -> Figure | None:
         return dict(seed.get("val/excess" if excess else "val/loss", ()))
 
     title = f"{label} over training, in nats, mean over all sequences"
-    return _draw_over_training(title, {label: read}, histories, table, "log" if excess else "linear")
+    return _draw_over_training(
+        title, {label: read}, histories, table, watched=False, scale="log" if excess else "linear"
+    )
 
 
 @use_style()
@@ -240,9 +244,12 @@ def _draw_over_training(
     metrics: Mapping[str, Callable[[Metrics], Curve]],
     histories: Histories,
     table: Table,
+    watched: bool = True,
     scale: Literal["linear", "log"] = "linear",
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
+
+    watched: measured at powers of two, not at equal intervals.
 
     The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
     are shown.
@@ -278,7 +285,13 @@ def _draw_over_training(
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
     panels[0].autoscale()
-    set_log_axis(panels[0], last, zero=True)
+    if scale == "log":
+        low, high = panels[0].get_ylim()
+        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < MOST_DIVIDED * low else (1,)))
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panels[0].yaxis.set_minor_locator(NullLocator())
+    if watched:
+        set_log_axis(panels[0], last, zero=True)
     for axes in panels[max(len(variants) - COLUMNS, 0) : len(variants)]:
         axes.tick_params(labelbottom=True)
         axes.set_xlabel("step")

@@ -17,6 +17,7 @@ from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
+from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.memory import measure_total_memory
 from lit_lazy.training.devices import find_missing_gpu, select_training_device
@@ -167,10 +168,14 @@ def format_memory(cost: Cost) -> str:
 def find_peak_flops(gpu: str | None = None) -> tuple[str, float]:
     """Name and peak FLOP/s of a GPU: this machine's if its data sheet is known, else the assumed one.
 
-    gpu: the name, in lower case, of another that is to be assumed.
+    gpu: the name of another that is to be assumed. Raises a one-line ValueError if its peak is not known.
     """
-    found = gpu if gpu is not None else torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    name = next((kind for kind in PEAKS if kind.lower() in found.lower()), ASSUMED)
+    if gpu is not None:
+        found = gpu.upper()
+        require(found in PEAKS, "--gpu", gpu, f"must be one of {', '.join(PEAKS)}")
+        return found, PEAKS[found]
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = next((kind for kind in PEAKS if kind in found), ASSUMED)
     return name, PEAKS[name]
 
 

@@ -74,7 +74,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """A file's content; {} without a readable one. Raises NewerFormatError if a newer version wrote it."""
     try:
-        return parse_record(path.read_bytes(), str(path), "dict", FORMAT, dict)
+        return parse_record(path.read_bytes(), str(path), "settings", FORMAT, dict)
     except (OSError, ValueError):
         return {}
 

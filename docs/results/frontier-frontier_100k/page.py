@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lit_lazy.figures.canvas import WIDTH, draw_legend_below, new_figure, save_figure, use_style
+from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, WIDTH, draw_legend_below, new_figure, save_figure, use_style
 from lit_lazy.grid.packed import Pack
 from lit_lazy.table.statistics import FEWEST_SEEDS, Effect, Estimate, compute_contrast, estimate
 from lit_lazy.training.result import RunResult
@@ -28,11 +28,11 @@ LOSS, SINK, ZEROS, FAR = "loss/val", "sink/rate", "sparsity/over_null", "length_
 SOFTMAX, BIASED, LAZY = "softmax", "softmax + bias", "lazy"
 SINKS = (SOFTMAX, LAZY)
 COLOURS = {
-    SOFTMAX: "#D55E00",
+    SOFTMAX: SECOND,
     BIASED: "#E69F00",
-    "softmax + output gate": "#595959",
+    "softmax + output gate": NEUTRAL,
     "elastic": "#56B4E9",
-    LAZY: "#0072B2",
+    LAZY: FIRST,
 }
 """By rule, in the order of the legend."""
 OPENING = """\

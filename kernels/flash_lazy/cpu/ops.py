@@ -229,13 +229,13 @@ class _CompiledFunction(torch.autograd.Function):
 
 
 _forward = torch.library.custom_op(
-    f"{OPERATORS}::cpu_forward",
+    f"{OPERATORS}cpu_forward",
     _outputs,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor)",
 )
 _backward = torch.library.custom_op(
-    f"{OPERATORS}::cpu_backward",
+    f"{OPERATORS}cpu_backward",
     _gradients,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor sums, Tensor grad, Tensor? dlse, bool with_bias, bool with_slopes) -> "

@@ -97,7 +97,7 @@ def _is_decoding(call: Call) -> bool:
 
 
 @torch.library.custom_op(
-    f"{OPERATORS}::forward",
+    f"{OPERATORS}forward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -121,7 +121,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    f"{OPERATORS}::backward",
+    f"{OPERATORS}backward",
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
     "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -142,7 +142,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return allocate_backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
-@torch.library.custom_op(f"{OPERATORS}::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
+@torch.library.custom_op(f"{OPERATORS}decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
     """Output of a few queries against many keys, without gradients."""
     from .decode import decode

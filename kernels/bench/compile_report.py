@@ -326,6 +326,8 @@ def report(
     every: bool = False,
     dtypes: Sequence[str] = ("bf16", "fp32"),
     variant: Variant = Variant(),  # noqa: B008 - immutable
+    kernels: Iterable[str] = KERNELS,
+    targets: Iterable[int] = SHARED_LIMITS,
 ) -> list[dict[str, Any]]:
     """One row per kernel, type, width, target and configuration: the default, or with `every` all of them.
 
@@ -333,11 +335,11 @@ def report(
     """
     jobs = [
         (name, blocks, target, dtype, width, variant)
-        for name in KERNELS
+        for name in kernels
         for dtype in dtypes
         for width in widths
         for blocks in _list_choices(name, dtype, width)[: None if every else 1]
-        for target in SHARED_LIMITS
+        for target in targets
     ]
     workers = min(os.cpu_count() or 1, len(jobs))
     with ProcessPoolExecutor(workers, get_context("spawn"), _silence) as pool:

@@ -1,6 +1,6 @@
 """A grid or a search is killed before its effects on files; the same command then makes it whole.
 
-Before every one: `make crash-points`, half an hour of these; the long tests take every sixth.
+Before every one: `make crash-points`, half an hour of these; the long tests take every twelfth.
 
 `tests/crash` does the same with real trainings, MLflow and libraries written in C, and for losses of power.
 """
@@ -19,7 +19,7 @@ from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.result import RESULT
 
 FEW = 5
-EVERY = int(os.environ.get("EVERY_EFFECT", "6"))
+EVERY = int(os.environ.get("EVERY_EFFECT", "12"))
 
 
 @dataclass(frozen=True)

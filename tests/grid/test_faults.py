@@ -89,13 +89,13 @@ def test_a_full_disk_is_waited_for(place: str, options: str, fill: object, names
 def test_a_write_may_fail_anywhere(error: int, whole: bool, lab: Lab) -> None:
     """Once, and where the disk seems to have room. The command goes on, or ends in a line or with a failed cell.
 
-    Every third write is tried, in `make test` five.
+    Every sixth write is tried, in `make test` five.
     """
     peace = lab.move(lab.runs / "peace")
     trap = Trap(peace.runs, "all", 0, pattern="^(open|os)")
     assert trap.start(peace).wait() == 0
     table, n = peace.table(), trap.count
-    for at in itertools.count(1, 3 if whole else max(n // FEW, 1)):
+    for at in itertools.count(1, 6 if whole else max(n // FEW, 1)):
         here = lab.move(lab.runs / str(at))
         lab.training.log.unlink(missing_ok=True)
         trap = Trap(here.runs, "all", at, error, pattern="^(open|os)")

@@ -406,7 +406,8 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in QUESTIONS if "frontier" not in name])  # test_ladder.py has these
+# test_ladder.py has those of the frontier; q_lasts names its steps itself, 18,000.
+@pytest.mark.parametrize("name", [name for name in QUESTIONS if "frontier" not in name and name != "q_lasts"])
 def test_shipped_questions_run_in_a_tiny_form(
     name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,8 +416,6 @@ def test_shipped_questions_run_in_a_tiny_form(
     assert asked is not None
     tiny = f"{ablation.base}_tiny"
     few = ("--train.steps=8", "--train.warmup_steps=2", "--train.val_every=2")
-    if any("train.steps" in row.changes for row in ablation.all_rows):
-        few = ()  # tiny models take such a row's steps in seconds
     done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2", *few])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Not decided yet: " in done.stdout

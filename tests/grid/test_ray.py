@@ -35,7 +35,7 @@ from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, join_cluster
 pytestmark = pytest.mark.xdist_group("ray")
 
 LONG = (
-    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
+    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=2500", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, long enough to be stopped in training."""

@@ -238,7 +238,7 @@ def explore(folder: Path, options: settings) -> None:
 
 OPTIONS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 FEW = settings(OPTIONS, max_examples=20, stateful_step_count=30, derandomize=True, phases=(Phase.generate,))
-MANY = settings(OPTIONS, max_examples=500, stateful_step_count=60, print_blob=True)
+MANY = settings(OPTIONS, max_examples=200, stateful_step_count=60, print_blob=True)
 
 
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])

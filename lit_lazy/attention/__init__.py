@@ -3,13 +3,12 @@
 from flash_lazy import Rows
 from lit_lazy.attention import rivals
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
-from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGate
 from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
-from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
+from lit_lazy.attention.mixer import Cache, Eviction, LayerCache, Mixer, MixerModule, PassInputs, StreamingCache
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
-from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
+from lit_lazy.attention.recurrence import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import *  # noqa: F403
 
 __all__ = [

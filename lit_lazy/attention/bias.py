@@ -12,9 +12,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, check_value
+from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check_value
 
 
 class BiasTerms(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.normaliser import LayerShape
-from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.support.checks import CheckedFields
 
 Per = Literal["element", "head"]
 HEAD_NORM_EPS = 1e-5

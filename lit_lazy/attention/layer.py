@@ -10,9 +10,8 @@ from torch.nn.functional import normalize
 
 from flash_lazy import Stats
 from lit_lazy.attention.bias import Bias, BiasTerms, NoBias
-from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
-from lit_lazy.attention.mixer import Mixer, MixerModule, PassInputs
+from lit_lazy.attention.mixer import LayerCache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import (
     AttentionBackend,
     AttentionCall,
@@ -21,8 +20,7 @@ from lit_lazy.attention.normaliser import (
     NormaliserModule,
     Softmax,
 )
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import PositiveInt
+from lit_lazy.support.checks import CheckedFields, PositiveInt
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
-from lit_lazy.attention.drawn import Drawn
+from lit_lazy.attention.parts import Drawn
 from lit_lazy.support.checks import MOST_FACTOR, Bounds, Share, require
 
 AttentionBackend = Literal[Backend, "sdpa"]

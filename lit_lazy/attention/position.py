@@ -9,10 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.drawn import Drawn
-from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, require
+from lit_lazy.attention.parts import Drawn, GeneratorOf, SelfInitialised
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 
 class PositionModule(nn.Module):

@@ -13,7 +13,6 @@ from torch.nn.functional import softplus
 from flash_lazy import Rows, RuleWeights, Stats
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.gate import HEAD_NORM_EPS
-from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
     Fused,
@@ -24,6 +23,7 @@ from lit_lazy.attention.normaliser import (
     find_softmax_backend,
     fused_softmax,
 )
+from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat
 
 __all__ = [

@@ -72,7 +72,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.errors import one_line
-    from lit_lazy.support.memory import require_memory
+    from lit_lazy.support.machine import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
 

@@ -124,7 +124,7 @@ def require_results(runs: Path, name: str, grids_only: bool = True) -> None:
 
 def check_workers(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if this machine cannot start --workers processes."""
-    from lit_lazy.support.memory import require_memory
+    from lit_lazy.support.machine import require_memory
 
     if options.workers:
         require_memory({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import Commands, add_command, path
-from lit_lazy.model.import_.kinds import KINDS, is_hub_name
+from lit_lazy.model.import_ import KINDS, is_hub_name
 
 if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
@@ -51,7 +51,7 @@ def digest(text: str) -> str:
 def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.key import hash_file
     from lit_lazy.config.schema import RunConfig
-    from lit_lazy.data.pipeline.imported_tokeniser import find_ends, fit_to_embedding
+    from lit_lazy.data.pipeline.tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
     from lit_lazy.model.import_.compare import compare
     from lit_lazy.model.import_.convert import convert

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from lit_lazy.config.field_docs import format_class
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, get_default, get_leaf_class, to_dict
-from lit_lazy.support.checked_fields import require_decorated
-from lit_lazy.support.checks import field_types, is_exchangeable, is_group, parse
+from lit_lazy.support.checks import field_types, is_exchangeable, is_group, parse, require_decorated
 from lit_lazy.support.errors import did_you_mean, one_line
 
 LONGEST_VALUE = 4096

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import CheckedFields
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,9 +13,9 @@ from typing import Annotated
 import numpy as np
 
 from lit_lazy.data.base import DataConfig, DataSource, Outline
-from lit_lazy.data.pair_vocabulary import PairVocabulary
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
+    PairVocabulary,
     check_memory,
     draw_permutations,
     draw_splits,

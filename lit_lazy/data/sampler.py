@@ -1,11 +1,13 @@
-"""The order in which a run sees its data."""
+"""The order in which a run sees its data, and the loaders of training and validation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
+from lit_lazy.data.base import Batch, DataSource
 from lit_lazy.support.checks import NonNegativeInt, PositiveInt, check_value, require
 
 
@@ -78,3 +80,23 @@ class StepBatchSampler(Sampler[list[int]]):
 def pick_evenly(n: int, k: int) -> np.ndarray:
     """k evenly spaced numbers from 0 .. n - 1, for k <= n."""
     return np.arange(k) * n // k
+
+
+def train_loader(
+    source: DataSource, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
+) -> DataLoader[Batch]:
+    """Training batches as a function of (seed, step), or one device's share of each.
+
+    start_step: called when iteration starts.
+    """
+    sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step, share)
+    return DataLoader(source.train, batch_sampler=sampler, collate_fn=_identity)
+
+
+def validation_loader(source: DataSource, batch_size: int) -> DataLoader[Batch]:
+    """The complete validation set in order."""
+    return DataLoader(source.validation, batch_size=batch_size, collate_fn=_identity)
+
+
+def _identity(batch: Any) -> Any:
+    return batch

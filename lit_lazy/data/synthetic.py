@@ -1,13 +1,14 @@
-"""Shared code of the synthetic tasks: size checks, one random stream per split, sequences with their answers."""
+"""Shared code of the synthetic tasks: options, one random stream per split, sequences with their answers, token ids."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from lit_lazy.data.base import IGNORED, DataSource, TokenDataset, fingerprint
-from lit_lazy.support.memory import require_memory
+from lit_lazy.support.machine import require_memory
 
 
 class SyntheticTask(Protocol):
@@ -98,3 +99,39 @@ def make_ignored_targets(n: int, length: int) -> np.ndarray:
 def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:
     """n random permutations of 0 .. length - 1, int32 `[n, length]`."""
     return rng.permuted(np.tile(np.arange(length, dtype=np.int32), (n, 1)), axis=1)
+
+
+Ids = TypeVar("Ids", int, np.ndarray)
+
+
+@dataclass(frozen=True)
+class PairVocabulary:
+    """Token ids: the pair of key k and value v is k * values + v; then the queries, one per key, then the answers.
+
+    There is one answer per value, and a last one, `null`, for a key that has no pair.
+    """
+
+    keys: int
+    values: int
+
+    def encode_pair(self, key: Ids, value: Ids) -> Ids:
+        """Token that holds the key and its value."""
+        return key * self.values + value
+
+    def encode_query(self, key: Ids) -> Ids:
+        """Token that asks for the value of a key."""
+        return self.keys * self.values + key
+
+    def encode_answer(self, value: Ids) -> Ids:
+        """Target that names a value; it never occurs in a sequence."""
+        return self.keys * (self.values + 1) + value
+
+    @property
+    def null(self) -> int:
+        """Answer to a query whose key has no pair."""
+        return self.encode_answer(self.values)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of pairs, queries and answers."""
+        return self.null + 1

@@ -29,8 +29,7 @@ from lit_lazy.data.pipeline.tokens import (
     write_corpus,
 )
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.stdlib import cut_windows, cut_windows_with_bos
-from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.data.stdlib import ByteTrigram, cut_windows, cut_windows_with_bos, trigrams
 from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.errors import short_repr

@@ -25,7 +25,7 @@ def speak(name: str) -> str:
 
 def _read(name: str, attribute: str) -> str:
     """An attribute that a class of this name has itself: what it inherits is another's."""
-    from lit_lazy.attention.drawn import Drawn  # these import torch, which most figures do without
+    from lit_lazy.attention.parts import Drawn  # these import torch, which most figures do without
     from lit_lazy.config.serialisation import find_leaf_classes
 
     cls = find_leaf_classes(Drawn).get(name, Drawn)

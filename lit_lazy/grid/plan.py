@@ -17,7 +17,7 @@ from lit_lazy.grid.changed_rows import GONE, VERSION_DIGITS, ChangedRowError, na
 from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
-from lit_lazy.support.ids import read_id
+from lit_lazy.support.locks import read_id
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.build import TableSpec, build_table

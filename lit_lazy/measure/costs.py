@@ -17,9 +17,8 @@ from lit_lazy.data import Batch, DataConfig
 from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.support.checks import Bounds, PositiveInt, require
-from lit_lazy.support.timing import time_in_turns
+from lit_lazy.support.timing import measure_saved_bytes, time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
 """A layer and its normaliser's call."""

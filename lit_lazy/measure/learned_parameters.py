@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.sharded_tensors import gather_full_tensor
+from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
 
 MOST_NUMBERS = 4096
 """Of one parameter in one layer; larger ones are matrices, of which a mean says nothing."""

@@ -1,4 +1,4 @@
-"""The decoder language model: pre-norm blocks of a token mixer and SwiGLU."""
+"""The decoder language model: pre-norm blocks of a token mixer and SwiGLU, and their dropout."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
-from lit_lazy.attention.initialisation import SelfInitialised
+from lit_lazy.attention.parts import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.model.dropout import apply_dropout
 from lit_lazy.support.errors import one_line
 
 
@@ -236,3 +235,43 @@ def flops_per_token(model: DecoderLM, context_length: int) -> int:
     linear = [m.weight for _, m in _matrices(model) if isinstance(m, nn.Linear)]
     weights = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in linear)
     return weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)
+
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""Increment of SplitMix64 (Steele, Lea and Flood 2014), as a signed 64-bit integer."""
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def sequence_keys(seed: int, step: int, rows: Tensor) -> Tensor:
+    """Seeds of the sequences' masks, int64 in the shape of `rows`, their int64 indices in the batch."""
+    return _splitmix64(_splitmix64(_splitmix64(torch.full_like(rows, seed)) + step) + rows)
+
+
+def apply_dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:
+    """Zero a share p of the elements of x `[B, L, d]` and divide the others by 1 - p.
+
+    keys: `[B]` from `sequence_keys`. site: index of the dropout layer in the model.
+    """
+    numbers = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+    drawn = _splitmix64(_splitmix64(keys + site)[:, None, None] + GOLDEN * numbers)
+    return x.masked_fill(drawn < round(p * 2**64) - 2**63, 0) / (1 - p)
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """SplitMix64's output function, on int64."""
+    x = x + GOLDEN
+    for shift, factor in ROUNDS:
+        x = (x ^ _shift_right(x, shift)) * factor
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical right shift."""
+    return (x >> by) & (2 ** (64 - by) - 1)
+
+
+def gather_full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one. A collective: all devices must call it."""
+    from torch.distributed.tensor import DTensor  # late: it takes time that a model on one device can save
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lit_lazy.attention import Cache, Eviction
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import Bounds, NonNegativeFloat
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Optimisers, learning rate schedules and distillation. Needs only torch."""
 
 from lit_lazy.optim.distillation import AttentionOutputs, Distillation, Logits, NoDistillation
-from lit_lazy.optim.optimiser import SGD, AdamW, Muon, Optimiser
-from lit_lazy.optim.schedule import WSD, Constant, Cosine, Schedule
+from lit_lazy.optim.optimiser import SGD, WSD, AdamW, Constant, Cosine, Muon, Optimiser, Schedule
 
 __all__ = [
     "SGD",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import PositiveFloat
+from lit_lazy.support.checks import CheckedFields, PositiveFloat
 
 
 class Passes(NamedTuple):

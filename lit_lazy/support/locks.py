@@ -1,9 +1,11 @@
-"""Lock files, and leases where no file can be locked."""
+"""Lock files, leases where no file can be locked, and the random ids that folders keep."""
 
 import fcntl
 import functools
 import os
+import re
 import signal
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ from tempfile import TemporaryFile
 
 import filelock
 
-from lit_lazy.support.disk import NO_LOCKS
+from lit_lazy.support.disk import NO_LOCKS, write_text
 
 LEASE_SECONDS = 60.0
 """Time after which a lease that nobody renews can be taken over."""
@@ -105,3 +107,12 @@ def is_shared(path: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+def read_id(file: Path) -> str:
+    """The random id in a file, which gets one if it has none or a damaged one."""
+    with make_file_lock(file.with_name(f"{file.name}.lock")):
+        known = file.read_bytes() if file.exists() else b""
+        if not re.fullmatch(rb"[0-9a-f]{32}", known):
+            write_text(file, uuid.uuid4().hex)
+        return file.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Measurements on a shared machine: calls that take turns, and memory peaks in separate processes."""
+"""Measurements on a shared machine: calls that take turns, peaks of memory, memory kept for a backward pass."""
 
 import ctypes
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 M_MMAP_THRESHOLD = -3
@@ -85,3 +86,19 @@ def measure_memory_rise(call: Callable[[], object]) -> int:
 def _read_memory(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def measure_saved_bytes(call: Callable[[], object], excluded: Iterable[Tensor]) -> int:
+    """Bytes of the storages that a call saves for its backward pass, without those of `excluded`, e.g. parameters."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        call()
+    return sum(storage.nbytes() for storage in storages.values())

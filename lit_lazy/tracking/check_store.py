@@ -4,10 +4,10 @@ import os
 import socket
 from urllib.parse import urlsplit
 
+from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking.databases import check_sqlite, query_database, quote_path, sqlite_file
 from lit_lazy.tracking.store import URI_VARIABLE
 

@@ -5,7 +5,7 @@ Several people may train one configuration with one MLflow. A run that is retire
 
 from pathlib import Path
 
-from lit_lazy.support.ids import read_id
+from lit_lazy.support.locks import read_id
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 

@@ -20,15 +20,13 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checked_fields import list_changes
-from lit_lazy.support.checks import PositiveInt, check_value, require
+from lit_lazy.support.checks import PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
-from lit_lazy.training.module import SOURCES, LitLM, hash_sources
+from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
+from lit_lazy.training.optimiser import freeze_others, require_loaded
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
-from lit_lazy.training.teacher import Teacher, require_teacher
-from lit_lazy.training.trainable import freeze_others, require_loaded
 
 log = logging.getLogger("lit_lazy.training.checkpoints")
 TOKENIZER = "tokenizer.json"

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checked_fields import CheckedFields
-from lit_lazy.support.checks import PositiveInt, require
+from lit_lazy.support.checks import CheckedFields, PositiveInt, require
 
 Strategy = Literal["ddp", "fsdp"]
 

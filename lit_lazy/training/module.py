@@ -1,6 +1,7 @@
-"""The LightningModule that trains a decoder language model."""
+"""The LightningModule that trains a decoder language model, by itself or with a teacher."""
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,23 +12,67 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lit_lazy.config.key import iter_user_classes
-from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.schema import RunConfig, TrainConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
+from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
-from lit_lazy.measure.ratio_of_sums import RatioOfSums
 from lit_lazy.model.compiled import compute_hidden, compute_mean_loss
-from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.dropout import sequence_keys
-from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
+from lit_lazy.model.decoder import DecoderLM, gather_full_tensor, sequence_keys
+from lit_lazy.model.loss import average_logits, head_nll, head_nll_and_log_z, mean_nll
+from lit_lazy.optim.distillation import Distillation, Passes
+from lit_lazy.support.checks import require
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.sharded_tensors import gather_full_tensor
-from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.optimiser import build_optimizer, lr_factor
-from lit_lazy.training.teacher import Teacher
-from lit_lazy.training.trainable import freeze_others
+from lit_lazy.training.optimiser import WeightAverage, build_optimizer, freeze_others, lr_factor
+
+
+class Teacher:
+    """A trained model that is only read. It is no part of a checkpoint, but built again where a run resumes."""
+
+    def __init__(self, model: DecoderLM, term: Distillation) -> None:
+        self.model, self.term = model.eval().requires_grad_(False), term
+
+    def compute_term(
+        self, student: DecoderLM, compute_hidden: Callable[[], Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """The student's input of the head, by `compute_hidden`, and the term of its pass over `batch`."""
+        with self._collect_mixed(student) as own:
+            hidden = compute_hidden()
+        with torch.no_grad(), self._collect_mixed(self.model) as taught:
+            expected = self.model.compute_hidden(batch["tokens"], batch.get("place"))
+        pairs = (hidden, student.head.weight), (expected, self.model.head.weight)
+        passes = Passes([*zip(own, taught, strict=True)], partial(average_logits, *pairs, batch["targets"]))
+        return hidden, self.term.compute(passes)
+
+    @contextmanager
+    def _collect_mixed(self, model: DecoderLM) -> Iterator[list[Tensor]]:
+        """What each layer's mixer adds in a pass in the block, `[B, L, d_model]`, if the term compares it."""
+        found: list[Tensor] = []
+        mixers = model.mixers if self.term.reads_attention else []
+        hooks = [mixer.register_forward_hook(lambda _, __, out: found.append(out[0])) for mixer in mixers]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def require_teacher(train: TrainConfig, teacher: DecoderLM, student: DecoderLM) -> None:
+    """Raises a one-line ValueError if a training's term cannot compare the two models."""
+    if not train.distillation.active:
+        return
+    name, fix = "train.distillation", "the model of init_from has {}; give a teacher of this model's sizes"
+    layers = train.distillation.reads_attention
+    for size, differs in {
+        f"{len(teacher.head.weight)} words": len(teacher.head.weight) != len(student.head.weight),
+        f"{teacher.cfg.n_layers} layers": layers and teacher.cfg.n_layers != student.cfg.n_layers,
+        f"width {teacher.cfg.d_model}": layers and teacher.cfg.d_model != student.cfg.d_model,
+    }.items():
+        require(not differs, name, type(train.distillation).__name__, fix.format(size))
+    teacher.check_length(student.context_length)
+
 
 AVERAGE = "weight_average"
 """Key of the weights' average in a checkpoint."""

@@ -1,14 +1,53 @@
-"""Parameter groups, and the learning rate of a step, for an optimiser. Needs only torch."""
+"""What a training changes: the parameters that it trains, their groups and rates, and their average. Only torch."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_lazy.attention.normaliser import NormaliserModule
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.checks import require
+from lit_lazy.support.errors import did_you_mean
+
+MOST_NAMED = 3
+"""Frozen parameters in a message, at most."""
+
+
+def freeze_others(model: nn.Module, patterns: Collection[str]) -> set[str]:
+    """Freeze the parameters that match none of the patterns; returns their names. No patterns freeze nothing.
+
+    A parameter with two names (a tied head) is trained if one of them matches. One that its own module does not train
+    stays as it is. Raises a one-line ValueError for a pattern that matches nothing, or if nothing is left to train.
+    """
+    if not patterns:
+        return set()
+    named = [*model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        known = sorted({re.sub(r"\.\d+\.", ".*.", name) for name, _ in named})
+        fix = f"matches no parameter{did_you_mean(pattern, known)}; there are {', '.join(known)}"
+        require(any(fnmatchcase(name, pattern) for name, _ in named), "train.trainable", pattern, fix)
+    chosen = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    frozen = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in chosen}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    fix = "trains nothing, as its parameters are constants or follow a schedule; add the names of others"
+    require(any(p.requires_grad for _, p in named), "train.trainable", patterns, fix)
+    return set(frozen)
+
+
+def require_loaded(patterns: Collection[str], frozen: Collection[str], loaded: Collection[str]) -> None:
+    """Raise a one-line ValueError if a parameter that the patterns freeze is not loaded: it would stay random."""
+    new = sorted(set(frozen) - set(loaded))
+    names = ", ".join(new[:MOST_NAMED]) + (f", ... ({len(new)})" if len(new) > MOST_NAMED else "")
+    fix = f"leaves {names} at their first values; add a pattern that trains them, or an init_from that has them"
+    require(not new, "train.trainable", patterns, fix)
 
 
 def lr_factor(step: int, cfg: TrainConfig) -> float:
@@ -59,3 +98,51 @@ def build_parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str,
         {"params": parameters, "weight_decay": decay, "lr": cfg.lr * scale}
         for (decay, scale), parameters in groups.items()
     ]
+
+
+class WeightAverage:
+    """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, for trainable parameters.
+
+    Parameters that are frozen or follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._update = get_ema_multi_avg_fn(decay)
+        self.values: dict[str, Tensor] = {}
+        """By parameter name; empty before the first step."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights after a step."""
+        current = [parameter.detach() for parameter in self._parameters.values()]
+        if self.values:
+            # A checkpoint is read before the model moves to its device.
+            self.values = {name: value.to(self._parameters[name].device) for name, value in self.values.items()}
+            self._update([*self.values.values()], current, 0)
+        else:
+            self.values = dict(zip(self._parameters, (value.clone() for value in current), strict=True))
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Restore the average from a checkpoint."""
+        self.values = {name: value.clone() for name, value in values.items()}
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Replace the weights by their average for good."""
+        self._set_weights(self.values)
+
+    @contextmanager
+    def swap_in(self) -> Iterator[None]:
+        """Replace the weights by their average in the block."""
+        weights = {name: self._parameters[name].detach().clone() for name in self.values}
+        self.apply()
+        try:
+            yield
+        finally:
+            self._set_weights(weights)
+
+    @torch.no_grad()
+    def _set_weights(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._parameters[name].copy_(value)

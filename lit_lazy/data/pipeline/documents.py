@@ -25,9 +25,9 @@ from urllib.error import HTTPError
 import huggingface_hub
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
+from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import one_line
-from lit_lazy.support.timeout import call_with_timeout
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20

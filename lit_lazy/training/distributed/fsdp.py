@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lit_lazy.support.sharded_tensors import gather_full_tensor
+from lit_lazy.model.decoder import gather_full_tensor
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2
-from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.mixer import PassInputs
+from lit_lazy.attention.parts import SelfInitialised
 from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 pytestmark = pytest.mark.long

@@ -21,8 +21,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.data.pipeline.imported_tokeniser import fit_to_embedding
-from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer, fit_to_embedding
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
 from lit_lazy.support.named_files import find

@@ -22,7 +22,7 @@ from lit_lazy.command.main import main
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.import_.load import MOST_HEADER
 from lit_lazy.report.checkpoint import Request, build_reference, load_sources
-from lit_lazy.support import disk, memory
+from lit_lazy.support import disk, machine
 from lit_lazy.training import checkpoints
 
 __all__ = ["bpe"]
@@ -306,7 +306,7 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ):
         assert named in expect_refusal(["import", *words], capsys)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "measure_total_memory", lambda: 1000)
+        patch.setattr(machine, "measure_total_memory", lambda: 1000)
         assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
     monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
     assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)

@@ -387,7 +387,7 @@ def made(folder: Path, files: dict[str, str], module: str) -> object:
 
 DEEP = """
 from dataclasses import dataclass
-from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.checks import CheckedFields
 @dataclass(frozen=True)
 class Deep(CheckedFields):
     pass

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lit_lazy.data import stdlib_text
-from lit_lazy.data.stdlib import Stdlib, is_validation, load_folder, read_sources
+from lit_lazy.data.stdlib import ByteTrigram, Stdlib, is_validation, load_folder, read_sources, trigrams
 from lit_lazy.data.stdlib_text import StdlibText
-from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 CONFIG = Stdlib(context_length=16, validation_windows=10)
 WANTED = [f"package/module{i}.py" for i in range(60)] + ["top.py", "testing.py", "unittest/case.py"]

@@ -42,8 +42,8 @@ from lit_lazy.data import text
 from lit_lazy.data.facts import list_doubts
 from lit_lazy.data.pipeline import documents
 from lit_lazy.data.prompts import Prompts
+from lit_lazy.data.stdlib import ByteTrigram, trigrams
 from lit_lazy.data.text import Text, measure_ngrams
-from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.named_files import find
 from lit_lazy.training.run import run
 

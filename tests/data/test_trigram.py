@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lit_lazy.data.backcopy import solve_stationary
-from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.data.stdlib import ByteTrigram, trigrams
 
 
 def as_bytes(text):

@@ -8,9 +8,9 @@ from torch import Tensor, distributed, multiprocessing
 from torchmetrics import Metric
 
 from lit_lazy.attention import AttentionCall, Elastic
+from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.collapse import Collapse
 from lit_lazy.measure.head_metrics import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
-from lit_lazy.measure.ratio_of_sums import RatioOfSums
 from lit_lazy.measure.row_statistics import summarise
 
 PROCESSES = 2

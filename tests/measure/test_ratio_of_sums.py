@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_lazy.measure.ratio_of_sums import RatioOfSums
+from lit_lazy.measure.attention_metrics import RatioOfSums
 
 
 def ratio(*pairs, minimum=0.0):

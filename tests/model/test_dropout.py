@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.model import dropout
-from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.dropout import apply_dropout, sequence_keys
+from lit_lazy.model import decoder
+from lit_lazy.model.decoder import DecoderLM, apply_dropout, sequence_keys
 
 ROWS = torch.arange(32)
 ONES = torch.ones(32, 16, 64)
@@ -15,8 +14,8 @@ PUBLISHED = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593
 
 
 def test_numbers_are_those_of_splitmix64() -> None:
-    states = torch.tensor([1234567]) + dropout.GOLDEN * torch.arange(5)
-    assert [number % 2**64 for number in dropout._splitmix64(states).tolist()] == list(PUBLISHED)
+    states = torch.tensor([1234567]) + decoder.GOLDEN * torch.arange(5)
+    assert [number % 2**64 for number in decoder._splitmix64(states).tolist()] == list(PUBLISHED)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 from test_run import config
 
-from lit_lazy.training import progress
+from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.progress import StepProgress
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import StepProgress, build_module, fit, make_trainer
 
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
@@ -28,7 +27,7 @@ def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
 
 
 def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "PLAIN_EVERY_SECONDS", 0.0)
     found = [LINE.fullmatch(line) for line in shown(tmp_path, terminal=False).splitlines()]
     assert all(found)
     assert [int(line[1]) for line in found if line] == list(range(1, 13))
@@ -53,7 +52,7 @@ def test_a_notebook_gets_one_line_that_changes(
 ) -> None:
     assert shown(tmp_path / "short", terminal=False, notebook=True) == ""
     assert LINE.fullmatch(capsys.readouterr().out.strip()), "the last step is always shown"
-    monkeypatch.setattr(progress, "NOTEBOOK_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "NOTEBOOK_EVERY_SECONDS", 0.0)
     shown(tmp_path / "whole", terminal=False, notebook=True)
     written = capsys.readouterr().out
     assert written.count("\n") == 1

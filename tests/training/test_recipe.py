@@ -23,9 +23,9 @@ from lit_lazy.optim import SGD, WSD, AdamW, Constant, Cosine, Muon
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import checkpoints
-from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.optimiser import WeightAverage
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run

@@ -19,10 +19,9 @@ from lit_lazy.tracking.spool import MetricFile
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.optimiser import build_optimizer
+from lit_lazy.training.optimiser import build_optimizer, freeze_others
 from lit_lazy.training.prepare import check_size, prepare
 from lit_lazy.training.run import run
-from lit_lazy.training.trainable import freeze_others
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 PATTERNS = ("blocks.*.attention.q.weight", "*.normaliser.tau", "*.bias.table", "*norm.weight")

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check_value
+from lit_lazy.support.checks import (
+    Bounds,
+    CheckedFields,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_value,
+    require,
+)
 
 
 class BiasTerms(NamedTuple):
@@ -117,9 +125,8 @@ class Alibi(Bias):
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         slopes = alibi_slopes(n_heads) if self.slopes is None else list(self.slopes)
-        if len(slopes) not in (1, n_heads):
-            fix = f"give one, or one per head (model.n_heads={n_heads})"
-            raise ValueError(f"Alibi.slopes={self.slopes}: has {len(slopes)} slopes; {fix}")
+        fix = f"has {len(slopes)} slopes; give one, or one per head (model.n_heads={n_heads})"
+        require(len(slopes) in (1, n_heads), "Alibi.slopes", self.slopes, fix)
         return _Alibi(slopes if len(slopes) == n_heads else slopes * n_heads)
 
 
@@ -209,10 +216,8 @@ class _KerpleLog(BiasModule):
 
     def forward(self, n_keys: int) -> BiasTerms:
         distance = torch.arange(n_keys, device=self.r1.device)
-        return BiasTerms(
-            table=-_clamp_straight_through(self.r1, 0.01)
-            * torch.log1p(_clamp_straight_through(self.r2, 0.01) * distance)
-        )
+        r1, r2 = (_clamp_straight_through(parameter, 0.01) for parameter in (self.r1, self.r2))
+        return BiasTerms(table=-r1 * torch.log1p(r2 * distance))
 
 
 def _clamp_straight_through(parameter: Tensor, least: float) -> Tensor:
@@ -256,11 +261,9 @@ class _Fire(BiasModule):
             nn.init.uniform_(layer.bias, -bound, bound, generator=generator_of(f"{name}.bias"))
 
     def forward(self, n_keys: int) -> BiasTerms:
-        if n_keys > self.length:
-            raise ValueError(
-                f"Fire.length={self.length}: cannot serve {n_keys} keys, since FIRE depends on more than the "
-                f"distance beyond its length; give a length of at least {n_keys}"
-            )
+        why = "since FIRE depends on more than the distance beyond its length"
+        fix = f"cannot serve {n_keys} keys, {why}; give a length of at least {n_keys}"
+        require(n_keys <= self.length, "Fire.length", self.length, fix)
         # Without autocast: the MLP is tiny, and its output is added to fp32 scores.
         with torch.autocast(self.c.device.type, enabled=False):
             distance = torch.arange(n_keys, device=self.c.device, dtype=self.c.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_lazy import Rows, Rule
 from flash_lazy.rules import HIDDEN, call_rule, rule_name
@@ -17,13 +18,7 @@ LARGE = 200.0
 
 
 def probe_weights(
-    rule: Rule,
-    heads: int,
-    maps: int,
-    can_zero: bool,
-    signed: bool,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    rule: Rule, heads: int, maps: int, can_zero: bool, signed: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raises a one-line ValueError with the fix if a rule violates the contract of `flash_lazy.Rule`.
 
@@ -39,7 +34,8 @@ def probe_weights(
         with torch.no_grad():
             w = _weights(rule, scores, rows)
             again = _weights(rule, scores, rows)
-            wider = _weights(rule, *_prepend_hidden_keys(scores, rows))[..., EXTRA:]
+            more = Rows(pad(rows.visible, (EXTRA, 0), value=False), rows.n, rows.position)
+            wider = _weights(rule, pad(scores, (EXTRA, 0), value=HIDDEN), more)[..., EXTRA:]
             alone = _weights(rule, scores[1:], _map_rows(rows, lambda x: x[-1:]))
             last = _weights(rule, scores[..., 1:, :], _map_rows(rows, lambda x: x[..., 1:, :]))
         seen = rows.visible.expand_as(w)
@@ -68,7 +64,7 @@ def probe_attention(
     heads: int,
     head_dim: int,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> None:
     """Raises a one-line ValueError with the fix if a normaliser's attention violates its contract.
 
@@ -93,16 +89,12 @@ def probe_attention(
             of_query, of_key, *found = [None] * len(asked)
         learned = any(gradient is not None and gradient.any() for gradient in (of_query, of_key))
         if not learned and not torch.equal(out, negated):
-            raise ValueError(
-                f"{name} passes no gradient to the scores, so queries and keys would learn nothing: compute the "
-                "weights from the scores in torch, without detaching them"
-            )
+            problem = f"{name} passes no gradient to the scores, so queries and keys would learn nothing"
+            raise ValueError(f"{problem}: compute the weights from the scores in torch, without detaching them")
     for parameter, gradient in zip(parameters, found, strict=True):
         if gradient is None:
-            raise ValueError(
-                f"{name}.{parameter} gets no gradient: use it in weights, queries or output without detaching it, or "
-                "give it requires_grad=False"
-            )
+            fix = "use it in weights, queries or output without detaching it, or give it requires_grad=False"
+            raise ValueError(f"{name}.{parameter} gets no gradient: {fix}")
 
 
 def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
@@ -117,11 +109,6 @@ def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
 
 def _map_rows(rows: Rows, cut: Callable[[Tensor], Tensor]) -> Rows:
     return Rows(cut(rows.visible), cut(rows.n), cut(rows.position))
-
-
-def _prepend_hidden_keys(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-    more = torch.nn.functional.pad(rows.visible, (EXTRA, 0), value=False)
-    return torch.nn.functional.pad(scores, (EXTRA, 0), value=HIDDEN), Rows(more, rows.n, rows.position)
 
 
 def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:

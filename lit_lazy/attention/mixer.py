@@ -6,7 +6,7 @@ A mixer is a frozen dataclass (its settings) whose `build` returns the module th
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +17,26 @@ from lit_lazy.attention.parts import Drawn
 from lit_lazy.support.checks import CheckedFields, NonNegativeInt, PositiveInt
 
 
-class Cache(Protocol):
+class Cache(ABC):
     """State of a layer between the passes of decoding."""
 
-    evicted: int
+    length: int = 0
+    """Number of tokens read, without evicted ones."""
+    evicted: int = 0
     """Number of evicted tokens."""
 
     @property
-    def length(self) -> int:
-        """Number of cached tokens."""
-        ...
-
-    @property
+    @abstractmethod
     def nbytes(self) -> int:
-        """Allocated memory in bytes."""
-        ...
+        """Allocated memory in bytes, including room for future tokens."""
 
     def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
         """Split tokens `[B, L]` into parts that the model can read in one pass each."""
-        ...
+        return [tokens]
 
     def span(self, new: int) -> tuple[int, int]:
         """Number and first of the positions that a pass over `new` tokens needs; the new tokens have the last ones."""
-        ...
+        return new, self.length
 
 
 class PassInputs(NamedTuple):
@@ -122,7 +119,7 @@ class Eviction(CheckedFields):
         return self.first + self.window
 
 
-class LayerCache:
+class LayerCache(Cache):
     """Keys, rotated by their positions, and values of one layer, `[B, Hkv, L, D]`.
 
     Buffers double when they are full, so that a new token does not copy all previous ones.
@@ -130,10 +127,6 @@ class LayerCache:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self.length = 0
-        """Number of cached tokens."""
-        self.evicted = 0
-        """Number of evicted tokens."""
 
     @property
     def k(self) -> Tensor:
@@ -147,16 +140,7 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Allocated memory in bytes, including room for future tokens."""
         return sum(buffer.nbytes for buffer in self._buffers)
-
-    def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
-        """Split tokens `[B, L]` into parts that the model can read in one pass each."""
-        return [tokens]
-
-    def span(self, new: int) -> tuple[int, int]:
-        """Number and first of the positions by which `extend` rotates keys when `new` tokens are appended."""
-        return new, self.length
 
     def extend(self, k: Tensor, v: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
         """Append unrotated keys and values; returns all cached keys, rotated, and values."""
@@ -199,15 +183,11 @@ class StreamingCache(LayerCache):
         new, capacity = k.shape[2], self.eviction.capacity
         evicted = max(0, self.length + new - capacity)
         if evicted and new > 1:
-            raise ValueError(
-                f"{new} tokens for a streaming cache that holds {self.length} of {capacity}; append them one at a time"
-            )
-        self._buffers = self._buffers or [k[:, :, :0], v[:, :, :0]]
-        self._buffers = [self._evict_and_append(evicted, *pair) for pair in zip(self._buffers, (k, v), strict=True)]
+            held = f"a streaming cache that holds {self.length} of {capacity}"
+            raise ValueError(f"{new} tokens for {held}; append them one at a time")
+        first, kept = self.eviction.first, self._buffers or [k[:, :, :0], v[:, :, :0]]
+        pairs = zip(kept, (k, v), strict=True)
+        self._buffers = [torch.cat((old[:, :, :first], old[:, :, first + evicted :], x), 2) for old, x in pairs]
         self.length += new - evicted
         self.evicted += evicted
         return rotate(self.k), self.v
-
-    def _evict_and_append(self, evicted: int, kept: Tensor, new: Tensor) -> Tensor:
-        first = self.eviction.first
-        return torch.cat((kept[:, :, :first], kept[:, :, first + evicted :], new), 2)

@@ -206,18 +206,15 @@ class NormaliserModule(nn.Module, ABC):
 
     def _rule_backend(self, call: AttentionCall) -> str:
         if call.backend in ("cpu", "triton", "sdpa"):
-            raise ValueError(
-                f"backend is {call.backend!r}, for which {type(self).__name__} has no kernel; choose 'auto'"
-            )
+            lacks = f"backend is {call.backend!r}, for which {type(self).__name__} has no kernel"
+            raise ValueError(f"{lacks}; choose 'auto'")
         return "reference" if call.backend == "reference" else "rules"
 
     def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """Weighted values of a call whose q is already `queries`, computed from `weights` only."""
-        rule = (
-            self.weights
-            if call.evicted is None
-            else partial(self._weights_at_text_positions, call.evicted, call.window)
-        )
+        rule = self.weights
+        if call.evicted is not None:
+            rule = partial(self._weights_at_text_positions, call.evicted, call.window)
         parameters = [p for p in self.parameters() if p.requires_grad]
         backend = "reference" if self._rule_backend(call) == "reference" else "chunked"
         return run_rule(rule, call.to_kernel(), call.with_stats, parameters, self.maps, backend)
@@ -231,10 +228,9 @@ class NormaliserModule(nn.Module, ABC):
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Raises a one-line ValueError with the fix if the module violates its contract (`custom_rule_check`)."""
         name = type(self).__name__
-        if not isinstance(self.maps, int) or self.maps < 1 or head_dim % self.maps:
-            raise ValueError(
-                f"{name}.maps={self.maps!r}: must be a whole number that divides the head dimension {head_dim}"
-            )
+        divides = isinstance(self.maps, int) and self.maps >= 1 and head_dim % self.maps == 0
+        fix = f"must be a whole number that divides the head dimension {head_dim}"
+        require(divides, f"{name}.maps", self.maps, fix)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v, x=q.transpose(1, 2).flatten(2))
@@ -332,17 +328,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), enable_gqa=gqa)
 
 
-def fused_lazy(
-    call: AttentionCall, tau: Tensor, threshold: Threshold = "per_query", context_length: int | None = None
-) -> Fused:
-    """`lazy_attention` of a call."""
-    if call.backend == "sdpa":
-        raise ValueError("backend is 'sdpa', which computes softmax attention alone; choose 'auto'")
-    backend = resolve_backend(call.backend, call.q, call.key_mask)
-    kernel_call = call.to_kernel(tau, threshold, context_length)
-    return Fused(backend, lambda: run(prepare(kernel_call), backend, call.with_stats))
-
-
 @dataclass(frozen=True)
 class Elastic(Normaliser):
     """Elastic-Softmax (arXiv 2601.00919): `max(p - theta, 0)`, p the softmax weight, theta from a learned tau per head.
@@ -372,21 +357,15 @@ class Elastic(Normaliser):
 
     def __post_init__(self) -> None:
         if self.threshold == "constant" and self.tau_init >= 1:
-            raise ValueError(
-                f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant': no weight exceeds 1, so output "
-                "and every gradient would stay zero; give a value below 1, for example 0.01"
-            )
-        self._check_ramp()
-
-    def _check_ramp(self) -> None:
+            given = f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant'"
+            problem = "no weight exceeds 1, so output and every gradient would stay zero"
+            raise ValueError(f"{given}: {problem}; give a value below 1, for example 0.01")
         emits = self.threshold != "constant" or self.tau_ramp == 0 or self.tau_final < 1
         fix = "must be below 1 with Elastic.threshold='constant'"
         require(emits, "Elastic.tau_final", self.tau_final, fix)
         moves = self.tau_init != self.tau_final or self.learn_after_ramp
-        fix = (
-            f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp; learn_tau=False freezes tau"
-        )
-        require(self.tau_ramp == 0 or moves, "Elastic.tau_ramp", self.tau_ramp, fix)
+        other = f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp"
+        require(self.tau_ramp == 0 or moves, "Elastic.tau_ramp", self.tau_ramp, f"{other}; learn_tau=False freezes tau")
         trained = self.learn_tau and (self.tau_ramp == 0 or self.learn_after_ramp)
         for name, used, need in (
             ("tau_final", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
@@ -439,4 +418,8 @@ class _Elastic(NormaliserModule):
         return LazyThreshold(self.tau, self.threshold, self.context_length)
 
     def fused(self, call: AttentionCall) -> Fused | None:
-        return fused_lazy(call, self.tau, self.threshold, self.context_length)
+        if call.backend == "sdpa":
+            raise ValueError("backend is 'sdpa', which computes softmax attention alone; choose 'auto'")
+        backend = resolve_backend(call.backend, call.q, call.key_mask)
+        kernel_call = call.to_kernel(self.tau, self.threshold, self.context_length)
+        return Fused(backend, lambda: run(prepare(kernel_call), backend, call.with_stats))

@@ -27,12 +27,7 @@ class PositionModule(nn.Module):
         """Add positions to x `[B, L, d_model]`, whose first token has the 0-based position `offset`."""
         return x
 
-    def rotation(
-        self,
-        length: int,  # noqa: ARG002
-        offset: int,  # noqa: ARG002
-        places: Tensor | None = None,  # noqa: ARG002
-    ) -> Callable[[Tensor], Tensor]:
+    def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:  # noqa: ARG002
         """The rotation of queries and keys `[B, H, R, D]` of the last R <= length tokens before `offset + length`."""
         return lambda x: x
 
@@ -84,7 +79,6 @@ class RopeScaling(CheckedFields, ABC):
     @abstractmethod
     def scale(self, frequency: Tensor) -> Tensor:
         """The frequencies `[D / 2]`, in radians per token, as float64."""
-        ...
 
     def scale_for(self, frequency: Tensor, length: int) -> Tensor:  # noqa: ARG002
         """Those of a text of `length` tokens."""
@@ -199,9 +193,8 @@ class Rope(Position):
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         if head_dim % 2:
-            raise ValueError(
-                f"Rope: the head dimension must be even, got {head_dim}; choose another d_model or n_heads"
-            )
+            fix = "choose another d_model or n_heads"
+            raise ValueError(f"Rope: the head dimension must be even, got {head_dim}; {fix}")
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
         return _Rope(self, self.base**-exponent)
 
@@ -281,10 +274,8 @@ class _LearnedAbsolute(PositionModule, SelfInitialised):
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:
         if places is not None:
             return x + self.embedding(places)
-        end = offset + x.shape[1]
-        if end > self.embedding.num_embeddings:
-            raise ValueError(
-                f"LearnedAbsolute: {end} positions requested, {self.embedding.num_embeddings} learned; "
-                "use Rope or NoPosition for longer sequences"
-            )
+        end, learned = offset + x.shape[1], self.embedding.num_embeddings
+        if end > learned:
+            fix = "use Rope or NoPosition for longer sequences"
+            raise ValueError(f"LearnedAbsolute: {end} positions requested, {learned} learned; {fix}")
         return x + self.embedding.weight[offset:end]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention.mixer import Mixer, MixerModule, PassInputs
+from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import LayerShape
 from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import PositiveInt
@@ -36,30 +36,19 @@ Operation = Literal["simple_gla", "gated_delta_rule"]
 
 
 @dataclass
-class RecurrentCache:
+class RecurrentCache(Cache):
     """Recurrent state of a layer, of constant size."""
 
     state: Tensor | None = None
     """`[B, H, K, V]`, float32."""
     tail: Tensor | None = None
     """Last inputs of the short convolution, `[B, kernel - 1, channels]`."""
-    length: int = 0
-    """Number of tokens read."""
     kept: bool = True
     """Whether the state is needed for further tokens."""
-    evicted: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Allocated memory in bytes."""
         return sum(tensor.nbytes for tensor in (self.state, self.tail) if tensor is not None)
-
-    def span(self, new: int) -> tuple[int, int]:
-        """Number and first of the positions of `new` tokens."""
-        return new, self.length
-
-    def split_tokens(self, tokens: Tensor) -> list[Tensor]:
-        return [tokens]
 
 
 class RecurrentModule(MixerModule):

@@ -24,7 +24,7 @@ from lit_lazy.attention.normaliser import (
     fused_softmax,
 )
 from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat
+from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat, require
 
 __all__ = [
     "ASEntmax",
@@ -207,11 +207,10 @@ class _Thresholded(NormaliserModule):
     def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
         super().__init__()
         self.beta, self.width = spec.beta, shape.head_dim // self.maps
-        if self.compute_threshold(torch.tensor(float(shape.context_length), device="cpu")) >= 1:
-            raise ValueError(
-                f"{type(spec).__name__}.beta={spec.beta}: no cosine exceeds the threshold of {shape.context_length} "
-                f"keys for queries of width {self.width}; choose a smaller beta, wider heads or a shorter context"
-            )
+        none = f"no cosine exceeds the threshold of {shape.context_length} keys for queries of width {self.width}"
+        below = self.compute_threshold(torch.tensor(float(shape.context_length), device="cpu")) < 1
+        fix = f"{none}; choose a smaller beta, wider heads or a shorter context"
+        require(bool(below), f"{type(spec).__name__}.beta", spec.beta, fix)
 
     def compute_threshold(self, n: Tensor) -> Tensor:
         """t of rows that see n keys."""
@@ -470,7 +469,8 @@ class _AffineScaled(NormaliserModule):
         (out, stats), (mean, mean_stats) = attend(call), attend(even)
         alpha = self.compute_alpha(call)
         if self.training and torch.is_grad_enabled():
-            self._count(alpha.detach())
+            rows = alpha.new_tensor([alpha.shape[0] * alpha.shape[2]])
+            self.seen += torch.cat((alpha.detach().sum((0, 2, 3)), rows))
         rest = (self.mean[:, None, None] - alpha) * (call._replace(evicted=None).n_seen / call.n_seen)
         mixed = (alpha * out + rest * mean).to(out.dtype)
         if stats is None or mean_stats is None:
@@ -485,10 +485,6 @@ class _AffineScaled(NormaliserModule):
         alpha = self.compute_alpha(call)
         w = alpha * found.w + (self.mean[:, None, None] - alpha) * found.rows.visible / found.rows.n
         return found._replace(w=w, mass=w.sum(-1))
-
-    def _count(self, alpha: Tensor) -> None:
-        rows = alpha.new_tensor([alpha.shape[0] * alpha.shape[2]])
-        self.seen += torch.cat((alpha.sum((0, 2, 3)), rows))
 
     @torch.no_grad()
     def at_progress(self, progress: float) -> None:  # noqa: ARG002
@@ -553,9 +549,9 @@ class _Differential(NormaliserModule, SelfInitialised):
         backend = find_softmax_backend(maps[0][0])
 
         def attend() -> tuple[Tensor, Stats | None]:
-            (first, first_stats), (second, second_stats) = (
-                self._join_halves([attend_softmax(half, backend) for half in halves]) for halves in maps
-            )
+            found = [[attend_softmax(half, backend) for half in halves] for halves in maps]
+            first, second = (torch.cat([out for out, _ in halves], -1) for halves in found)
+            first_stats, second_stats = (halves[0][1] for halves in found)  # those of both halves are equal
             factor = self.compute_lambda()
             out = (first - factor * second).to(first.dtype)
             if first_stats is None or second_stats is None:
@@ -568,11 +564,6 @@ class _Differential(NormaliserModule, SelfInitialised):
 
         return Fused(backend, attend)
 
-    @staticmethod
-    def _join_halves(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:
-        """Output and stats of a map from those of its halves, whose stats are equal."""
-        return torch.cat([out for out, _ in halves], -1), halves[0][1]
-
     def output(self, out: Tensor) -> Tensor:
         normed = self.norm(out.to(self.norm.weight.dtype))
         return (normed * (1 - self.lambda_init)).to(out.dtype)
@@ -580,7 +571,5 @@ class _Differential(NormaliserModule, SelfInitialised):
 
 def _require_even_width(normaliser: Normaliser, shape: LayerShape) -> None:
     if shape.head_dim % 2:
-        raise ValueError(
-            f"{type(normaliser).__name__}: the head dimension must be even, got {shape.head_dim}; "
-            "choose another d_model or n_heads"
-        )
+        problem = f"the head dimension must be even, got {shape.head_dim}"
+        raise ValueError(f"{type(normaliser).__name__}: {problem}; choose another d_model or n_heads")

@@ -54,9 +54,8 @@ class Distractors(DataConfig):
     """Seed of the sequences; the run's seed does not affect them."""
 
     def __post_init__(self) -> None:
-        require(
-            self.queries % 2 == 0, "data.queries", self.queries, "must be even: half of the queries have distractors"
-        )
+        fix = "must be even: half of the queries have distractors"
+        require(self.queries % 2 == 0, "data.queries", self.queries, fix)
         check_value("data.keys", self.keys, Annotated[int, Bounds(ge=self.queries)])
 
     @property

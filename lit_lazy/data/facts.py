@@ -21,11 +21,8 @@ def compute_learned_nats(info: Mapping[str, str | int | float]) -> float | None:
 def list_doubts(info: Mapping[str, str | int | float]) -> list[str]:
     """What makes validation losses on data with these facts doubtful, a line each."""
     shared, lossy = float(info.get("validation_overlap", 0)), float(info.get("lossy_documents", 0))
-    return [
-        *([f"{shared:.1%} of the validation documents are in the training text too"] if shared else []),
-        *(
-            [f"bits per byte are too low: the tokens do not restore {lossy:.1%} of a sample of documents"]
-            if lossy
-            else []
-        ),
-    ]
+    doubts = {
+        f"{shared:.1%} of the validation documents are in the training text too": shared,
+        f"bits per byte are too low: the tokens do not restore {lossy:.1%} of a sample of documents": lossy,
+    }
+    return [line for line, share in doubts.items() if share]

@@ -18,13 +18,7 @@ from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.support.checks import require
 
-FILLER = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("apple", "bell", "boat", "book", "coat", "cup", "door", "drum", "flag", "kite", "lamp", "leaf", "ring", "tree")
 
 

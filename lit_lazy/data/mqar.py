@@ -8,13 +8,7 @@ from typing import Annotated
 import numpy as np
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline
-from lit_lazy.data.synthetic import (
-    AnsweredSequences,
-    check_memory,
-    draw_splits,
-    make_ignored_targets,
-    make_source,
-)
+from lit_lazy.data.synthetic import AnsweredSequences, check_memory, draw_splits, make_ignored_targets, make_source
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 

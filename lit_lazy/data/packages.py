@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -171,10 +171,15 @@ def write_corpus(folder: Path) -> None:
     counts: Counter[str] = Counter()
     known = KnownText()
     parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}
-    for packages in (PACKAGES, HELD_OUT):
-        for source in read_packages(packages, counts):
-            if is_kept(source, known, counts):
-                parts[find_part(source)].append(source)
+    for package, version in (PACKAGES | HELD_OUT).items():
+        for path, file in find_sources(package, version):
+            text = file.read_bytes()
+            counts.update({"files": 1, "bytes": len(text)})
+            if reason := known.find_copy(text) if is_written(text) else "generated or empty":
+                counts.update({f"files left out, {reason}": 1, f"bytes left out, {reason}": len(text)})
+            else:
+                held_out = DOCUMENTS if hash_document(text) < HELD_OUT_SHARE * 2**64 else TRAIN
+                parts[APART if package in HELD_OUT else held_out].append(PackageFile(package, path, text))
     require_digest("sources", digest_sources(parts), DIGEST, "install the versions of requirements.txt anew")
     for part, sources in parts.items():
         write_part(folder, part, sources)
@@ -186,25 +191,8 @@ def write_corpus(folder: Path) -> None:
     (folder / COUNTS).write_text(json.dumps(counts, indent=1, sort_keys=True))
 
 
-def find_part(source: PackageFile) -> str:
-    """The part that a file belongs to."""
-    if source.package in HELD_OUT:
-        return APART
-    return DOCUMENTS if hash_document(source.text) < HELD_OUT_SHARE * 2**64 else TRAIN
-
-
 def require_digest(what: str, found: str, recorded: str, fix: str) -> None:
     require(found == recorded, f"data=Packages: {what}", found, f"should have the digest {recorded}; {fix}")
-
-
-def read_packages(packages: Mapping[str, str], counts: Counter[str]) -> Iterator[PackageFile]:
-    """The Python files of these packages and versions, in order."""
-    for package, version in packages.items():
-        for path, file in find_sources(package, version):
-            source = PackageFile(package, path, file.read_bytes())
-            counts["files"] += 1
-            counts["bytes"] += len(source.text)
-            yield source
 
 
 def find_sources(package: str, version: str) -> list[tuple[str, Path]]:
@@ -240,15 +228,6 @@ class KnownText:
         return ""
 
 
-def is_kept(source: PackageFile, known: KnownText, counts: Counter[str]) -> bool:
-    """Whether a file is part of the text; counts those that are not, by the reason."""
-    reason = "generated or empty" if not is_written(source.text) else known.find_copy(source.text)
-    if reason:
-        counts[f"files left out, {reason}"] += 1
-        counts[f"bytes left out, {reason}"] += len(source.text)
-    return not reason
-
-
 def is_written(text: bytes) -> bool:
     """Whether a file is text that people wrote, by the lengths of its lines."""
     try:
@@ -280,17 +259,14 @@ def digest_sources(parts: Mapping[str, Sequence[PackageFile]]) -> str:
 
 def write_part(folder: Path, part: str, sources: Iterable[PackageFile]) -> None:
     """Write JSON lines into numbered files of about PART_BYTES each, so that several processes can tokenise them."""
-    blocks: list[list[str]] = []
-    room = 0
+    number, room = -1, 0
     for source in sources:
         line = json.dumps({"text": source.text.decode(), "package": source.package, "path": source.path})
         if room <= 0:
-            blocks.append([])
-            room = PART_BYTES
-        blocks[-1].append(line)
+            number, room = number + 1, PART_BYTES
+        with (folder / f"{part}-{number:03}.jsonl").open("a") as file:
+            file.write(f"{line}\n")
         room -= len(line)
-    for number, lines in enumerate(blocks):
-        (folder / f"{part}-{number:03}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def train_tokenizer(sources: Iterable[PackageFile]) -> str:

@@ -45,18 +45,13 @@ class Prompts:
 
     def _parse_numbers(self, option: str, text: str) -> list[int]:
         words = text.split()
-        wrong = [word for word in words if not self._is_number(word)]
+        most = self.vocab_size
+        wrong = [w for w in words if not (w.isascii() and w.isdecimal() and len(w) < 20 and int(w) < most)]
         if wrong or not words:
             is_none = f"{short_repr(wrong[0])} is no token of {self.name}" if wrong else "is empty"
-            raise ValueError(
-                f"{option}: {is_none}; give token numbers from 0 to {self.vocab_size - 1} separated by spaces, for "
-                "example '0 1 2'"
-            )
+            numbers = f"token numbers from 0 to {self.vocab_size - 1} separated by spaces"
+            raise ValueError(f"{option}: {is_none}; give {numbers}, for example '0 1 2'")
         return [int(word) for word in words]
-
-    def _is_number(self, word: str) -> bool:
-        """Whether a word is the number of a token."""
-        return word.isascii() and word.isdecimal() and len(word) < 20 and int(word) < self.vocab_size
 
     def decode(self, ids: Iterable[int], after: Sequence[int]) -> Iterator[str]:
         """Text of the tokens that follow the tokens `after`, piece by piece."""

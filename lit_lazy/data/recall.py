@@ -54,9 +54,8 @@ class Recall(DataConfig):
     """Seed of the sequences; the run's seed does not affect them."""
 
     def __post_init__(self) -> None:
-        require(
-            self.queries % 2 == 0, "data.queries", self.queries, "must be even: half of the queries ask for absent keys"
-        )
+        fix = "must be even: half of the queries ask for absent keys"
+        require(self.queries % 2 == 0, "data.queries", self.queries, fix)
         half = self.queries // 2
         check_value("data.pairs", self.pairs, Annotated[int, Bounds(ge=half)])
         check_value("data.keys", self.keys, Annotated[int, Bounds(ge=self.pairs + half)])
@@ -102,6 +101,4 @@ def _build_source(config: Recall) -> DataSource:
     # A predictor without attention: NULL with probability 1/2, the values share the rest.
     chance = {"chance_nats": math.log(2) + math.log(config.values) / 2}
     splits = draw_splits(config, draw_sequences)
-    return make_source(
-        "recall", config.vocabulary.vocab_size, config, splits, chance, row_contrast=("present", "absent")
-    )
+    return make_source("recall", config.vocabulary.vocab_size, config, splits, chance, ("present", "absent"))

@@ -18,7 +18,7 @@ import torch
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.support.checks import Bounds, PositiveInt
+from lit_lazy.support.checks import Bounds, PositiveInt, require
 
 # Tests, installed packages, and two generated parts: the character tables, so similar that a split by file would leak
 # them into validation, and the manual as one string literal, which would be half of the validation text.
@@ -68,17 +68,12 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
     validation = join_files([text for path, text in files.items() if path in held_out])
     cut = cut_windows_with_bos if config.bos else cut_windows
     train_windows, validation_windows = cut(train, config.context_length), cut(validation, config.context_length)
-    if len(train_windows) == 0:
-        raise ValueError(
-            f"data.context_length={config.context_length}: the training text under {str(root)!r} "
-            f"has {len(train)} bytes; choose a smaller length"
-        )
-    if len(validation_windows) < config.validation_windows:
-        raise ValueError(
-            f"data.validation_windows={config.validation_windows}: the validation text under {str(root)!r} has "
-            f"{len(validation_windows)} windows of data.context_length={config.context_length}; choose fewer or "
-            "shorter ones"
-        )
+    length, windows = config.context_length, len(validation_windows)
+    fix = f"the training text under {str(root)!r} has {len(train)} bytes; choose a smaller length"
+    require(len(train_windows) > 0, "data.context_length", length, fix)
+    there = f"has {windows} windows of data.context_length={length}; choose fewer or shorter ones"
+    fix = f"the validation text under {str(root)!r} {there}"
+    require(windows >= config.validation_windows, "data.validation_windows", config.validation_windows, fix)
     chosen = pick_evenly(len(validation_windows), config.validation_windows)
     first_target = 0 if config.bos else 1
     targets = chosen[:, None] * config.context_length + np.arange(config.context_length) + first_target
@@ -112,11 +107,9 @@ def find_sources(root: Path) -> dict[str, Path]:
             if name.endswith(".py") and is_wanted(name):
                 path = Path(folder, name)
                 files[path.relative_to(root).as_posix()] = path
-    if not files:
-        raise ValueError(
-            f"stdlib={str(root)!r}: has no .py file, as in a zipped or embedded Python; "
-            "use a Python installation with the sources of its library"
-        )
+    problem = "has no .py file, as in a zipped or embedded Python"
+    fix = f"{problem}; use a Python installation with the sources of its library"
+    require(bool(files), "stdlib", str(root), fix)
     return dict(sorted(files.items()))
 
 
@@ -124,8 +117,7 @@ def read_sources(root: Path) -> dict[str, bytes]:
     """Content of the .py files under `root` by relative path, sorted by it."""
     files = {path: file.read_bytes() for path, file in find_sources(root).items()}
     for path, text in files.items():
-        if b"\0" in text:
-            raise ValueError(f"stdlib={str(root / path)!r}: contains a NUL byte, the separator of files; remove it")
+        require(b"\0" not in text, "stdlib", str(root / path), "contains a NUL byte, the separator of files; remove it")
     return files
 
 

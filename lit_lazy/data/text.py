@@ -99,21 +99,18 @@ class Text(DataConfig):
         require(not (self.path and self.hub), "data.hub", self.hub, f"excludes data.path={self.path!r}; give one")
         require(not self.stream or bool(self.hub), "data.stream", self.stream, "needs data.hub; files are streamed")
         require(not self.stream or self.max_tokens is not None, "data.stream", self.stream, "needs data.max_tokens")
-        apart = not (self.bos and self.document_mask)
-        require(
-            apart, "data.bos", self.bos, "excludes data.document_mask, whose documents begin at any place; give one"
-        )
-        byte_tokens = self.tokenizer == BYTES
-        for name in ("begin_of_text", "end_of_text"):
+        fix = "excludes data.document_mask, whose documents begin at any place; give one"
+        require(not (self.bos and self.document_mask), "data.bos", self.bos, fix)
+        for name in ("begin_of_text", "end_of_text") if self.tokenizer == BYTES else ():
             value = getattr(self, name)
-            require(not (byte_tokens and value), f"data.{name}", value, "needs a data.tokenizer file; bytes have none")
+            require(not value, f"data.{name}", value, "needs a data.tokenizer file; bytes have none")
 
     def load(self) -> DataSource:
         folder = self.tokenise()
         return _build_source(self, folder, read_stamp(folder))
 
     def outline(self) -> Outline:
-        if is_intact(self._folder(*self._sources())):
+        if is_intact(cache_folder() / self._key(*self._sources())):
             return super().outline()
         return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None, self.document_mask)
 
@@ -125,7 +122,7 @@ class Text(DataConfig):
 
     def tokenise(self, processes: int | None = None) -> Path:
         train, validation = self._sources()
-        folder = self._folder(train, validation)
+        folder = cache_folder() / self._key(train, validation)
         if not is_intact(folder):
             self._tokenise(folder, train, validation, processes)
         return folder
@@ -163,9 +160,6 @@ class Text(DataConfig):
         paths, left_out = find_files(field, given)
         return Files(field, given, paths, self.column, left_out)
 
-    def _folder(self, train: Files | Hub, validation: Files | Hub | None) -> Path:
-        return cache_folder() / self._key(train, validation)
-
     def _key(self, train: Files | Hub, validation: Files | Hub | None) -> str:
         """Digest of all that the tokens depend on; files count by size and modification time, without reading them."""
         parts = {
@@ -196,17 +190,21 @@ class Text(DataConfig):
             for source in sources
             if isinstance(source, Files) and source.left_out
         ]
-        if isinstance(train, Files) and validation is None and (count := count_documents(train)) < FEW_DOCUMENTS:
-            middle = 1 - self.validation_share
-            parts = [replace(train, part=part).split_parts() for part in ((0.0, middle), (middle, 1.0))]
-            few = f"{format_count(count, 'document')} are too few to choose from"
-            share = f"the last {self.validation_share:.0%} of each are the validation text"
-            lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
+        if isinstance(train, Files) and validation is None:
+            count, middle = len([*itertools.islice(train.documents(), FEW_DOCUMENTS)]), 1 - self.validation_share
+            if count < FEW_DOCUMENTS:
+                parts = [replace(train, part=part).split_parts() for part in ((0.0, middle), (middle, 1.0))]
+                few = f"{format_count(count, 'document')} are too few to choose from"
+                share = f"the last {self.validation_share:.0%} of each are the validation text"
+                lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
 
         def fill(partial: Path) -> None:
-            jobs = [self._jobs(files, self.validation_share if len(parts) == 1 else 0.0) for files in parts]
-            held_out = jobs[1] if len(jobs) > 1 else ()
-            plan = CorpusPlan(jobs[0], held_out, vocab_size, self.validation_share, self.max_tokens)
+            limit, share = self.max_tokens and self.max_tokens + 1, self.validation_share if len(parts) == 1 else 0.0
+            train, validation = (
+                [FileJob(file, file.read_state(), self._spec, limit, share) for file in files]
+                for files in (*parts, ())[:2]
+            )
+            plan = CorpusPlan(train, validation, vocab_size, self.validation_share, self.max_tokens)
             write_corpus(partial, plan, processes, check)
             for line in lines:
                 plain_console(stderr=True).print(line, soft_wrap=True)
@@ -220,10 +218,6 @@ class Text(DataConfig):
 
         make_once(folder, fill)
 
-    def _jobs(self, files: Sequence[Source], share: float) -> list[FileJob]:
-        limit = None if self.max_tokens is None else self.max_tokens + 1
-        return [FileJob(file, file.read_state(), self._spec, limit, share) for file in files]
-
 
 def require_documents(source: Source) -> Sequence[Source]:
     """Parts of a source. Raises ValueError if they hold no document or the first one cannot be read."""
@@ -231,11 +225,6 @@ def require_documents(source: Source) -> Sequence[Source]:
     if not any(True for part in parts for _ in part.documents()):
         raise ValueError(f"{source.field}={source.given!r}: contains no text; give files with text")
     return parts
-
-
-def count_documents(source: Source) -> int:
-    """The number of documents of a source, up to FEW_DOCUMENTS."""
-    return sum(1 for _ in itertools.islice(source.documents(), FEW_DOCUMENTS))
 
 
 @functools.cache
@@ -252,15 +241,11 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
     counted, bytes_per_token = config.select_validation(corpus)
     validation_text = corpus.validation[counted]
     train, validation = cut(corpus.train, length), cut(validation_text, length)
-    if len(train) == 0:
-        raise ValueError(
-            f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller length"
-        )
-    if len(validation) == 0:
-        raise ValueError(
-            f"data.context_length={length}: the validation text has {len(validation_text)} tokens; choose a smaller "
-            f"length, or {'a longer data.validation' if config.validation else 'a larger data.validation_share'}"
-        )
+    fix = f"the training text has {len(corpus.train)} tokens; choose a smaller length"
+    require(len(train) > 0, "data.context_length", length, fix)
+    longer = "a longer data.validation" if config.validation else "a larger data.validation_share"
+    fix = f"the validation text has {len(validation_text)} tokens; choose a smaller length, or {longer}"
+    require(len(validation) > 0, "data.context_length", length, fix)
     chosen = pick_evenly(len(validation), min(len(validation), config.validation_windows))
     if len(chosen) < config.validation_windows:
         fewer = f"data.validation_windows={config.validation_windows}: the validation text has {len(chosen)}, all count"

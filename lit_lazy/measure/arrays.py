@@ -121,15 +121,12 @@ class Diagnostics:
         return self._average(SCALARS | SAMPLED | {f"{name}/mean": (name, lambda x: x) for name in learned})
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:
+        """Means in fp64 over the values that are not NaN, without those that are not finite."""
         found = {}
         for prefix in self.prefixes:
             for name, (source, part) in parts.items():
-                if (array := self.arrays.get(prefix + source)) is not None:
-                    found[prefix + name] = _nanmean(part(array))
-        return {name: value for name, value in found.items() if np.isfinite(value)}
-
-
-def _nanmean(values: np.ndarray) -> float:
-    """Mean in fp64 over the values that are not NaN; NaN without any."""
-    defined = np.asarray(values, np.float64)[~np.isnan(values)]
-    return float(defined.mean()) if defined.size else float("nan")
+                values = part(self.arrays[prefix + source]) if prefix + source in self.arrays else np.zeros(0)
+                defined = np.asarray(values, np.float64)[~np.isnan(values)]
+                if defined.size and np.isfinite(mean := float(defined.mean())):
+                    found[prefix + name] = mean
+        return found

@@ -1,7 +1,6 @@
 """First-key weight, surviving mass and sparsity from the row statistics of attention, as ratios of sums."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,18 +74,14 @@ class AttentionMetrics:
         row with mass sum to 1. windows: maximum number of keys that a row sees in each layer, None or empty for all.
         signed: whether weights can be negative; if so, shares and sparsity are omitted.
         """
-        self.groups = tuple(row_groups) or ("all",)
         self.renormalised, self.windows = renormalised, tuple(windows)
-        self.ratios: dict[str, RatioOfSums] = {}
-        ratio = partial(RatioOfSums, sync_on_compute=False)
-        for group in self.groups:
-            suffix = "" if group == "all" else f"_{group}"
-            self.ratios[f"sink/first_key_weight{suffix}"] = ratio().to(device)
-            if not signed:
-                self.ratios[f"sink/first_key_share{suffix}"] = ratio(minimum=MIN_MASS).to(device)
-            self.ratios[f"mass/{group}"] = ratio().to(device)
-        if can_zero and not signed:
-            self.ratios["sparsity/zero"] = ratio().to(device)
+        self.suffixes = {group: "" if group == "all" else f"_{group}" for group in tuple(row_groups) or ("all",)}
+        minima: dict[str, float] = {}
+        for group, suffix in self.suffixes.items():
+            shares = {} if signed else {f"sink/first_key_share{suffix}": MIN_MASS}
+            minima |= {f"sink/first_key_weight{suffix}": 0.0, **shares, f"mass/{group}": 0.0}
+        minima |= {"sparsity/zero": 0.0} if can_zero and not signed else {}
+        self.ratios = {name: RatioOfSums(least, sync_on_compute=False).to(device) for name, least in minima.items()}
 
     @classmethod
     def of(
@@ -95,10 +90,8 @@ class AttentionMetrics:
         """Metrics for a model of these layers, which have one rule. Without layers, no metric is defined."""
         if not attentions:
             return cls(row_groups, can_zero=False, renormalised=False, device=device)
-        first = attentions[0]
-        rule = first.normaliser
-        windows = [layer.window for layer in attentions]
-        return cls(row_groups, rule.can_zero, first.renormalise, windows, rule.signed, device)
+        rule, windows = attentions[0].normaliser, [layer.window for layer in attentions]
+        return cls(row_groups, rule.can_zero, attentions[0].renormalise, windows, rule.signed, device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
@@ -108,8 +101,14 @@ class AttentionMetrics:
         for layer, window in zip(stats, self.windows or [None] * len(stats), strict=True):
             length = layer.mass.shape[-1]
             position = torch.arange(length, device=layer.mass.device)[None] if place is None else place
-            for group in self.groups:
-                self._update_group(layer, group, rows[group], position)
+            for group, suffix in self.suffixes.items():
+                selected = rows[group][:, None].expand_as(layer.mass)
+                self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
+                late = selected & (position >= FIRST_KEY_MIN_POSITION - 1)[:, None]
+                first, mass = layer.first_weight[late], layer.mass[late]
+                self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
+                if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
+                    share.update(first, mass > 0 if self.renormalised else mass)
             if "sparsity/zero" in self.ratios:
                 seen = position + 1 if window is None else (position + 1).clamp(max=window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
@@ -118,21 +117,10 @@ class AttentionMetrics:
         """Add a batch's weights `[B, H, L]` per layer on the key at 1-based position `key`; rows as in `update`."""
         for layer in weights:
             position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
-            for group in self.groups:
+            for group, suffix in self.suffixes.items():
                 late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(layer)
-                name = f"sink/fixed_key_weight{'' if group == 'all' else f'_{group}'}"
-                ratio = self.ratios.setdefault(name, RatioOfSums(sync_on_compute=False).to(layer.device))
-                ratio.update(layer[late], late)
-
-    def _update_group(self, layer: Stats, group: str, rows: Tensor, place: Tensor) -> None:
-        suffix = "" if group == "all" else f"_{group}"
-        selected = rows[:, None].expand_as(layer.mass)
-        self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
-        late = selected & (place >= FIRST_KEY_MIN_POSITION - 1)[:, None]
-        first, mass = layer.first_weight[late], layer.mass[late]
-        self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
-        if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
-            share.update(first, mass > 0 if self.renormalised else mass)
+                fresh = RatioOfSums(sync_on_compute=False).to(layer.device)
+                self.ratios.setdefault(f"sink/fixed_key_weight{suffix}", fresh).update(layer[late], late)
 
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""

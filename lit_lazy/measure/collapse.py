@@ -3,6 +3,8 @@
 The functions take hidden states `[..., T, d]` and return fp64 `[...]`, one value per sequence, computed in fp64.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -108,15 +110,11 @@ class Collapse(Metric):
 
     full_state_update = False
     higher_is_better = None
-    sums: Tensor
-    sequences: Tensor
-    powers: Tensor
-    entries: Tensor
-    massive: Tensor
-    max_abs: Tensor
-    max_norm: Tensor
-
     MEANS = ("cosine", "effective_rank", "rank_residual", "median_abs", "max_over_median")
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,10 +126,9 @@ class Collapse(Metric):
 
     def update(self, hidden: Tensor, counted: Tensor | None = None) -> None:
         """Add hidden states `[B, T, d]`. counted: bool `[B, T]`, False at padding; None counts all."""
-        for index, sequence in enumerate(hidden):
-            tokens = sequence if counted is None else sequence[counted[index]]
-            if len(tokens):
-                self._add(tokens.double())
+        for index, sequence in enumerate(hidden.double()):
+            if len(tokens := sequence if counted is None else sequence[counted[index]]):
+                self._add(tokens)
 
     def _add(self, x: Tensor) -> None:
         """Add one sequence, fp64 `[T, d]`."""
@@ -151,17 +148,14 @@ class Collapse(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """fp64 scalars by name."""
+        mean, second, third, fourth = self.powers / self.entries
+        variance = second - mean**2
+        central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
         values = dict(zip(self.MEANS, self.sums / self.sequences, strict=True)) | {
             "max_abs": self.max_abs,
             "max_norm": self.max_norm,
             "massive": self.massive / self.entries,
-            "kurtosis": self._kurtosis(),
+            "kurtosis": (central / variance**2).where(variance >= LEAST_VARIANCE * second, torch.nan),
         }
         defined = (self.entries > 0) & self.powers.isfinite().all()
         return {f"hidden/{name}": value.where(defined, torch.nan) for name, value in values.items()}
-
-    def _kurtosis(self) -> Tensor:
-        mean, second, third, fourth = self.powers / self.entries
-        variance = second - mean**2
-        central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
-        return (central / variance**2).where(variance >= LEAST_VARIANCE * second, torch.nan)

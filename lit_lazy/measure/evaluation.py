@@ -24,8 +24,6 @@ from lit_lazy.support.checks import require
 
 VARIED_BATCH = 32
 """Batch size of `Varied`."""
-
-
 OF_ROWS = ("loss/excess", "loss/bits_per_byte", "accuracy/", "mass/", "sink/first_key_", "sink/fixed_key_weight")
 """How the metrics in `list_metrics_of_rows` begin."""
 ELSEWHERE = ("mass/empty_rows", "mass/dead_heads")

@@ -7,7 +7,7 @@ of float64 `[H, ...]`.
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,23 +27,21 @@ class HeadMetric(Metric):
 
     full_state_update = False
     higher_is_better = None
+    SUMS: ClassVar[dict[str, str]] = {}
+    """Axes of each state, by name: H heads, T positions, K first keys, S sizes of tiles."""
 
-    def add_sums(self, **shapes: tuple[int, ...]) -> None:
-        for name, shape in shapes.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.
-        wrapped = super()._wrap_compute(lambda: SimpleNamespace(arrays=compute()))
-        return lambda: wrapped().arrays
-
-
-class _PositionMetric(HeadMetric):
-    """length: maximum sequence length, and the length of every result by position."""
-
-    def __init__(self, n_heads: int, length: int) -> None:
+    def __init__(self, n_heads: int, length: int = 0) -> None:
+        """length: maximum sequence length, and the length of every result by position."""
         super().__init__()
         self.n_heads, self.length, self.first_keys = n_heads, length, min(FIRST_KEYS, length)
+        sizes = {"H": n_heads, "T": length, "K": self.first_keys, "S": len(TILES)}
+        for name, axes in self.SUMS.items():
+            shape = [sizes[axis] for axis in axes]
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def _check_length(self, length: int) -> None:
         if length > self.length:
@@ -52,8 +50,13 @@ class _PositionMetric(HeadMetric):
                 f"give a length of at least {length}"
             )
 
+    def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.
+        wrapped = super()._wrap_compute(lambda: SimpleNamespace(arrays=compute()))
+        return lambda: wrapped().arrays
 
-class Sink(_PositionMetric):
+
+class Sink(HeadMetric):
     """alpha_k, the mean weight on key k over the rows i >= k (Gu et al., arXiv 2410.10781), for the first K keys.
 
     `sink/weight` `[H, K]`: alpha_k over all sequences.
@@ -64,22 +67,13 @@ class Sink(_PositionMetric):
     rows that a token's weight on itself makes alpha large.
     """
 
-    weight: Tensor
-    total: Tensor
-    sinks: Tensor
-    share_sinks: Tensor
-    shares: Tensor
-    sequences: Tensor
-    columns: Tensor
-    rows: Tensor
-
-    def __init__(self, n_heads: int, length: int) -> None:
-        super().__init__(n_heads, length)
-        per_key = (n_heads, self.first_keys)
-        self.add_sums(weight=per_key, total=per_key, sinks=per_key, share_sinks=per_key)
-        self.add_sums(
-            shares=(self.first_keys,), sequences=(self.first_keys,), columns=(n_heads, length), rows=(length,)
-        )
+    SUMS: ClassVar = {
+        **dict.fromkeys(("weight", "total", "sinks", "share_sinks"), "HK"),
+        "shares": "K",
+        "sequences": "K",
+        "columns": "HT",
+        "rows": "T",
+    }
 
     def update(self, summary: RowSummary) -> None:
         length = summary.total.shape[-1]
@@ -114,7 +108,7 @@ class Sink(_PositionMetric):
         }
 
 
-class Mass(_PositionMetric):
+class Mass(HeadMetric):
     """Surviving mass, the sum of a row's weights before renormalising.
 
     `mass/row` `[H, T]`: mean by position; `mass/first_key` `[H, T]`: mean weight on the first key by position, before
@@ -122,15 +116,7 @@ class Mass(_PositionMetric):
     position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
     """
 
-    mass: Tensor
-    first: Tensor
-    alive: Tensor
-    rows: Tensor
-
-    def __init__(self, n_heads: int, length: int) -> None:
-        super().__init__(n_heads, length)
-        by_position = (n_heads, length)
-        self.add_sums(mass=by_position, first=by_position, alive=by_position, rows=(length,))
+    SUMS: ClassVar = {"mass": "HT", "first": "HT", "alive": "HT", "rows": "T"}
 
     def update(self, summary: RowSummary) -> None:
         length = summary.mass.shape[-1]
@@ -162,17 +148,7 @@ class Sparsity(HeadMetric):
     last tiles may be partial. Sequences shorter than a tile are excluded.
     """
 
-    zeros: Tensor
-    small: Tensor
-    visible: Tensor
-    can_zero: Tensor
-    alive_tiles: Tensor
-    tiles: Tensor
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), can_zero=())
-        self.add_sums(alive_tiles=(n_heads, len(TILES)), tiles=(len(TILES),))
+    SUMS: ClassVar = {"zeros": "H", "small": "H", "visible": "", "can_zero": "", "alive_tiles": "HS", "tiles": "S"}
 
     def update(self, summary: RowSummary) -> None:
         if summary.signed:
@@ -200,18 +176,7 @@ class Entropy(HeadMetric):
     effective number of keys; `entropy/participation`: 1 / the sum of the squares.
     """
 
-    nats: Tensor
-    normalised: Tensor
-    keys: Tensor
-    participation: Tensor
-    rows: Tensor
-    wide_rows: Tensor
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        per_head = (n_heads,)
-        self.add_sums(nats=per_head, normalised=per_head, keys=per_head, participation=per_head)
-        self.add_sums(rows=per_head, wide_rows=per_head)
+    SUMS: ClassVar = dict.fromkeys(("nats", "normalised", "keys", "participation", "rows", "wide_rows"), "H")
 
     def update(self, summary: RowSummary) -> None:
         alive = (summary.total > 0) & (not summary.signed)
@@ -239,12 +204,7 @@ class ScoreSpread(HeadMetric):
     Root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
     """
 
-    variance: Tensor
-    rows: Tensor
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.add_sums(variance=(n_heads,), rows=())
+    SUMS: ClassVar = {"variance": "H", "rows": ""}
 
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
@@ -264,16 +224,7 @@ class GaussianNull(HeadMetric):
     sparsity of the same rows minus `sparsity/null`; `sparsity/null_mass`: the mean null mass.
     """
 
-    null: Tensor
-    zeros: Tensor
-    visible: Tensor
-    mass: Tensor
-    rows: Tensor
-    thresholded: Tensor
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.add_sums(null=(n_heads,), zeros=(n_heads,), visible=(), mass=(n_heads,), rows=(), thresholded=())
+    SUMS: ClassVar = {"null": "H", "zeros": "H", "visible": "", "mass": "H", "rows": "", "thresholded": ""}
 
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
@@ -294,18 +245,13 @@ class GaussianNull(HeadMetric):
         }
 
 
-class ValueNorms(_PositionMetric):
+class ValueNorms(HeadMetric):
     """`sink/value_norm` `[H, K]`: mean over sequences of |v_k| / mean_j |v_j|, v of the head's key-value head.
 
     Far below 1 at a sink: the value-state drain of Guo et al. (arXiv 2410.13835).
     """
 
-    ratio: Tensor
-    sequences: Tensor
-
-    def __init__(self, n_heads: int, length: int) -> None:
-        super().__init__(n_heads, length)
-        self.add_sums(ratio=(n_heads, self.first_keys), sequences=(n_heads, self.first_keys))
+    SUMS: ClassVar = {"ratio": "HK", "sequences": "HK"}
 
     def update(self, v: Tensor, counted: Tensor | None = None) -> None:
         """v `[B, Hkv, T, D]`; counted bool `[B, T]`, False at padding."""
@@ -335,9 +281,8 @@ def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
     sigma = spread.clamp(min=torch.finfo(torch.float64).tiny)
     d1 = -strike.log() / sigma + sigma / 2
     above = torch.special.ndtr(d1 - sigma)
-    sparsity = torch.where(strike > 0, 1 - above, 0)
     mass = torch.where(strike > 0, torch.special.ndtr(d1) - strike * above, 1 - strike)
-    return sparsity, mass
+    return torch.where(strike > 0, 1 - above, 0), mass
 
 
 def reverse_cumsum(x: Tensor) -> Tensor:

@@ -27,11 +27,6 @@ def quantise(x: Tensor, largest: Tensor) -> Tensor:
     return (x / scale).round().clamp(-LARGEST, LARGEST) * scale
 
 
-def find_linear_layers(model: DecoderLM) -> list[nn.Linear]:
-    """Linear layers of all blocks. Embedding, head and norms keep their precision."""
-    return [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-
-
 @contextmanager
 def record_largest_inputs(layers: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
     """Yields the largest absolute input `[]` of each layer so far, in the order of the layers; 0 for a layer unused."""
@@ -84,7 +79,8 @@ class Int8(Evaluation):
         """`int8/loss` and its rise over fp32, `int8/loss_rise`, in nats; for text also in bits per byte."""
         source = data.load()
         (batch,) = sample_validation(source, self.sequences)
-        layers = find_linear_layers(model)
+        # Embedding, head and norms keep their precision.
+        layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
         with evaluation_mode(model):
             with record_largest_inputs(layers) as largest:
                 exact = compute_mean_loss(model, batch)

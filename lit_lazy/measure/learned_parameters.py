@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
 
@@ -25,20 +24,14 @@ def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
     """
     found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
-        for name, values in _collect_from_layer(layer).items():
-            found.setdefault(FORMER.get(name, name), []).append(values)
+        parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
+        for prefix, part in parts.items():
+            for name, tensor in part.state_dict(keep_vars=True).items():
+                if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
+                    full = FORMER.get(prefix + name, prefix + name)
+                    found.setdefault(full, []).append(gather_full_tensor(tensor.detach()))
     alike = [name for name, by_layer in found.items() if len({values.shape for values in by_layer}) == 1]
     return {name: torch.stack(found[name]) for name in alike if len(found[name]) == len(model.attentions)}
-
-
-def _collect_from_layer(layer: Attention) -> dict[str, Tensor]:
-    parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
-    return {
-        f"{prefix}{name}": gather_full_tensor(tensor.detach())
-        for prefix, part in parts.items()
-        for name, tensor in part.state_dict(keep_vars=True).items()
-        if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS
-    }
 
 
 def average_by_head(learned: Tensor, heads: int) -> Tensor:
@@ -66,19 +59,13 @@ def compute_bias_curves(model: DecoderLM, length: int) -> Tensor | None:
     terms = [layer.bias(length) for layer in model.attentions]
     if all(term == BiasTerms() for term in terms):
         return None
-    flat = model.attentions[0].q.weight.new_zeros(model.attentions[0].n_heads, length)
-    return torch.stack([_compute_bias_curve(term, flat) for term in terms])
-
-
-def _compute_bias_curve(terms: BiasTerms, flat: Tensor) -> Tensor:
-    """flat: zeros `[H, length]`."""
-    curve = flat.clone()
-    if terms.table is not None:
-        table = terms.table[:, : flat.shape[1]]
-        curve[:, : table.shape[1]] = table
-    if terms.slopes is not None:
-        curve -= terms.slopes[:, None] * torch.arange(flat.shape[1], device=flat.device)
-    return curve
+    curves = model.attentions[0].q.weight.new_zeros(len(terms), model.attentions[0].n_heads, length)
+    for curve, (table, slopes) in zip(curves, terms, strict=True):
+        if table is not None:
+            curve[:, : table.shape[1]] = table[:, :length]
+        if slopes is not None:
+            curve -= slopes[:, None] * torch.arange(length, device=curve.device)
+    return curves
 
 
 def fit_alibi(curves: Tensor) -> tuple[Tensor, Tensor]:

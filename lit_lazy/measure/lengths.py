@@ -177,11 +177,10 @@ class Streaming(Evaluation):
         after = max(self.first) + self.window
         full = loss_by_position(model, batch)[after:]
         found = make_loss_metrics("streaming/whole/", {"loss": full}, source)
-        suffixes = {"": False, "_n_held": True} if self.n_held else {"": False}
-        for first, (suffix, n_held) in product(self.first, suffixes.items()):
+        for first, n_held in product(self.first, (False, True)[: 1 + self.n_held]):
             loss = loss_by_position(model, batch, Eviction(first, self.window), n_held)[after:]
-            losses = {"loss": loss, "loss_excess": loss - full}
-            found |= make_loss_metrics(f"streaming/{first}_and_{self.window}{suffix}/", losses, source)
+            prefix = f"streaming/{first}_and_{self.window}{'_n_held' * n_held}/"
+            found |= make_loss_metrics(prefix, {"loss": loss, "loss_excess": loss - full}, source)
         return found
 
     def _find_length(self, model: DecoderLM) -> int:

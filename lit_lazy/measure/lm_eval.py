@@ -164,9 +164,8 @@ def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "task
             tasks.append(manager.load([name])["tasks"][name])
         except Exception as error:  # from the harness, datasets or the network
             why = next((one_line(cause) for cause in iter_causes(error) if isinstance(cause, OSError)), one_line(error))
-            raise ValueError(
-                f"{option}={name!r}: its data cannot be loaded ({why}); check the network, or leave the task out"
-            ) from None
+            problem = f"{option}={name!r}: its data cannot be loaded ({why})"
+            raise ValueError(f"{problem}; check the network, or leave the task out") from None
     return tasks
 
 
@@ -227,10 +226,8 @@ def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
     if tokenizer is None:
         raise ValueError(f"its data ({type(data).__name__}) is not text; give a model that was trained on text")
     if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"has a vocabulary of {vocab_size} tokens, but its tokenizer now has {tokenizer.vocab_size}; restore the "
-            "training's tokenizer"
-        )
+        now = f"has a vocabulary of {vocab_size} tokens, but its tokenizer now has {tokenizer.vocab_size}"
+        raise ValueError(f"{now}; restore the training's tokenizer")
     return tokenizer
 
 
@@ -257,15 +254,12 @@ class LmEval(Evaluation):
         require_tokenizer(data, model.embedding.num_embeddings)
         folder = self.task_folder
         require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "must be a folder")
-        self._load_tasks()
+        _load_tasks_once(self.tasks, folder)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`lm-eval/piqa/acc` and so on; `lm-eval/average` if all eight accuracies are measured."""
         tokenizer = require_tokenizer(data, model.embedding.num_embeddings)
-        return benchmark(model, tokenizer, self._load_tasks(), self.limit).metrics()
-
-    def _load_tasks(self) -> list[Any]:
-        return _load_tasks_once(self.tasks, self.task_folder)
+        return benchmark(model, tokenizer, _load_tasks_once(self.tasks, self.task_folder), self.limit).metrics()
 
 
 @functools.cache

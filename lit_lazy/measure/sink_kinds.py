@@ -4,6 +4,8 @@ Fesser et al., arXiv 2606.08105, with the thresholds of their code (KempnerInsti
 `vit_causal/common.py`). Theirs are vision models without a causal mask, so a sink is defined here as in `Sink`.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -29,19 +31,7 @@ class SinkKinds(HeadMetric):
     `sink/value_ratio`, `sink/stable_rank`: means over the sequences with a sink; NaN without any.
     """
 
-    ratio: Tensor
-    rank: Tensor
-    no_operation: Tensor
-    broadcast: Tensor
-    sinks: Tensor
-    sequences: Tensor
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.n_heads = n_heads
-        per_head = (n_heads,)
-        self.add_sums(ratio=per_head, rank=per_head, no_operation=per_head, broadcast=per_head, sinks=per_head)
-        self.add_sums(sequences=())
+    SUMS: ClassVar = {**dict.fromkeys(("ratio", "rank", "no_operation", "broadcast", "sinks"), "H"), "sequences": ""}
 
     def update(self, summary: RowSummary, v: Tensor, outputs: Tensor, projection: Tensor) -> None:
         """Add a batch: v `[B, Hkv, T, D]`; outputs `[B, T, H * D]` of the heads; projection `[d, H * D]` of them."""
@@ -68,11 +58,10 @@ class SinkKinds(HeadMetric):
         self.sequences += summary.counted.any(1).sum()
 
     def compute(self) -> dict[str, Tensor]:
-        neither = self.sinks - self.no_operation - self.broadcast
         return {
             "sink/no_operation": self.no_operation / self.sequences,
             "sink/broadcast": self.broadcast / self.sequences,
-            "sink/neither": neither / self.sequences,
+            "sink/neither": (self.sinks - self.no_operation - self.broadcast) / self.sequences,
             "sink/value_ratio": self.ratio / self.sinks,
             "sink/stable_rank": self.rank / self.sinks,
         }

@@ -82,21 +82,16 @@ def _is_known(model: DecoderLM) -> bool:
     cfg = model.cfg
     if any(size % ALIGNMENT for size in (cfg.d_model, cfg.d_ff)) or model.head.weight.shape[0] > MOST_WORDS:
         return False
-    if sum(parameter.numel() for parameter in model.blocks[0].parameters()) > MOST_WEIGHTS:
-        return False
-    return not _is_changed(model.modules()) and _are_linear(model.head) and _are_norms(cfg.norm_eps, model.norm)
+    small = sum(parameter.numel() for parameter in model.blocks[0].parameters()) <= MOST_WEIGHTS
+    known = _are_linear(model.head) and _are_norms(cfg.norm_eps, model.norm)
+    return small and known and not _is_changed(model.modules())
 
 
 def _is_changed(modules: Iterable[nn.Module]) -> bool:
     """Whether a module, or every module, has a hook or a method of its own."""
-    everywhere = (
-        *(global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks),
-        *(global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks),
-    )
-    return any(everywhere) or any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or OWN & vars(m).keys()
-        for m in modules
-    )
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    everywhere = any(getattr(global_hooks, f"_global_{kind}") for kind in kinds)
+    return everywhere or any(any(getattr(m, f"_{kind}") for kind in kinds) or OWN & vars(m).keys() for m in modules)
 
 
 def _are_linear(*modules: nn.Module) -> bool:
@@ -131,9 +126,8 @@ def _describe_layer(block: Block, length: int, eps: float) -> Layer | None:
     if not (_are_linear(*linear) and _are_norms(eps, *norms)):
         return None
     found = find_lazy_threshold(mixer.normaliser)
-    if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm or mixer.normaliser.unit_length:
-        return None
-    if mixer.backend not in ("auto", "cpu"):
+    gated = type(mixer.gate) is not GateModule or mixer.qk_norm or mixer.normaliser.unit_length
+    if found is None or gated or mixer.backend not in ("auto", "cpu"):
         return None
     q, k, v, out, gate, up, down = (m.weight for m in linear)
     return Layer(

@@ -96,16 +96,14 @@ class DecoderLM(nn.Module):
         """
         if eviction is None:
             return [mixer.new_cache() for mixer in self.mixers]
+        mixer, position = type(self.cfg.mixer).__name__, type(self.cfg.position).__name__
         if not self.attentions:
-            raise ValueError(
-                f"model.mixer={type(self.cfg.mixer).__name__}: keeps a state, not keys that could be evicted; "
-                "leave eviction out"
-            )
+            fix = "leave eviction out"
+            raise ValueError(f"model.mixer={mixer}: keeps a state, not keys that could be evicted; {fix}")
         if not self.position.relative:
-            raise ValueError(
-                f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
-                "positions, which it does not support; use NoPosition or a Rope that no length changes, or no eviction"
-            )
+            problem = "a cache that evicts moves tokens to other positions, which it does not support"
+            fix = "use NoPosition or a Rope that no length changes, or no eviction"
+            raise ValueError(f"model.position={position}: {problem}; {fix}")
         return [StreamingCache(eviction) for _ in self.blocks]
 
     def check_length(self, length: int) -> None:

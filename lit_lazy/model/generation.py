@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Annotated, NamedTuple
 
 import torch
@@ -65,20 +65,16 @@ class Generation:
                 raise ValueError(f"prompt {i + 1} has the token {beyond[0]}; the model reads 0 to {vocabulary - 1}")
         self.model, self.prompts, self.tokens = model, prompts, tokens
         self.sampling, self.stop, self.eviction = sampling, stop, eviction
-        self.batches = list(self._batches())
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        alike = [list(same) for _, same in groupby(order, lambda i: len(prompts[i]))]
+        self.batches = [order] if self._can_pad() else alike
+        """Indices of the prompts of each batch."""
         model.new_cache(eviction)
         model.check_length(max((self._count_keys(batch) for batch in self.batches), default=0))
         self.cache_bytes = 0
         """Bytes of the largest cache so far, all layers."""
         self.evicted = 0
         """Number of evicted tokens, all prompts."""
-
-    def _batches(self) -> Iterator[list[int]]:
-        """Indices of the prompts of each batch."""
-        order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        yield from (
-            [order] if self._can_pad() else [list(same) for _, same in groupby(order, lambda i: len(self.prompts[i]))]
-        )
 
     def _can_pad(self) -> bool:
         """Whether left padding changes no result and can be masked, which the fused kernels cannot."""
@@ -101,8 +97,7 @@ class Generation:
         return longest if self.eviction is None else min(longest, self.eviction.capacity)
 
     def __iter__(self) -> Iterator[GeneratedToken]:
-        for batch in self.batches:
-            yield from self._decode_batch(batch)
+        return chain.from_iterable(map(self._decode_batch, self.batches))
 
     def _decode_batch(self, batch: list[int]) -> Iterator[GeneratedToken]:
         # Yield outside torch.no_grad(), which would also apply to the caller.

@@ -113,16 +113,10 @@ class Muon(Optimiser):
     ) -> torch.optim.Optimizer:
         chosen = set(matrices)
         others = _select_parameters(groups, lambda parameter: parameter not in chosen)
-        scaled = [
-            {**group, "lr": self.lr_scale * group["lr"]} for group in _select_parameters(groups, chosen.__contains__)
-        ]
-        muon = partial(
-            torch.optim.Muon,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            ns_steps=self.iterations,
-            adjust_lr_fn=self.adjustment,
-        )
+        own = _select_parameters(groups, chosen.__contains__)
+        scaled = [{**group, "lr": self.lr_scale * group["lr"]} for group in own]
+        settings = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.iterations}
+        muon = partial(torch.optim.Muon, **settings, adjust_lr_fn=self.adjustment)
         adamw = partial(AdamW(self.eps).build, matrices=matrices, betas=betas)
         # One of the two may be left without parameters by `train.trainable`.
         return CombinedOptimizer(*(build(part) for build, part in ((adamw, others), (muon, scaled)) if part))

@@ -25,13 +25,8 @@ MOST = 2**63 - 1
 """Upper bound of whole numbers, as in tensors and databases."""
 MOST_RATE, MOST_FACTOR = 1e20, 1e6
 """Largest learning rate, and largest factor on one, or weight decay: their product must be an fp32 number."""
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    str: "text",
-    type(None): "None",
-}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+KINDS[type(None)] = "None"
 UNIONS = (types.UnionType, typing.Union)
 EXAMPLES = {str: "('a','b')", int: "(1,2)", float: "(0.5,1.0)"}
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -60,10 +55,7 @@ class Bounds(NamedTuple):
 
     def __str__(self) -> str:
         """In words, to follow those of the type."""
-        texts = [
-            COMPARISONS[name][1].format(bound if isinstance(bound, int) else f"{bound:g}")
-            for name, bound in self._iter_set()
-        ]
+        texts = [COMPARISONS[name][1].format(x if isinstance(x, int) else f"{x:g}") for name, x in self._iter_set()]
         return " and ".join(texts)
 
     def _iter_set(self) -> list[tuple[str, float]]:
@@ -141,19 +133,14 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if hint is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
+        with suppress(OverflowError):  # of an int
+            return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return False
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST
     if hint in (bool, str, type(None)) or is_part(hint):
         return isinstance(value, hint)
     return True
-
-
-def _is_finite(value: numbers.Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # of an int
-        return False
 
 
 def is_part(hint: Any) -> bool:
@@ -275,8 +262,14 @@ class CheckedFields:
         keep_file(cls)
         if prefix is not None:
             cls._prefix = prefix
-        if "__post_init__" in vars(cls):
-            cls.__post_init__ = _check_first(cls.__post_init__)
+        if (own := vars(cls).get("__post_init__")) is not None:
+
+            @functools.wraps(own)
+            def check(self: CheckedFields) -> None:  # the annotations, and then the class's own rules
+                CheckedFields.__post_init__(self)
+                own(self)
+
+            cls.__post_init__ = check
 
     def __post_init__(self) -> None:
         cls = type(self)
@@ -288,10 +281,8 @@ def require_decorated(cls: type) -> None:
     """Raise a one-line ValueError if a class of settings has values that are no fields, and so no part of its key."""
     # What a dataclass adds comes from no file.
     if "__init__" in vars(cls) and cls.__init__.__code__.co_filename != "<string>":
-        raise ValueError(
-            f"{cls.__name__}: has an __init__ of its own, whose values are no fields; write @dataclass(frozen=True) "
-            "above the class, and each value as `NAME: TYPE = VALUE` in it"
-        )
+        fix = "write @dataclass(frozen=True) above the class, and each value as `NAME: TYPE = VALUE` in it"
+        raise ValueError(f"{cls.__name__}: has an __init__ of its own, whose values are no fields; {fix}")
     decorated = "__dataclass_fields__" in vars(cls)
     typed = {name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
     if not decorated and (typed or not dataclasses.is_dataclass(cls)):
@@ -303,20 +294,7 @@ def require_decorated(cls: type) -> None:
             raise ValueError(f"{cls.__name__}.{name}: is a new default without a type; write `{name}: TYPE = VALUE`")
 
 
-def _check_first(own: Callable[..., None]) -> Callable[..., None]:
-    """A class's own check, after that of the annotations."""
-
-    @functools.wraps(own)
-    def check(self: CheckedFields) -> None:
-        CheckedFields.__post_init__(self)
-        own(self)
-
-    return check
-
-
-def list_changes(
-    before: object, after: object, path: str
-) -> Iterator[tuple[str, str, "CheckedFields", "CheckedFields"]]:
+def list_changes(before: object, after: object, path: str) -> Iterator[tuple[str, str, CheckedFields, CheckedFields]]:
     """Each field in which two settings differ, at any depth where their classes are equal.
 
     Yields its dotted path, its name, and the settings it is part of, before and after.

@@ -57,10 +57,9 @@ def read_code(cls: type) -> str:
         if not (_is_known(file) or name.startswith("__")):
             raise _make_unreadable_error(f"{cls.__name__}.{name}")
         if outer and file == path:
-            raise ValueError(
-                f"{cls.__name__}.{name}: uses {outer[0]!r} of the function around the class, which is no part of the "
-                "key; make it a field, or define it at the top of the file"
-            )
+            problem = f"uses {outer[0]!r} of the function around the class, which is no part of the key"
+            fix = "make it a field, or define it at the top of the file"
+            raise ValueError(f"{cls.__name__}.{name}: {problem}; {fix}")
     files = sorted({*find_local_files(path, root).values()})
     return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in files)
 
@@ -86,9 +85,8 @@ def require_unedited(path: Path, root: Path) -> None:
         except (OSError, SyntaxError, ValueError):  # moved away, or not finished yet
             edited = True
         if edited:
-            raise ValueError(
-                f"{file}: was edited after it was imported; start a new process (in a notebook: restart the kernel)"
-            )
+            fix = "start a new process (in a notebook: restart the kernel)"
+            raise ValueError(f"{file}: was edited after it was imported; {fix}")
 
 
 def find_local_files(path: Path, root: Path) -> dict[str, Path]:

@@ -35,7 +35,11 @@ PRIVATE = 0o600
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
-    with _hold_scratch(path, _create_file) as (scratch, held):
+
+    def create(scratch: Path) -> int:
+        return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    with _hold_scratch(path, create) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
@@ -55,7 +59,15 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
     for left in path.parent.glob(f"{escape(mark)}*"):
         with suppress(OSError):  # it has been renamed or removed, or nothing can be locked there
             remove_unused(left)
-    scratch, held = _create_locked(path, mark, create)
+    while True:
+        scratch = path.with_name(f"{mark}{secrets.token_hex(4)}")
+        held = create(scratch)
+        try:
+            if _try_lock(held, scratch):
+                break
+        except OSError:  # nothing can be locked there, so nobody takes it for a leftover
+            break
+        os.close(held)  # another process took it for a leftover before it was locked
     try:
         yield scratch, held
     finally:
@@ -63,56 +75,31 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
         os.close(held)
 
 
-def _create_locked(path: Path, mark: str, create: Callable[[Path], int]) -> tuple[Path, int]:
-    """A new file or folder next to `path`, locked, and its descriptor."""
-    while True:
-        scratch = path.with_name(f"{mark}{secrets.token_hex(4)}")
-        held = create(scratch)
-        try:
-            if _try_lock(held, scratch):
-                return scratch, held
-        except OSError:  # nothing can be locked there, so nobody takes it for a leftover
-            return scratch, held
-        os.close(held)  # another process took it for a leftover before it was locked
-
-
-def _create_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _create_folder(path: Path) -> int:
-    path.mkdir()
-    return os.open(path, os.O_RDONLY)
+@contextmanager
+def _try_hold(path: Path) -> Iterator[bool]:
+    """Whether no process uses a temporary file or folder, which is locked in the block if so. Raises OSError."""
+    held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
+    try:
+        yield _try_lock(held, path)
+    finally:
+        os.close(held)
 
 
 def remove_unused(path: Path) -> None:
     """Remove a temporary file or folder unless a process uses it."""
-    held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)  # NFS locks no file that was opened to read
-    try:
-        if _try_lock(held, path):
+    with _try_hold(path) as unused:
+        if unused:
             delete(path)
-    finally:
-        os.close(held)
 
 
 def find_leftovers(folder: Path) -> list[Path]:
     """Temporary files and folders anywhere in a folder that dead processes of this machine left."""
     of_host = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.[0-9a-f]{{8}}")
-    return [path for path in sorted(folder.rglob(".*")) if of_host.fullmatch(path.name) and not _is_used(path)]
-
-
-def _is_used(path: Path) -> bool:
-    """Whether a process holds a temporary file or folder, or nobody can tell."""
-    try:
-        held = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY)
-    except OSError:
-        return True
-    try:
-        return not _try_lock(held, path)
-    except OSError:
-        return True
-    finally:
-        os.close(held)
+    found = []
+    for path in filter(lambda path: of_host.fullmatch(path.name), sorted(folder.rglob(".*"))):
+        with suppress(OSError), _try_hold(path) as unused:  # where nothing can be locked, nobody can tell
+            found += [path] if unused else []
+    return found
 
 
 def measure_bytes(path: Path) -> int:
@@ -150,8 +137,13 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
 
     Raises OSError if `path` is anything else by then.
     """
+
+    def create(scratch: Path) -> int:
+        scratch.mkdir()
+        return os.open(scratch, os.O_RDONLY)
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _hold_scratch(path, _create_folder) as (scratch, _):
+    with _hold_scratch(path, create) as (scratch, _):
         yield scratch
         for file in scratch.iterdir():
             with file.open("rb") as written:
@@ -188,12 +180,11 @@ def quarantine(path: Path, why: str) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception or one of its causes reports that no space is left."""
-    for cause in iter_causes(error):
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
-            return True
-    return False
+    full = "disk is full", "No space left on device"  # of sqlite, PostgreSQL, torch
+    return any(
+        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(cause) for text in full)
+        for cause in iter_causes(error)
+    )
 
 
 def is_file_too_long(error: BaseException) -> bool:
@@ -267,6 +258,5 @@ def check_writable_folder(option: str, folder: Path) -> None:
         with TemporaryFile(dir=there):  # it has no name, so nothing is left behind
             pass
     except OSError as error:
-        raise ValueError(
-            f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
-        ) from None
+        problem = f"nothing can be written there ({error.strerror})"
+        raise ValueError(f"{option} {str(folder)!r}: {problem}; name another folder") from None

@@ -44,25 +44,10 @@ def is_held(path: Path) -> bool:
 def can_lock(folder: Path) -> bool:
     """Whether files in a folder can be locked: on some NFS they cannot."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return not os.access(there, os.W_OK) or _has_locks(there.stat().st_dev, there)
-
-
-def describe_leases(folder: Path) -> str:
-    """One line on what replaces locks in a folder; "" where files can be locked."""
-    if can_lock(folder):
-        return ""
-    return (
-        f"no file can be locked in {folder}: leases replace locks, so the cell of a dead machine waits for "
-        f"{LEASE_SECONDS:.0f} s"
-    )
-
-
-_known: dict[int, bool] = {}
-
-
-def _has_locks(device: int, folder: Path) -> bool:
-    if device not in _known:
-        with TemporaryFile(dir=folder) as probe:
+    if not os.access(there, os.W_OK):
+        return True
+    if (device := there.stat().st_dev) not in _known:
+        with TemporaryFile(dir=there) as probe:
             try:
                 fcntl.flock(probe, fcntl.LOCK_EX)
                 _known[device] = True
@@ -71,6 +56,17 @@ def _has_locks(device: int, folder: Path) -> bool:
                     raise
                 _known[device] = False
     return _known[device]
+
+
+def describe_leases(folder: Path) -> str:
+    """One line on what replaces locks in a folder; "" where files can be locked."""
+    problem = f"no file can be locked in {folder}"
+    effect = f"leases replace locks, so the cell of a dead machine waits for {LEASE_SECONDS:.0f} s"
+    return "" if can_lock(folder) else f"{problem}: {effect}"
+
+
+_known: dict[int, bool] = {}
+"""Whether files can be locked, by device."""
 
 
 def _locate_lease(path: Path) -> Path:

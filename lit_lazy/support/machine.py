@@ -24,7 +24,5 @@ def require_memory(sizes: Mapping[str, int], needed: int) -> None:
     most = measure_total_memory()
     if needed > most:
         named = ", ".join(f"{field}={value}" for field, value in sizes.items())
-        raise ValueError(
-            f"{named}: would take at least {needed // 10**9:,} GB of memory, of which this machine has "
-            f"{most // 10**9:,}; choose smaller ones"
-        )
+        sizes_in_gb = f"at least {needed // 10**9:,} GB of memory, of which this machine has {most // 10**9:,}"
+        raise ValueError(f"{named}: would take {sizes_in_gb}; choose smaller ones")

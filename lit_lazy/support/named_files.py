@@ -31,14 +31,12 @@ def find(room: Room, name: str) -> Path:
     if os.path.isfile(f"{name}.py"):
         raise ValueError(f"{room[:-1]} {name!r}: unknown (did you mean {name}.py?); a path ends in .py")
     if name in list_available(other := OTHER[room]):
-        raise ValueError(
-            f"{room[:-1]} {name!r}: unknown; it is an {other[:-1]}: `lit-lazy {RUN[other]} {name}` runs it"
-        )
+        fix = f"it is an {other[:-1]}: `lit-lazy {RUN[other]} {name}` runs it"
+        raise ValueError(f"{room[:-1]} {name!r}: unknown; {fix}")
     known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
-    raise ValueError(
-        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
-    )
+    problem = f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}"
+    raise ValueError(f"{problem}; there are {there}, or give a path to a .py file")
 
 
 def get_name(room: Room, path: Path) -> str:
@@ -57,9 +55,8 @@ def find_python_file(what: str, name: str) -> Path:
 def require_usable_name(path: Path) -> Path:
     """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
-        raise ValueError(
-            f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
-        )
+        fix = f"use at most {LONGEST_NAME} bytes, all printable"
+        raise ValueError(f"{str(path)!r}: its name becomes part of folder names; {fix}")
     return path
 
 

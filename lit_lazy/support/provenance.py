@@ -35,14 +35,11 @@ def git_sha() -> str:
     Call it at the start of a process: it is cached, and the checkout may change while the process runs.
     """
     here = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"],
-            cwd=here, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        return subprocess.check_output(command, cwd=here, text=True, stderr=DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return described.stdout.strip()
 
 
 def find_last_commit(file: Path) -> str:

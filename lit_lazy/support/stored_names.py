@@ -27,6 +27,5 @@ def check_row_name(name: object) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST or not name.isprintable() or name.strip() != name:
         raise ValueError(f"row {short_repr(name)} has an empty, long or unprintable name; rename it")
     if posixpath.normpath(f"key/{name}") != f"key/{name}":
-        raise ValueError(
-            f"row {name!r}: MLflow would read its name as a path; leave out //, /./, /../ and outer slashes"
-        )
+        fix = "leave out //, /./, /../ and outer slashes"
+        raise ValueError(f"row {name!r}: MLflow would read its name as a path; {fix}")

@@ -40,10 +40,9 @@ def require_known_format(file: str, content: Mapping[str, Any], newest: int) -> 
     """
     found = content.get("format", 1)
     if isinstance(found, int) and found > newest:
-        raise NewerFormatError(
-            f"{file}: was written by a newer version of lit-lazy (format {found}, this version reads up to {newest}); "
-            "update lit-lazy; the file is left as it is"
-        )
+        formats = f"format {found}, this version reads up to {newest}"
+        problem = f"was written by a newer version of lit-lazy ({formats})"
+        raise NewerFormatError(f"{file}: {problem}; update lit-lazy; the file is left as it is")
 
 
 def parse_record(text: str | bytes, file: str, kind: str, newest: int, make: Callable[[Any], T]) -> T:

@@ -23,11 +23,18 @@ class _Outlet(io.FileIO):
 
 def prepare_streams() -> None:
     """Let no closed stream, no pipe without a reader and no character that an encoding lacks end the process."""
-    _open_closed_streams()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: a file, such as a database, would get its number
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # and no notebook's or test's
-            stream = _make_outlet(stream)
+            stream.flush()
+            buffer = io.BufferedWriter(_Outlet(stream.fileno(), "wb", closefd=False))
+            by_line = stream.line_buffering or stream.write_through
+            stream = io.TextIOWrapper(buffer, stream.encoding, line_buffering=by_line)
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -38,18 +45,3 @@ def is_stdout_read() -> bool:
     """Whether no write to standard output has found its reader gone."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return not isinstance(raw, _Outlet) or raw.is_read
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that was closed: a file, such as a database, would get its number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, mode))
-
-
-def _make_outlet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    stream.flush()
-    buffer = io.BufferedWriter(_Outlet(stream.fileno(), "wb", closefd=False))
-    return io.TextIOWrapper(buffer, stream.encoding, line_buffering=stream.line_buffering or stream.write_through)

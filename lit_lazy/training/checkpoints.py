@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -95,9 +96,8 @@ def load(path: Path) -> LitLM:
     try:
         content = read_checkpoint(path)
     except ValueError as error:
-        raise ValueError(
-            f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` writes to its run folder"
-        ) from None
+        fix = "give a final.ckpt, which `lit-lazy train` writes to its run folder"
+        raise ValueError(f"{checkpoint}: {error}; {fix}") from None
     try:
         _find_tokenizer(content["hyper_parameters"]["config"]["data"], path.parent)
         module = _build_module(content)
@@ -114,19 +114,13 @@ def load(path: Path) -> LitLM:
     module.sources = content.get(SOURCES, {})
     if module.sources.get(UNCHECKED):
         log.warning("%s: was imported with --unchecked: its logits were not compared with its source's", checkpoint)
-    _tell_edited_classes(checkpoint, module)
-    return module
-
-
-def _tell_edited_classes(checkpoint: str, module: LitLM) -> None:
-    """Warn of each custom class of a loaded model whose code is not that of its training, as far as that is known."""
-    known = module.sources.get("code", {})
     for name, digest in iter_user_classes(module.cfg.model):
-        former = known.get(name, digest)
+        former = module.sources.get("code", {}).get(name, digest)
         if len(former) != len(digest):
             log.warning("%s: an earlier version hashed the code of %s, so it may have changed since", checkpoint, name)
         elif former != digest:
             log.warning("%s: a file that defines %s has changed since its training; this is new code", checkpoint, name)
+    return module
 
 
 def load_prompts(checkpoint: Path, trained: LitLM, data: DataConfig) -> Prompts:
@@ -156,9 +150,8 @@ def change_settings(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 def require_changeable(paths: Iterable[str]) -> None:
     """Raises a one-line ValueError for a dotted path that is not below `model` or `data`."""
-    for path in paths:
-        if path.partition(".")[0] not in ("model", "data"):
-            raise ValueError(f"{path}: has no effect on a trained model; set only fields of model and data")
+    if others := [path for path in paths if path.partition(".")[0] not in ("model", "data")]:
+        raise ValueError(f"{others[0]}: has no effect on a trained model; set only fields of model and data")
 
 
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
@@ -181,18 +174,16 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     matching = {name for name, x in target.items() if name in source and source[name].shape == x.shape}
     parameters = dict(changed.model.named_parameters()).keys()
     for name in sorted((source.keys() & parameters) - matching):
-        shapes = f"{list(source[name].shape)}, not {list(target[name].shape)}"
-        raise ValueError(
-            f"{name}: is trained with the shape {shapes}; leave the setting that changes it, or train anew"
-        )
+        problem = f"is trained with the shape {list(source[name].shape)}, not {list(target[name].shape)}"
+        raise ValueError(f"{name}: {problem}; leave the setting that changes it, or train anew")
     positions = {f"position.{name}" for name, _ in changed.model.position.named_parameters()}
     fix = "has weights, which were not trained; leave it, or train a new model"
     require(positions <= matching, "model.position", cfg.model.position, fix)
     for name in matching:
         target[name].data = source[name]
     if new := sorted(parameters - matching):
-        message = "untrained, at their initial values: %s; `init_from` starts a training of them"
-        log.warning(message, _format_names(new))
+        names = _format_names(new)
+        log.warning("untrained, at their initial values: %s; `init_from` starts a training of them", names)
     return changed
 
 
@@ -231,10 +222,9 @@ def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
     """Raises a one-line ValueError as `load_matching_weights` does."""
     with torch.device("meta"):
         target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
-    loaded = load(path)
+    loaded, patterns = load(path), cfg.train.trainable
     matching = _select_matching(path, loaded, cfg.model, target.state_dict())
     require_teacher(cfg.train, loaded.model, target)
-    patterns = cfg.train.trainable
     require_loaded(patterns, freeze_others(target, patterns), matching)
 
 
@@ -295,9 +285,13 @@ def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     """
     if not path.exists():
         return 0
+    made_by: RunConfig | None = None
     try:
         content = read_checkpoint(path)
-        if not _is_same_config(content["hyper_parameters"]["config"], cfg):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            made_by = from_dict(RunConfig, content["hyper_parameters"]["config"])
+        # The run's key holds the initial weights' content, so their path may differ.
+        if made_by is None or replace(made_by, init_from=cfg.init_from) != cfg:
             raise ValueError("made by another config")
         if mismatch := _find_mismatch(content, module):
             raise ValueError(mismatch)
@@ -307,29 +301,19 @@ def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     return content["global_step"]
 
 
-def _is_same_config(config: Any, cfg: RunConfig) -> bool:
-    """Whether a checkpoint's plain config equals `cfg`; its missing, newer fields have their defaults."""
-    try:
-        # The run's key holds the initial weights' content, so their path may differ.
-        return replace(from_dict(RunConfig, config), init_from=cfg.init_from) == cfg
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-
-
 def _find_mismatch(content: dict[str, Any], module: LitLM) -> str:
     """The first difference between a checkpoint's and a module's weights in name, shape or dtype, or ""."""
-    both = content["state_dict"], module.state_dict()
-    found, expected = ({name: _format_shape(value) for name, value in state.items()} for state in both)
+
+    def describe(value: torch.Tensor | None) -> str:
+        kind = "" if value is None or value.dtype == torch.float32 else f" of {value.dtype}"
+        return "missing" if value is None else f"{tuple(value.shape)}{kind}"
+
+    found, expected = content["state_dict"], module.state_dict()
     for name in sorted(found.keys() | expected.keys()):
-        actual, wanted = (shapes.get(name, "missing") for shapes in (found, expected))
+        actual, wanted = (describe(state.get(name)) for state in (found, expected))
         if actual != wanted:
             return f"the weights are another architecture's ({name} is {actual}, should be {wanted})"
     return ""
-
-
-def _format_shape(value: torch.Tensor) -> str:
-    """Shape, and dtype unless it is float32."""
-    return f"{tuple(value.shape)}{'' if value.dtype == torch.float32 else f' of {value.dtype}'}"
 
 
 def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
@@ -343,19 +327,15 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
     for name in ("vocab_size", "context_length"):
         trained, current = module.hparams[name], getattr(source, name)
         if trained != current:
-            raise ValueError(
-                f"checkpoint {str(checkpoint)!r}: was trained on data with {name}={trained}, which now has "
-                f"{name}={current}; restore the data, or train again"
-            )
+            problem = f"was trained on data with {name}={trained}, which now has {name}={current}"
+            raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
     try:
         trained_on = json.loads((checkpoint.parent / RESULT).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return source
     if trained_on != source.fingerprint:
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r}: its data ({source.name}) has changed since its training; restore the "
-            "data, or train again"
-        )
+        problem = f"its data ({source.name}) has changed since its training"
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
     return source
 
 
@@ -369,8 +349,6 @@ def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: st
     require_same_tokenizer(checkpoint, trained, data)
     source, known = load_data(data), trained.hparams["vocab_size"]
     if source.vocab_size != known:
-        raise ValueError(
-            f"{option}: the model has a vocabulary of {known} tokens, these data have {source.vocab_size}; name data "
-            "with the same vocabulary"
-        )
+        problem = f"the model has a vocabulary of {known} tokens, these data have {source.vocab_size}"
+        raise ValueError(f"{option}: {problem}; name data with the same vocabulary")
     return source

@@ -15,7 +15,6 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
-from lit_lazy.optim import Optimiser
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.machine import measure_total_memory
@@ -81,7 +80,9 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     shards = execution.devices if execution.strategy == "fsdp" else 1
     weights, gradients = (FP32_BYTES * count // shards for count in (parameters, trained))
     pass_tokens = cfg.train.batch_size // execution.devices // parts * data.context_length
-    moments = FP32_BYTES * _count_moments(model, cfg.train.optimiser)
+    matrices, optimiser = {id(matrix) for matrix in find_block_matrices(model)}, cfg.train.optimiser
+    states = (p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters() if p.requires_grad)
+    moments = FP32_BYTES * sum(states)
     average = FP32_BYTES * trained if cfg.train.ema_decay else 0
     memory = {
         "weights": weights,
@@ -95,12 +96,6 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
     flops = float(tokens) * (flops_per_token(model, data.context_length) + forward * cfg.train.distillation.active)
     return Cost(parameters, tokens, flops, memory, parts, disk=2 * (FP32_BYTES * parameters + average + moments))
-
-
-def _count_moments(model: DecoderLM, optimiser: Optimiser) -> int:
-    """Number of an optimiser's state values for a model's trained parameters."""
-    matrices = {id(matrix) for matrix in find_block_matrices(model)}
-    return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters() if p.requires_grad)
 
 
 def _estimate_activation_bytes(cfg: RunConfig, model: DecoderLM, tokens: int, execution: Execution) -> int:
@@ -145,17 +140,13 @@ def measure_block_activations(
 
 def require_fit(cost: Cost, execution: Execution) -> None:
     """Raises a one-line ValueError if the training does not fit in the memory of this machine's devices."""
-    on_gpu = torch.cuda.is_available()
-    available = (
-        torch.cuda.get_device_properties(0).total_memory if on_gpu else measure_total_memory() // execution.devices
-    )
-    if cost.device_bytes > available:
-        where = "each GPU" if on_gpu else "each of the processes on this machine"
-        raise ValueError(
-            f"--micro-batch={execution.micro_batch}: needs {format_memory(cost)} on each device, and {where} has "
-            f"{available / 1e9:.1f} GB; give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp "
-            "with more devices"
-        )
+    if torch.cuda.is_available():
+        where, available = "each GPU", torch.cuda.get_device_properties(0).total_memory
+    else:
+        where, available = "each of the processes on this machine", measure_total_memory() // execution.devices
+    needs = f"needs {format_memory(cost)} on each device, and {where} has {available / 1e9:.1f} GB"
+    fix = "give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp with more devices"
+    require(cost.device_bytes <= available, "--micro-batch", execution.micro_batch, f"{needs}; {fix}")
 
 
 def format_memory(cost: Cost) -> str:
@@ -241,7 +232,8 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution, gpu: str | N
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
     hours = cost.estimate_hours(execution.devices, peak)
     price = f", {hours * execution.devices:,.0f} GPU-hours" if hours >= 1 else ""
-    there = f"{_format_duration(hours)} on {execution.devices} {kind}{price}"
+    minutes = f"{60 * hours:.1f} min" if hours >= 1 / 60 else "less than a minute"
+    there = f"{f'{hours:.1f} h' if hours >= 1 else minutes} on {execution.devices} {kind}{price}"
     here, missing = "", find_missing_gpu(cfg.model.backend)
     if execution.devices == 1 and not torch.cuda.is_available() and not missing:
         seconds, basis = estimate_seconds(cfg, source, cost, execution)
@@ -261,14 +253,9 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution, gpu: str | N
 
 def _format_data(source: Outline, cost: Cost) -> str:
     if source.sequences is None:
-        return (
-            f"data:   the training sees {cost.tokens:,} tokens; run `lit-lazy tokenise` to count those of {source.name}"
-        )
+        how = f"run `lit-lazy tokenise` to count those of {source.name}"
+        return f"data:   the training sees {cost.tokens:,} tokens; {how}"
     available = source.sequences * source.context_length
     passes = f"{cost.tokens / available:.3g}"
     passes += " pass" if passes == "1" else " passes"
     return f"data:   {available:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
-
-
-def _format_duration(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else "less than a minute"

@@ -50,10 +50,7 @@ class HeadMonitor(AtStart):
         self.losses: dict[int, float] = {}
         """Validation losses in nats by step."""
 
-    @property
-    def state_key(self) -> str:
-        """Constant, so that checkpoints survive a rename of the class."""
-        return STATE_KEY
+    state_key = STATE_KEY  # type: ignore[assignment]
 
     def state_dict(self) -> dict[str, Any]:
         return {"learned": self.learned, "losses": self.losses}
@@ -98,7 +95,8 @@ class HeadMonitor(AtStart):
         if not isinstance(module, LitLM):
             return
         with module.use_average():
-            if learned := _compute_learned_by_head(module.model):
+            attentions, learned = module.model.attentions, collect_learned(module.model)
+            if learned := {name: average_by_head(x, attentions[0].n_heads) for name, x in learned.items()}:
                 self.learned[trainer.global_step] = {name: values.cpu() for name, values in learned.items()}
             if trainer.logger is None and trainer.world_size == 1:
                 return  # with more ranks FSDP needs all of them in the forward pass, also without a logger
@@ -123,11 +121,9 @@ def make_history_arrays(history: History) -> dict[str, np.ndarray]:
     if not history:
         return {}
     steps = sorted(history)
-    arrays: dict[str, np.ndarray] = {"watch/step": np.array(steps, np.int64)}
-    for name in history[steps[0]]:
-        stacked = torch.stack([history[step][name] for step in steps])
-        arrays[f"watch/{name}"] = stacked.numpy().astype(np.float32)
-    return arrays
+    stacked = {name: torch.stack([history[step][name] for step in steps]) for name in history[steps[0]]}
+    by_step = {f"watch/{name}": values.numpy().astype(np.float32) for name, values in stacked.items()}
+    return {"watch/step": np.array(steps, np.int64), **by_step}
 
 
 def _is_due(step: int) -> bool:
@@ -144,7 +140,12 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()
-    return measured | _compute_mass_metrics(stats) | _compute_learned_metrics(model)
+    measured |= _compute_mass_metrics(stats)
+    for name, values in collect_learned(model).items():
+        measured |= {f"watch/{name}_layer_{layer}": value.mean().item() for layer, value in enumerate(values)}
+        if values[0].numel() > 1:  # a layer's only number is also its minimum and maximum
+            measured |= {f"watch/{name}_min": values.min().item(), f"watch/{name}_max": values.max().item()}
+    return measured
 
 
 def _compute_last_layer(model: DecoderLM, tokens: Tensor, place: Tensor | None) -> tuple[Tensor, list[Stats]]:
@@ -170,23 +171,6 @@ def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
     dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
     quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
     several = enumerate(mass) if len(mass) > 1 else ()  # a single layer's mass is `watch/mass`
-    layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several}
-    found = (
-        layers | quarters | {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
-    )
+    found = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several} | quarters
+    found |= {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
     return {name: value.item() for name, value in found.items() if not value.isnan()}
-
-
-def _compute_learned_by_head(model: DecoderLM) -> dict[str, Tensor]:
-    """Learned parameters, `[layers, H]` or `[layers, 1]` by name."""
-    heads = model.attentions[0].n_heads if model.attentions else 0
-    return {name: average_by_head(values, heads) for name, values in collect_learned(model).items()}
-
-
-def _compute_learned_metrics(model: DecoderLM) -> dict[str, float]:
-    found = {}
-    for name, values in collect_learned(model).items():
-        found |= {f"watch/{name}_layer_{layer}": value.mean().item() for layer, value in enumerate(values)}
-        if values[0].numel() > 1:  # a layer's only number is also its minimum and maximum
-            found |= {f"watch/{name}_min": values.min().item(), f"watch/{name}_max": values.max().item()}
-    return found

@@ -62,30 +62,25 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
     rope = position if isinstance(position, Rope) else Rope()
     layers = format_count(cfg.model.n_layers, "layer")
     where = f"{'window' if seen < context_length else 'context'} of {seen} tokens in the training"
-    found = []
-    if window is not None and window >= context_length:
-        found.append(f"model.attention.window={window}: has no effect in the {where}")
-    if length > seen:
-        found.append(f"model.attention.bias.length={length}: has no effect beyond the {where}")
-    if (rope.skip_every or 0) > cfg.model.n_layers:
-        found.append(f"model.position.skip_every={rope.skip_every}: has no effect in {layers}")
-    for field, given in (("position.skip_layers", rope.skip_layers), ("attention.full_layers", attention.full_layers)):
-        if max(given, default=0) >= cfg.model.n_layers:
-            found.append(f"model.{field}={given}: has no effect beyond the last of {layers}, {cfg.model.n_layers - 1}")
-    if attention.full_layers and window is None:
-        found.append(f"model.attention.full_layers={attention.full_layers}: has no effect without a window")
-    if normaliser.renormalise and normaliser.renormalised:
-        effect = f"has no effect, as the weights of {rule} sum to 1"
-        effect = effect if rule == normaliser.renormalised else f"makes {rule} {normaliser.renormalised}"
-        found.append(f"model.attention.normaliser.renormalise=True: {effect}")
-    warmup, all_steps = cfg.train.warmup_steps, cfg.train.steps
-    if 2 * warmup > all_steps:
-        problem = f"leaves {all_steps - warmup} of {all_steps} steps at the full rate and below"
-        found.append(f"train.warmup_steps={warmup}: {problem}; {all_steps // 10} would be a tenth")
-    if decay > 0 and (steps := 1 / (1 - decay)) > cfg.train.steps:
-        problem = f"averages about {steps:,.0f} steps and the initial weights; a smaller one forgets these"
-        found.append(f"train.ema_decay={decay}: {problem}")
-    return found
+    full, skipped, last = attention.full_layers, rope.skip_layers, cfg.model.n_layers - 1
+    beyond = f"has no effect beyond the last of {layers}, {last}"
+    same, other = normaliser.renormalised == rule, normaliser.renormalised
+    sums = f"has no effect, as the weights of {rule} sum to 1" if same else f"makes {rule} {other}"
+    warmup, steps, averaged = cfg.train.warmup_steps, cfg.train.steps, 1 / (1 - decay)
+    late = f"leaves {steps - warmup} of {steps} steps at the full rate and below; {steps // 10} would be a tenth"
+    long = f"averages about {averaged:,.0f} steps and the initial weights; a smaller one forgets these"
+    effects = [
+        ("model.attention.window", window, (window or 0) >= context_length, f"has no effect in the {where}"),
+        ("model.attention.bias.length", length, length > seen, f"has no effect beyond the {where}"),
+        ("model.position.skip_every", rope.skip_every, (rope.skip_every or 0) > last + 1, f"has no effect in {layers}"),
+        ("model.position.skip_layers", skipped, max(skipped, default=0) > last, beyond),
+        ("model.attention.full_layers", full, max(full, default=0) > last, beyond),
+        ("model.attention.full_layers", full, full and window is None, "has no effect without a window"),
+        ("model.attention.normaliser.renormalise", True, normaliser.renormalise and other, sums),
+        ("train.warmup_steps", warmup, 2 * warmup > steps, late),
+        ("train.ema_decay", decay, decay > 0 and averaged > steps, long),
+    ]
+    return [f"{field}={value}: {effect}" for field, value, applies, effect in effects if applies]
 
 
 def find_backend(cfg: RunConfig, data: Outline) -> str:
@@ -115,14 +110,12 @@ def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
     name = f"model.mixer={type(cfg.mixer).__name__}"
     tokens = torch.zeros(1, 2, cfg.d_model)
     try:
-        mixer = cfg.build_mixer(0, context_length)
-        found = (
-            mixer(tokens, PassInputs(lambda heads: heads))[0].shape
-            if isinstance(mixer, MixerModule)
-            else type(mixer).__name__
-        )
+        mixer, found = cfg.build_mixer(0, context_length), None
+        if isinstance(mixer, MixerModule):
+            found = mixer(tokens, PassInputs(lambda heads: heads))[0].shape
     except MISTAKES as error:
         raise ValueError(f"{name}: {_describe_user_error(error)}") from error
+    found = type(mixer).__name__ if found is None else found
     require(found == tokens.shape, name, found, f"let build return a MixerModule that gives {list(tokens.shape)} here")
     return mixer
 
@@ -154,17 +147,16 @@ def check_size(
     tokens = sequences * context_length
     saved = min(tokens * vocab_size, LOGITS_AT_ONCE)
     saved += tokens * cfg.n_layers * (cfg.d_model if checkpointed else 2 * cfg.d_model + 2 * cfg.d_ff)
-    sizes = {
-        "model.d_model": cfg.d_model,
-        "model.n_layers": cfg.n_layers,
-        "model.d_ff": cfg.d_ff,
-        "sequences at a time": sequences,
-        "vocabulary": vocab_size,
-        "context length": context_length,
-    }
+    sizes = {f"model.{name}": getattr(cfg, name) for name in ("d_model", "n_layers", "d_ff")}
+    sizes |= {"sequences at a time": sequences, "vocabulary": vocab_size, "context length": context_length}
     needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * saved
     require_memory(sizes, needed)
-    parts = _count_mixer_parameters(cfg, context_length)
+    parts = 0  # parameters of mixer and position without the projections, which are counted already
+    with suppress(Exception), torch.device("meta"):  # an error here is reported when the part is built
+        mixer = cfg.build_mixer(0, context_length)
+        position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
+        counted = 2 * cfg.d_model * _projection_width(cfg)
+        parts = sum(parameter.numel() for part in (mixer, position) for parameter in part.parameters()) - counted
     part = "model.attention" if cfg.mixer.attends else "model.mixer"
     require_memory(sizes | {part: parts}, needed + per_parameter * cfg.n_layers * parts)
 
@@ -172,18 +164,6 @@ def check_size(
 def _projection_width(cfg: ModelConfig) -> int:
     """Width of the projections of queries and keys together, and of values and outputs together."""
     return (cfg.n_heads + cfg.kv_heads) * cfg.head_width
-
-
-def _count_mixer_parameters(cfg: ModelConfig, context_length: int) -> int:
-    """Parameters of mixer and position without the projections that `check_size` counts. Allocates none."""
-    count = 0
-    # An error here is reported when the part is built.
-    with suppress(Exception), torch.device("meta"):
-        mixer = cfg.build_mixer(0, context_length)
-        position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
-        counted = 2 * cfg.d_model * _projection_width(cfg)
-        count = sum(parameter.numel() for part in (mixer, position) for parameter in part.parameters()) - counted
-    return count
 
 
 def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
@@ -298,10 +278,9 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
     fits = tokens.ndim == 2 and tokens.shape[1] == width and not tokens.is_floating_point()
     require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {width}]")
     require(len(tokens) > 0, part, list(tokens.shape), "must hold at least one sequence")
-    sample = tokens[:CHECKED_SEQUENCES].long()
-    least, most = int(sample.min()), int(sample.max())
-    fits = least >= 0 and most < source.vocab_size
-    require(fits, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}")
+    least, most = (int(x) for x in tokens[:CHECKED_SEQUENCES].long().aminmax())
+    in_vocabulary = least >= 0 and most < source.vocab_size
+    require(in_vocabulary, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}")
     if found.targets is not None:
         _check_targets(part, found.targets, tokens, source.vocab_size)
     missing = sorted({*source.row_groups} - found.positions.keys()) if part.endswith("validation") else []

@@ -39,21 +39,8 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
 from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import (
-    CHECKPOINTS,
-    LAST,
-    make_lock,
-    remove_checkpoints,
-    write_settings,
-)
-from lit_lazy.training.trainer import (
-    BackendMonitor,
-    MissedValidation,
-    TimeMonitor,
-    build_module,
-    fit,
-    make_trainer,
-)
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
+from lit_lazy.training.trainer import BackendMonitor, MissedValidation, TimeMonitor, build_module, fit, make_trainer
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "
@@ -139,23 +126,24 @@ def _run(
     with start_ranks(execution.devices) as group:
         untrained = _measure_untrained(folder / CHECKPOINTS / f"untrained-{key}.npz", module, source)
         if (untrained.diagnostics.arrays.get("mass/dead", np.zeros(1)) == 1).all():
-            log.warning(
-                "at the start no query after the first gives a key weight (mass 0): the attention passes nothing and "
-                "gets no gradient; choose a lower threshold"
-            )
+            problem = "at the start no query after the first gives a key weight (mass 0)"
+            effect = "the attention passes nothing and gets no gradient"
+            log.warning("%s: %s; choose a lower threshold", problem, effect)
         started, time_monitor = time.perf_counter(), TimeMonitor()
-        checkpoint, first_step = _find_checkpoint(folder, cfg, module)
+        for stray in folder.glob("hpc_ckpt_*.ckpt"):
+            quarantine(stray, "left by Lightning's own requeueing")
+        last = folder / CHECKPOINTS / LAST
+        first_step = checkpoints.find_resume_step(last, cfg, module)
+        if first_step:
+            log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
+        checkpoint = last if first_step else None
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
             settings = to_dict(cfg), asdict(execution), list_user_files(cfg), source.fingerprint
             group.send_spec(RunSpec(*settings, folder, checkpoint, final))
-        kept = (
-            time_monitor,
-            BackendMonitor(describe_backend(backend)),
-            MissedValidation(source, monitor.losses),
-            monitor,
-        )
-        trainer = make_trainer(cfg, folder, logger, (*kept, *callbacks), show_progress, execution, group, interrupts)
+        kept = time_monitor, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
+        callbacks = (*kept, monitor, *callbacks)
+        trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group, interrupts)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
         train_seconds = time_monitor.seconds
     trained = time.perf_counter()
@@ -184,17 +172,6 @@ def _run(
     result.write(folder)
     remove_checkpoints(folder)
     return result
-
-
-def _find_checkpoint(folder: Path, cfg: RunConfig, module: LitLM) -> tuple[Path | None, int]:
-    """The checkpoint to resume from and its step; None and 0 for a run that starts."""
-    for stray in folder.glob("hpc_ckpt_*.ckpt"):
-        quarantine(stray, "left by Lightning's own requeueing")
-    last = folder / CHECKPOINTS / LAST
-    step = checkpoints.find_resume_step(last, cfg, module)
-    if step:
-        log.info("resumes at step %d of %d, from %s", step, cfg.train.steps, last)
-    return last if step else None, step
 
 
 class Measurement(NamedTuple):

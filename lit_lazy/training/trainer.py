@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -24,7 +25,7 @@ from lit_lazy.measure.evaluation import iter_validation
 from lit_lazy.support.console import format_duration, plain_console
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.distributed.fsdp import ShardedStrategy
-from lit_lazy.training.distributed.process_group import RankGroup, make_environment
+from lit_lazy.training.distributed.process_group import GroupEnvironment, RankGroup
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
@@ -109,12 +110,8 @@ def make_trainer(
     # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     checkpoints = folder / CHECKPOINTS
-    checkpoint = ModelCheckpoint(
-        dirpath=checkpoints,
-        save_last=True,
-        save_top_k=0,
-        every_n_train_steps=cfg.train.checkpoint_every,
-    )
+    every = cfg.train.checkpoint_every
+    checkpoint = ModelCheckpoint(checkpoints, save_last=True, save_top_k=0, every_n_train_steps=every)
     strategy: Strategy | str = "auto"
     if group:
         strategy = DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
@@ -135,7 +132,8 @@ def make_trainer(
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
-        plugins=[AtomicCheckpointIO(), make_environment(group)],
+        # Never that of a batch system, even if its variables are set.
+        plugins=[AtomicCheckpointIO(), GroupEnvironment(group) if group else LightningEnvironment()],
         callbacks=[
             *([StepProgress()] if show_progress else []),
             *callbacks,
@@ -174,10 +172,7 @@ class BackendMonitor(Callback):
         """backend: as by `describe_backend`."""
         self.backend = backend
 
-    @property
-    def state_key(self) -> str:
-        """Constant, so that checkpoints survive a rename of the class."""
-        return "Backend"
+    state_key = "Backend"  # type: ignore[assignment]
 
     def state_dict(self) -> dict[str, Any]:
         return {"backend": self.backend}
@@ -185,12 +180,9 @@ class BackendMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not called for checkpoints of earlier versions, which have no such state."""
         if (former := state_dict["backend"]) != self.backend:
-            log.warning(
-                "the attention ran on %s until the checkpoint and runs on %s now: the result is not bit-identical to "
-                "that of an uninterrupted run",
-                former,
-                self.backend,
-            )
+            where = f"ran on {former} until the checkpoint and runs on {self.backend} now"
+            effect = "the result is not bit-identical to that of an uninterrupted run"
+            log.warning("the attention %s: %s", where, effect)
 
 
 class TimeMonitor(Callback):
@@ -204,10 +196,7 @@ class TimeMonitor(Callback):
         """Those of this process and of those before it."""
         return self._earlier + time.perf_counter() - self._begun
 
-    @property
-    def state_key(self) -> str:
-        """Constant, so that checkpoints survive a rename of the class."""
-        return "Time"
+    state_key = "Time"  # type: ignore[assignment]
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds}

@@ -14,12 +14,13 @@ import re
 import shutil
 import sys
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 import huggingface_hub
@@ -54,44 +55,33 @@ class Document(NamedTuple):
     text: bytes
 
 
-class Source(Protocol):
-    """Source of documents."""
+class Source(ABC):
+    """Source of documents, named by an option: `field` with the value `given`. column: that with the text."""
 
-    @property
-    def field(self) -> str:
-        """The option that names it, for errors."""
-        ...
-
-    @property
-    def given(self) -> str:
-        """Value of that option."""
-        ...
-
-    @property
-    def column(self) -> str:
-        """Column with the text."""
-        ...
+    field: str
+    given: str
+    column: str
 
     @property
     def size(self) -> int:
         """Total size of its files in bytes."""
-        ...
+        return UNKNOWN_SIZE
 
     def split_parts(self) -> "Sequence[Source]":
         """Parts that can be read independently; in this order they make up the source."""
-        ...
+        return [self]
 
+    @abstractmethod
     def read_state(self) -> list[Any]:
         """JSON-serialisable identity of the content."""
-        ...
 
+    @abstractmethod
     def documents(self) -> Iterator[Document]:
         """Documents, without empty ones."""
-        ...
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Source):
     """Local files, read in the order of their paths."""
 
     field: str
@@ -124,12 +114,6 @@ class Files:
         return [*read_file_states(self.paths), *([self.part] if self.part != (0.0, 1.0) else [])]
 
     def documents(self) -> Iterator[Document]:
-        for document in self._documents():
-            first, last = (find_cut(document.text, share) for share in self.part)
-            if first < last:
-                yield document._replace(text=document.text[first:last])
-
-    def _documents(self) -> Iterator[Document]:
         for path in self.paths:
             place = f"{self.field}={str(path)!r}"
             kind, _ = split_suffixes(path)
@@ -140,7 +124,10 @@ class Files:
                     found = read_json_lines(path, self.column, place)
                 else:
                     found = read_text(path, place)
-                yield from (document for document in found if document.text)
+                for document in found:
+                    first, last = (find_cut(document.text, share) for share in self.part)
+                    if first < last:
+                        yield document._replace(text=document.text[first:last])
             except OSError as error:
                 why = error.strerror or one_line(error)
                 raise ValueError(f"{place}: cannot be read ({why}); check the file") from None
@@ -226,27 +213,16 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class Hub:
+class Hub(Source):
     """One split of a dataset of the Hugging Face Hub, or of a folder with the same layout."""
 
-    name: str
+    given: str
     config: str | None
     revision: str | None
     split: str
     column: str
     stream: bool
-
-    @property
-    def field(self) -> str:
-        return "data.hub"
-
-    @property
-    def given(self) -> str:
-        return self.name
-
-    @property
-    def size(self) -> int:
-        return UNKNOWN_SIZE
+    field = "data.hub"
 
     def split_parts(self) -> Sequence[Source]:
         """One part per parquet file; a streamed dataset, or another format, is one part that `datasets` reads."""
@@ -255,95 +231,73 @@ class Hub:
         paths = self._list_files()
         if not all(path.endswith(".parquet") for path in paths):
             return [self]
-        remote = [HubFile.from_address(path, self.name, self.column) for path in paths if path.startswith(HUB_URL)]
+        # A URL such as hf://datasets/NAME@COMMIT/PATH.
+        addresses = [re.sub(f"^{HUB_URL}[^@]*@", "", path).partition("/") for path in paths if path.startswith(HUB_URL)]
+        remote = [HubFile(self.given, commit, path, self.column) for commit, _, path in addresses]
         if remote:
             return remote if len(remote) == len(paths) else [self]
-        return [Files(self.field, self.name, (Path(path),), self.column) for path in paths] or [self]
+        return [Files(self.field, self.given, (Path(path),), self.column) for path in paths] or [self]
 
     def _list_files(self) -> list[str]:
         """Paths or URLs of the split's files as the dataset lists them; empty if it cannot be read (reading it then
         raises the error)."""
-        datasets = import_datasets_quietly()
-        self._check_hub()
+        datasets = self._import_datasets()
         try:
-            builder = datasets.load_dataset_builder(self.name, self.config, revision=self.revision)
+            builder = datasets.load_dataset_builder(self.given, self.config, revision=self.revision)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError):
             return []
         return [str(path) for path in (builder.config.data_files or {}).get(self.split, [])]
 
-    def _check_hub(self) -> None:
-        if not os.path.isdir(self.name):
+    def _import_datasets(self) -> Any:
+        if not os.path.isdir(self.given):
             go_offline_unless_hub_answers()
+        return import_datasets_quietly()
 
     def read_state(self) -> list[Any]:
         """Identity of the content: the name, which needs no network; for a folder its files too."""
-        paths = (
-            sorted(path for path in Path(self.name).rglob("*") if path.is_file()) if os.path.isdir(self.name) else []
-        )
-        return [self.name, self.config, self.revision, self.split, read_file_states(tuple(paths))]
+        paths = sorted(path for path in Path(self.given).rglob("*") if path.is_file())
+        return [self.given, self.config, self.revision, self.split, read_file_states(tuple(paths))]
 
     def documents(self) -> Iterator[Document]:
-        found = extract_documents(self._tables(), self.column, f"data.hub={self.name!r}")
-        return (document for document in found if document.text)
+        return extract_documents(self._tables(), self.column, f"data.hub={self.given!r}")
 
     def _tables(self) -> Iterator[Any]:
-        datasets = import_datasets_quietly()
-        self._check_hub()
+        datasets = self._import_datasets()
         try:
             found = datasets.load_dataset(
-                self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
+                self.given, self.config, split=self.split, revision=self.revision, streaming=self.stream
             )
             rows = found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
             yield from rows.with_format("arrow").iter(ROWS_AT_ONCE)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
-            raise make_unreadable_error(self.name, wraps or error) from None
+            raise make_unreadable_error(self.given, wraps or error) from None
 
 
 @dataclass(frozen=True)
-class HubFile:
+class HubFile(Source):
     """Parquet file of a Hugging Face Hub dataset; the download stays in the cache of the Hub client."""
 
-    name: str
+    given: str
     commit: str
     path: str
     column: str
-
-    @property
-    def field(self) -> str:
-        return "data.hub"
-
-    @property
-    def given(self) -> str:
-        return self.name
-
-    @property
-    def size(self) -> int:
-        return UNKNOWN_SIZE
-
-    @classmethod
-    def from_address(cls, address: str, name: str, column: str) -> "HubFile":
-        """Parse a URL such as hf://datasets/NAME@COMMIT/PATH."""
-        commit, _, path = re.sub(f"^{HUB_URL}[^@]*@", "", address).partition("/")
-        return cls(name, commit, path, column)
-
-    def split_parts(self) -> list["HubFile"]:
-        return [self]
+    field = "data.hub"
 
     def read_state(self) -> list[Any]:
-        return [self.name, self.commit, self.path]
+        return [self.given, self.commit, self.path]
 
     def documents(self) -> Iterator[Document]:
         """Documents, without empty ones; downloads the file first."""
         huggingface_hub.utils.disable_progress_bars()
         try:
             path = huggingface_hub.hf_hub_download(
-                self.name, self.path, repo_type="dataset", revision=self.commit, etag_timeout=PATIENCE
+                self.given, self.path, repo_type="dataset", revision=self.commit, etag_timeout=PATIENCE
             )
         except (OSError, ValueError, RuntimeError) as error:
             # Where the Hub did not answer, the library's message names no cause.
-            raise make_unreadable_error(self.name, error.__cause__ or error) from None
-        return Files(self.field, self.name, (Path(path),), self.column).documents()
+            raise make_unreadable_error(self.given, error.__cause__ or error) from None
+        return Files(self.field, self.given, (Path(path),), self.column).documents()
 
 
 def make_unreadable_error(name: str, error: BaseException) -> ValueError:
@@ -402,7 +356,8 @@ def extract_documents(tables: Iterator[Any], column: str, place: str) -> Iterato
             text, here = value or b"", f"{place}: row {row}"
             check_size(text, here)
             decode(text, here)
-            yield Document(here, text)
+            if text:
+                yield Document(here, text)
 
 
 def format_names(names: Collection[str]) -> str:

@@ -62,18 +62,14 @@ def find_files(field: str, given: str) -> tuple[tuple[Path, ...], str]:
                 left_out[suffix or "without suffix"] += 1
             elif (state.st_dev, state.st_ino) in found:
                 left_out["linked again"] += 1
-            else:
-                found[state.st_dev, state.st_ino] = Path(
-                    os.path.abspath(path)
-                )  # links of the Hub's cache have no suffix
+            else:  # not resolved: what links of the Hub's cache lead to has no suffix
+                found[state.st_dev, state.st_ino] = Path(os.path.abspath(path))
     except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown user, unreadable folder
         name = getattr(error, "filename", None) or given
         why = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"{field}={str(name)!r}: {why}; choose another path") from None
-    is_there = root.is_dir() or matches or left_out
-    require(
-        bool(is_there), field, given, "is no file or folder, and as a glob it matches no file; give text that exists"
-    )
+    fix = "is no file or folder, and as a glob it matches no file; give text that exists"
+    require(bool(root.is_dir() or matches or left_out), field, given, fix)
     omitted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
     require(bool(found), field, given, f"has no file with text ({omitted or 'it is empty'}); give {KNOWN}")
     return tuple(sorted(found.values())), omitted

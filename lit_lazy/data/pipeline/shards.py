@@ -228,10 +228,8 @@ def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray, place: str) -> n
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     for boundary in (*begin, tokenizer.separator):
         if (ids == boundary).any():
-            raise ValueError(
-                f"{place} has a text that becomes token {boundary}, which separates documents; remove it there, or "
-                "give another data.tokenizer"
-            )
+            problem = f"{place} has a text that becomes token {boundary}, which separates documents"
+            raise ValueError(f"{problem}; remove it there, or give another data.tokenizer")
     tokens = np.empty(len(begin) + len(ids) + 1, np.uint32)
     tokens[: len(begin)], tokens[len(begin) : -1], tokens[-1] = begin, ids, tokenizer.separator
     return tokens

@@ -159,10 +159,8 @@ class FileTokenizer:
             try_tokenizer(path.read_bytes())
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type
-            raise ValueError(
-                f"data.tokenizer={str(path)!r}: cannot be used ({one_line(error)}); give a JSON file of the tokenizers "
-                "library, or 'bytes'"
-            ) from None
+            fix = "give a JSON file of the tokenizers library, or 'bytes'"
+            raise ValueError(f"data.tokenizer={str(path)!r}: cannot be used ({one_line(error)}); {fix}") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -170,12 +168,8 @@ class FileTokenizer:
         missing = f"is no token of data.tokenizer={str(path)!r}; choose one of its tokens"
         if end_of_text:
             require(bool(end_tokens), "data.end_of_text", end_of_text, missing)
-        require(
-            bool(end_tokens),
-            "data.tokenizer",
-            str(path),
-            f"has none of the tokens {' '.join(END_OF_TEXT)}; set data.end_of_text to the token that ends a document",
-        )
+        fix = f"has none of the tokens {' '.join(END_OF_TEXT)}; set data.end_of_text to the token that ends a document"
+        require(bool(end_tokens), "data.tokenizer", str(path), fix)
         if begin_of_text:
             require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
@@ -201,9 +195,8 @@ class FileTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # such as a missing unknown token; a panic is no Exception
-            raise ValueError(
-                f"data.tokenizer={self.path!r}: cannot {action} ({one_line(error)}); use another tokenizer"
-            ) from None
+            problem = f"data.tokenizer={self.path!r}: cannot {action} ({one_line(error)})"
+            raise ValueError(f"{problem}; use another tokenizer") from None
 
     def count_lossy(self, documents: list[bytes], ids: list[np.ndarray]) -> int:
         """How many documents are not restored by decoding, but for one space that some tokenisers add at the start."""

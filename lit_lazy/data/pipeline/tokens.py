@@ -409,7 +409,9 @@ class _PartWriter:
                 file.flush()
                 os.fsync(file.fileno())
         if self.path.stat().st_size > WHOLE_BYTES:
-            _write_block_digests(self.path)
+            with self.path.open("rb") as file:
+                digests = [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+            write_atomically(self.path.with_suffix(".sha256"), lambda written: written.write(b"".join(digests)))
 
     @property
     def is_full(self) -> bool:
@@ -438,25 +440,13 @@ class _PartWriter:
         self._whole_tokens += len(piece.tokens)
 
 
-def _write_block_digests(path: Path) -> None:
-    """Write the sha256 of each block of a part next to it."""
-    with path.open("rb") as file:
-        digests = [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-    write_atomically(path.with_suffix(".sha256"), lambda written: written.write(b"".join(digests)))
-
-
 class _Meter:
     """Progress bar on a terminal, and a final line with the speed."""
 
     def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
         self.console = plain_console(stderr=True)
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        text = TextColumn("{task.description}")
+        columns = SpinnerColumn(), text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.sizes = {job.name: job.source.size for job in jobs}
         self.task = self.progress.add_task("tokenising", total=None)
@@ -476,21 +466,15 @@ class _Meter:
         """Add bytes of text and training tokens; thread-safe."""
         with self.lock:
             self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
-            done = self.bytes + sum(shard.bytes for shard in self.found.values())
-            total = self._estimate_total(done)
+            done, total = self.bytes + sum(shard.bytes for shard in self.found.values()), None
+            if self.max_tokens is not None and self.tokens:  # expected, from the limit or the files joined so far
+                total = max(done, self.bytes * self.max_tokens / self.tokens)
+            elif self.joined:
+                total = max(done, self.joined_bytes * len(self.sizes) / self.joined)
             files = f", {self.joined} of {len(self.sizes)} parts" if len(self.sizes) > 1 else ""
             self.progress.update(
                 self.task, completed=done, total=total, description=f"tokenising, {self._format_rate()}{files}"
             )
-
-    def _estimate_total(self, done: int) -> float | None:
-        """Expected total bytes of text, from the limit or the files joined so far; None if unknown."""
-        if self.max_tokens is not None and self.tokens:
-            return max(done, self.bytes * self.max_tokens / self.tokens)
-        if not self.joined:
-            return None
-        share = self.joined / len(self.sizes)
-        return max(done, self.joined_bytes / share)
 
     def count_shard(self, shard: Shard) -> None:
         """Add a finished file."""
@@ -504,18 +488,10 @@ class _Meter:
     def report(self, facts: Mapping[str, Any]) -> None:
         """Print the speed, the number of tokens, and what makes figures on this corpus doubtful."""
         reused = f", {len(self.found)} parts reused" if self.found else ""
-        self.console.print(
-            f"tokenised {self._format_rate()}, into {sum(facts['tokens'])} tokens{reused}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        self.log(f"tokenised {self._format_rate()}, into {sum(facts['tokens'])} tokens{reused}")
         for line in list_doubts(facts):
             self.log(line)
 
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self.started
-
     def _format_rate(self) -> str:
         megabytes = self.bytes / 1e6
-        return f"{megabytes:.1f} MB at {megabytes / self._seconds:.1f} MB/s"
+        return f"{megabytes:.1f} MB at {megabytes / (time.monotonic() - self.started):.1f} MB/s"

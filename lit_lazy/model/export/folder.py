@@ -15,6 +15,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export.sources import collect_sources
+from lit_lazy.support.checks import require
 
 FIELDS = {
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "mlp_bias", "norm_eps", "tie_embeddings"),
@@ -30,10 +31,9 @@ def collect_code(cfg: ModelConfig) -> dict[str, str]:
     if not cfg.mixer.attends:
         raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file supports only attention")
     for field in dataclasses.fields(cfg):
-        if field.name not in FIELDS and getattr(cfg, field.name) != field.default:
-            raise ValueError(
-                f"model.{field.name}={getattr(cfg, field.name)!r}: not supported by the exported modelling file"
-            )
+        value, handled = getattr(cfg, field.name), field.name in FIELDS
+        fix = "not supported by the exported modelling file"
+        require(handled or value == field.default, f"model.{field.name}", value, fix)
     return collect_sources([*iter_classes(cfg.attention), *iter_classes(cfg.position)])
 
 
@@ -99,11 +99,10 @@ def make_tokenizer_config(tokenizer: str, tokens: SpecialTokens, context_length:
     """Content of tokenizer_config.json, which adds no special tokens to a text."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]
-    ids = (
-        vocabulary.items() if isinstance(vocabulary, dict) else ((token, i) for i, (token, _) in enumerate(vocabulary))
-    )
-    added = ((token["content"], token["id"]) for token in content["added_tokens"])
-    names = {i: token for token, i in (*ids, *added)}
+    if not isinstance(vocabulary, dict):  # pairs of a token and its score, by id
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    names = {i: token for token, i in vocabulary.items()}
+    names |= {token["id"]: token["content"] for token in content["added_tokens"]}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **({} if tokens.begin is None else {"bos_token": names[tokens.begin]}),

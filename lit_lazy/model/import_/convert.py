@@ -84,11 +84,9 @@ def _rename(name: str) -> list[str]:
 
 def _find_options(names: Container[str]) -> dict[str, Any]:
     """The optional parts of a decoder, by the names of its tensors."""
-    qk_norm, qkv_bias, out_bias, mlp_bias = (
-        f"blocks.0.{name}" in names
-        for name in ("attention.q_norm.weight", "attention.q.bias", "attention.out.bias", "mlp.down.bias")
-    )
-    return {"attention": AttentionSpec(qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias), "mlp_bias": mlp_bias}
+    tensors = {"qk_norm": "q_norm.weight", "qkv_bias": "q.bias", "out_bias": "out.bias"}
+    spec = AttentionSpec(**{option: f"blocks.0.attention.{name}" in names for option, name in tensors.items()})
+    return {"attention": spec, "mlp_bias": "blocks.0.mlp.down.bias" in names}
 
 
 @torch.no_grad()
@@ -164,9 +162,8 @@ def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen
         return q.new_zeros(1, 2, q.shape[1], v.shape[3]), None
 
     def mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
-        return torch.tensor(
-            find_window(lambda key: bool(mask_function(*map(torch.tensor, (0, 0, last, key)))), last) or 0
-        )
+        window = find_window(lambda key: bool(mask_function(*map(torch.tensor, (0, 0, last, key)))), last)
+        return torch.tensor(window or 0)
 
     own, name = str(model.config._attn_implementation), "lit_lazy"
     AttentionInterface.register(name, attend)

@@ -144,13 +144,15 @@ def read_weight(path: Path, tensor: ReaderTensor, settings: Mapping[str, Any], p
     stem, _, kind = tensor.name.rpartition(".")
     block, index, part = ("", "", stem) if not stem.startswith("blk.") else stem.split(".", 2)
     name = f"{'model.layers.' if block else ''}{index}{'.' if block else ''}{PARTS.get(part, stem)}.{kind}"
-    read = torch.empty([int(size) for size in reversed(tensor.shape)])
-    done = 0
+    read, done = torch.empty([int(size) for size in reversed(tensor.shape)]), 0
     for rows in _read_blocks(path, tensor):
         read[done : done + len(rows)] = rows
         done += len(rows)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part) if paired else None
-    return name, read if heads is None else _unpair(read, settings[heads])
+    if heads is None:
+        return name, read
+    # Rows (2i, 2i + 1) of each head as (i, i + D / 2).
+    return name, read.unflatten(0, (settings[heads], -1, 2)).transpose(1, 2).reshape(read.shape)
 
 
 def _read_blocks(path: Path, tensor: ReaderTensor) -> Iterator[Tensor]:
@@ -164,11 +166,6 @@ def _read_blocks(path: Path, tensor: ReaderTensor) -> Iterator[Tensor]:
         with np.errstate(all="ignore"):  # an infinite scale; the result is refused as not finite
             numbers = gguf.dequantize(part, tensor.tensor_type)
         yield torch.from_numpy(numbers)
-
-
-def _unpair(weight: Tensor, heads: int) -> Tensor:
-    """Rows (2i, 2i + 1) of each head as (i, i + D / 2)."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def _find_token(fields: Mapping[str, Any], name: str) -> int | None:

@@ -74,9 +74,8 @@ def download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"is no folder, and cannot be had from the Hub ({one_line(error)}); check name and network"
-        ) from None
+        problem = f"is no folder, and cannot be had from the Hub ({one_line(error)})"
+        raise ValueError(f"{problem}; check name and network") from None
 
 
 def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
@@ -105,20 +104,19 @@ def load_tokenizer(folder: Path) -> str:
 
 def find_files(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
     """The files of weights, found as transformers finds them. Raises a one-line ValueError if there are none."""
-    there = [
-        name for name in (settings.get("transformers_weights"), SINGLE, INDEX) if name and (folder / name).exists()
-    ]
+    names = settings.get("transformers_weights"), SINGLE, INDEX
+    there = [name for name in names if name and (folder / name).exists()]
     if not there:
         if pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]:
             raise make_pickle_error(pickles[0])
         raise ValueError(f"has no {SINGLE}; give {KINDS}")
-    names: Any = [there[0]]
+    listed: Any = {there[0]: there[0]}
     if there[0].endswith(".index.json"):
         listed = _read_json(folder / there[0]).get("weight_map")
-        names = list(listed.values()) if isinstance(listed, dict) else [None]
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+    of_files = isinstance(listed, dict) and all(isinstance(x, str) and Path(x).name == x for x in listed.values())
+    if not of_files:
         raise ValueError(f"{there[0]}: has no weight_map of file names")
-    return [folder / name for name in sorted(set(names))]
+    return [folder / name for name in sorted(set(listed.values()))]
 
 
 def load_model(

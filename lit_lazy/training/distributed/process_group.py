@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import distributed
 
 from lit_lazy.support.errors import UnfinishedError, describe_exception
@@ -183,11 +183,6 @@ class GroupEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return self.group.rank // self.group.local_size
-
-
-def make_environment(group: RankGroup | None) -> ClusterEnvironment:
-    """Lightning's environment: never that of a batch system, even if its variables are set."""
-    return LightningEnvironment() if group is None else GroupEnvironment(group)
 
 
 @cache

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.attention.normaliser import AttentionBackend
@@ -48,18 +49,14 @@ class Maps(NamedTuple):
 
     def check(self, model: DecoderLM, option: str = "Maps.") -> None:
         """Raises a one-line ValueError if the model lacks a layer or head. option: prefix of names in the message."""
-        heads = model.attentions[0].n_heads if model.attentions else 0
-        sizes = {"layers": len(model.attentions), "heads": heads}
+        sizes = {"layers": len(model.attentions), "heads": model.attentions[0].n_heads if model.attentions else 0}
         for name, chosen in self._asdict().items():
             if chosen is not None and not model.attentions:
                 values = ",".join(map(str, chosen))
                 raise ValueError(f"{option}{name} {values}: the model has no attention; leave the option out")
-            beyond = [index for index in chosen or () if not 0 <= index < sizes[name]]
-            if beyond:
-                raise ValueError(
-                    f"{option}{name} {beyond[0]}: the model has {sizes[name]} {name}; choose from 0 to "
-                    f"{sizes[name] - 1}"
-                )
+            if beyond := [index for index in chosen or () if not 0 <= index < sizes[name]]:
+                fix = f"choose from 0 to {sizes[name] - 1}"
+                raise ValueError(f"{option}{name} {beyond[0]}: the model has {sizes[name]} {name}; {fix}")
 
     def choose(self, share: np.ndarray) -> list[tuple[int, int]]:
         """Layer and head of each map. share: the first key's, `[layers, H]`."""
@@ -183,56 +180,43 @@ def use_backend(model: DecoderLM, backend: AttentionBackend) -> Iterator[None]:
 def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
     """Count hidden keys, or those evicted from `cache`, in n and in positions, which determine the thresholds."""
 
-    def count(layer: int, args: Any) -> tuple[AttentionCall]:
+    def count(layer: int, _: object, args: Any) -> tuple[AttentionCall]:
         return (args[0]._replace(evicted=0 if cache is None else cache[layer].evicted),)
 
     with ExitStack() as hooks:
         for layer, attention in enumerate(model.attentions):
-            hook = attention.normaliser.register_forward_pre_hook(lambda _, args, layer=layer: count(layer, args))
-            hooks.enter_context(hook)
+            hooks.enter_context(attention.normaliser.register_forward_pre_hook(partial(count, layer)))
         yield
-
-
-OnAttention = Callable[[int, Attention, AttentionCall], None]
-OnOutputs = Callable[[int, Attention, Tensor], None]
-OnHidden = Callable[[int, Tensor], None]
 
 
 @contextmanager
 def hook_layers(
     model: DecoderLM,
-    on_attention: OnAttention | None = None,
-    on_hidden: OnHidden | None = None,
-    on_outputs: OnOutputs | None = None,
+    on_attention: Callable[[int, Attention, AttentionCall], None] | None = None,
+    on_hidden: Callable[[int, Tensor], None] | None = None,
+    on_outputs: Callable[[int, Attention, Tensor], None] | None = None,
 ) -> Iterator[None]:
     """Call `on_attention` with each layer's call of its normaliser, and `on_hidden` with the residual stream.
 
     `on_outputs` gets the outputs of each layer's heads after the gate, `[B, T, H * D]`, which the projection reads.
     The residual stream `[B, T, d]` has index 0 after the embedding and l after block l.
     """
+    layers = [*enumerate(model.attentions)]
+    hooked: list[tuple[Callable[..., None] | None, nn.Module, tuple[Any, ...]]] = [
+        *((on_attention, attention.normaliser, (layer, attention)) for layer, attention in layers),
+        *((on_outputs, attention.out, (layer, attention)) for layer, attention in layers),
+        *((on_hidden, reader, (index,)) for index, reader in enumerate((*model.blocks, model.norm))),
+    ]
     with ExitStack() as hooks:
-        if on_attention is not None:
-            for layer, attention in enumerate(model.attentions):
-
-                def attend(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
-                    on_attention(layer, attention, args[0])
-
-                hooks.enter_context(attention.normaliser.register_forward_pre_hook(attend))
-        if on_outputs is not None:
-            for layer, attention in enumerate(model.attentions):
-
-                def project(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
-                    on_outputs(layer, attention, args[0])
-
-                hooks.enter_context(attention.out.register_forward_pre_hook(project))
-        if on_hidden is not None:
-            for index, reader in enumerate((*model.blocks, model.norm)):
-
-                def read(_: object, args: Any, index: int = index) -> None:
-                    on_hidden(index, args[0])
-
-                hooks.enter_context(reader.register_forward_pre_hook(read))
+        for function, module, place in hooked:
+            if function is not None:
+                call = partial(_call_with_input, function, place)
+                hooks.enter_context(module.register_forward_pre_hook(call))
         yield
+
+
+def _call_with_input(function: Callable[..., None], place: tuple[Any, ...], _: object, args: Any) -> None:
+    function(*place, args[0])
 
 
 class _Accumulator:
@@ -325,18 +309,13 @@ class _Accumulator:
             predicted = self.predicted[EVICTION_ROW - 1 :] > 0
             rise = (late[1:] - late[0])[:, predicted].mean(-1)
             found["loss/evicted"], found["loss/evicted_n_held"] = rise[:-1], rise[-1]
-        found |= self._collect_learned()
-        arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
-        sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
-        return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
-
-    def _collect_learned(self) -> dict[str, Tensor]:
-        """Arrays of learned parameters and biases, if any."""
-        found = collect_learned(self.model)
+        found |= collect_learned(self.model)
         if (curves := compute_bias_curves(self.model, self.length)) is not None:
             found["bias/curve"] = curves
             found["bias/alibi_slope"], found["bias/alibi_distance"] = fit_alibi(curves)
-        return found
+        arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
+        sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
+        return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
 
 
 def _compute_weight_maps(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:

@@ -45,10 +45,8 @@ class HeadMetric(Metric):
 
     def _check_length(self, length: int) -> None:
         if length > self.length:
-            raise ValueError(
-                f"a batch has {length} rows, and {type(self).__name__}.length={self.length}; "
-                f"give a length of at least {length}"
-            )
+            fix = f"give a length of at least {length}"
+            raise ValueError(f"a batch has {length} rows, and {type(self).__name__}.length={self.length}; {fix}")
 
     def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
         # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.

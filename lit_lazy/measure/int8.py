@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,13 @@ def quantise(x: Tensor, largest: Tensor) -> Tensor:
 def record_largest_inputs(layers: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
     """Yields the largest absolute input `[]` of each layer so far, in the order of the layers; 0 for a layer unused."""
     largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
+
+    def read(index: int, _: object, args: Any) -> None:
+        largest[index] = torch.maximum(largest[index], args[0].abs().max())
+
     with ExitStack() as hooks:
         for index, layer in enumerate(layers):
-
-            def read(_: object, args: Any, index: int = index) -> None:
-                largest[index] = torch.maximum(largest[index], args[0].abs().max())
-
-            hooks.enter_context(layer.register_forward_pre_hook(read))
+            hooks.enter_context(layer.register_forward_pre_hook(partial(read, index)))
         yield largest
 
 
@@ -47,11 +48,8 @@ def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor] | Non
     weights = [layer.weight.data for layer in layers]
     with ExitStack() as hooks:
         for layer, bound in zip(layers, largest or (), strict=largest is not None):
-
-            def quantise_input(_: object, args: Any, bound: Tensor = bound) -> tuple[Tensor]:
-                return (quantise(args[0], bound),)
-
-            hooks.enter_context(layer.register_forward_pre_hook(quantise_input))
+            hook = partial(lambda bound, _, args: (quantise(args[0], bound),), bound)
+            hooks.enter_context(layer.register_forward_pre_hook(hook))
         try:
             for layer, weight in zip(layers, weights, strict=True):
                 layer.weight.data = quantise(weight, weight.abs().max())

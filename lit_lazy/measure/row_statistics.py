@@ -68,10 +68,7 @@ class RowSummary(NamedTuple):
 
 @torch.no_grad()
 def summarise(
-    normaliser: NormaliserModule,
-    call: AttentionCall,
-    most_scores: int = 2**22,
-    counted: Tensor | None = None,
+    normaliser: NormaliserModule, call: AttentionCall, most_scores: int = 2**22, counted: Tensor | None = None
 ) -> RowSummary:
     """Summary of the rows of a layer's call on full sequences of T tokens.
 
@@ -81,12 +78,12 @@ def summarise(
     q, k = call.q, call.k
     batch, heads, length, _ = q.shape
     counted = torch.ones(batch, length, dtype=torch.bool, device=q.device) if counted is None else counted
-    if (threshold := _find_compiled_threshold(normaliser, call)) is not None:
+    compiles = call.backend in ("auto", "cpu") and find_obstacle(q) is None
+    if compiles and (threshold := find_lazy_threshold(normaliser)) is not None:
         return _summarise_compiled(normaliser, call, threshold, counted)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size, n_tiles = TILES[0], -(-length // TILES[0])
     columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
-    # Rows of each tile with a nonzero weight; at the last index of the head axis, rows with a visible key.
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
     by_row = torch.zeros(len(_RowStatistics._fields), batch, heads, length, dtype=dtype, device=q.device)
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
@@ -109,56 +106,49 @@ def summarise(
         touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
         thresholded = thresholded or (theta is not None and bool((theta != 0).any()))
 
-    alive = {tile: _count_touched(touched, tile, counted) for tile in TILES}
-    return RowSummary(
-        **_RowStatistics(*by_row)._asdict(),
-        first=first,
-        visible=torch.arange(1, length + 1, device=q.device).clamp(max=call.window or length),
-        columns=columns,
-        alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
-        tiles={tile: number[:, -1] for tile, number in alive.items()},
-        counted=counted,
-        thresholded=thresholded,
-        can_zero=normaliser.can_zero and (theta is None or thresholded),
-        signed=normaliser.signed,
-    )
-
-
-def _find_compiled_threshold(normaliser: NormaliserModule, call: AttentionCall) -> LazyThreshold | None:
-    """The threshold with which flash_lazy's compiled code summarises a call; None if it cannot."""
-    known = call.backend in ("auto", "cpu") and find_obstacle(call.q) is None
-    return find_lazy_threshold(normaliser) if known else None
+    found = _RowStatistics(*by_row)._asdict() | {"first": first, "columns": columns}
+    return _join(normaliser, call, found, touched, counted, thresholded, theta is not None)
 
 
 def _summarise_compiled(
     normaliser: NormaliserModule, call: AttentionCall, threshold: LazyThreshold, counted: Tensor
 ) -> RowSummary:
-    length = call.q.shape[2]
-    keys = min(FIRST_KEYS, length)
+    length, size = call.q.shape[2], TILES[0]
     kernel_call = prepare(call._replace(v=call.k).to_kernel(*threshold))
-    found = summarise_attention(kernel_call, counted, keys, TILES[0], SMALL_WEIGHT)._asdict()
-    touched = torch.cat((found.pop("touched"), _count_seen_tiles(call, counted)), 1)
-    alive = {tile: _count_touched(touched, tile, counted) for tile in TILES}
+    found = summarise_attention(kernel_call, counted, min(FIRST_KEYS, length), size, SMALL_WEIGHT)._asdict()
+    # Counted rows of each square tile that see one of its keys: int32 `[B, 1, n_tiles, n_tiles]`.
+    row, tile = torch.arange(length)[:, None], torch.arange(-(-length // size)) * size
+    oldest = 0 if call.window is None else row - call.window + 1
+    seen = (tile <= row) & (tile + size > oldest) & counted[..., None]
+    seen_tiles = pad(seen, (0, 0, 0, -length % size)).unflatten(1, (-1, size)).sum(2, dtype=torch.int32)[:, None]
+    touched = torch.cat((found.pop("touched"), seen_tiles), 1)
     thresholded = threshold.tau is not None and bool((threshold.tau != 0).any())
+    found["columns"] = found["columns"].to(call.q.dtype)
+    return _join(normaliser, call, found, touched, counted, thresholded, has_theta=True)
+
+
+def _join(
+    normaliser: NormaliserModule,
+    call: AttentionCall,
+    found: dict[str, Tensor],
+    touched: Tensor,
+    counted: Tensor,
+    thresholded: bool,
+    has_theta: bool,
+) -> RowSummary:
+    """touched: rows of each tile with a nonzero weight; at the last index of the head axis, with a visible key."""
+    length = call.q.shape[2]
+    alive = {tile: _count_touched(touched, tile, counted) for tile in TILES}
     return RowSummary(
-        **found | {"columns": found["columns"].to(call.q.dtype)},
-        visible=torch.arange(1, length + 1).clamp(max=call.window or length),
+        **found,
+        visible=torch.arange(1, length + 1, device=call.q.device).clamp(max=call.window or length),
         alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
         tiles={tile: number[:, -1] for tile, number in alive.items()},
         counted=counted,
         thresholded=thresholded,
-        can_zero=normaliser.can_zero and thresholded,
+        can_zero=normaliser.can_zero and (thresholded or not has_theta),
         signed=normaliser.signed,
     )
-
-
-def _count_seen_tiles(call: AttentionCall, counted: Tensor) -> Tensor:
-    """Number of counted rows of each square tile that see one of its keys: int32 `[B, 1, n_tiles, n_tiles]`."""
-    length, size = call.q.shape[2], TILES[0]
-    row, tile = torch.arange(length)[:, None], torch.arange(-(-length // size)) * size
-    oldest = 0 if call.window is None else row - call.window + 1
-    seen = (tile <= row) & (tile + size > oldest) & counted[..., None]
-    return pad(seen, (0, 0, 0, -length % size)).unflatten(1, (-1, size)).sum(2, dtype=torch.int32)[:, None]
 
 
 class _RowStatistics(NamedTuple):

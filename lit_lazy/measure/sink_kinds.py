@@ -36,7 +36,11 @@ class SinkKinds(HeadMetric):
     def update(self, summary: RowSummary, v: Tensor, outputs: Tensor, projection: Tensor) -> None:
         """Add a batch: v `[B, Hkv, T, D]`; outputs `[B, T, H * D]` of the heads; projection `[d, H * D]` of them."""
         counted = summary.counted[:, None]
-        alpha, key = find_sinks(summary)
+        # alpha: mean weight on a key over the rows from the key on.
+        rows = reverse_cumsum(summary.counted.double())
+        in_first_half = torch.arange(rows.shape[1], device=rows.device) < (rows[:, :1] // 2).clamp(min=1)
+        by_key = summary.columns.double() / rows.clamp(min=1)[:, None]
+        alpha, key = by_key.masked_fill(~in_first_half[:, None], -torch.inf).max(-1)
         # A triangular factor of W_h has the norms and singular values of W_h.
         factor = torch.linalg.qr(projection.double().unflatten(1, (self.n_heads, -1)).transpose(0, 1)).R
         values = v.double().repeat_interleave(self.n_heads // v.shape[1], 1)
@@ -65,16 +69,3 @@ class SinkKinds(HeadMetric):
             "sink/value_ratio": self.ratio / self.sinks,
             "sink/stable_rank": self.rank / self.sinks,
         }
-
-
-def find_sinks(summary: RowSummary) -> tuple[Tensor, Tensor]:
-    """The largest alpha of each sequence and head, and its key from 0, `[B, H]`, among the keys of the first half.
-
-    alpha: mean weight on a key over the rows from the key on.
-    """
-    rows = reverse_cumsum(summary.counted.double())
-    half = (rows[:, :1] // 2).clamp(min=1)
-    first = torch.arange(rows.shape[1], device=rows.device) < half
-    alpha = summary.columns.double() / rows.clamp(min=1)[:, None]
-    found = alpha.masked_fill(~first[:, None], -torch.inf).max(-1)
-    return found.values, found.indices

@@ -37,9 +37,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
             parameter.requires_grad_(any(parameter is tau for tau in taus))
         with evaluation_mode(model):
             on_device = {name: part.to(model.device) for name, part in batch.items()}
-            loss = _Loss(model, on_device, taus)
-            _require_untrained(loss, rise)
-            return _raise(loss, rise, largest)
+            return _raise(_Loss(model, on_device, taus), rise, largest)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)
@@ -70,20 +68,14 @@ class _Loss:
         return loss.item(), torch.stack(torch.autograd.grad(loss, self.taus))
 
 
-def _require_untrained(loss: _Loss, rise: float) -> None:
-    """Raise ValueError if the model was trained with thresholds: from 0 on, no rise is one over the model."""
-    own = torch.stack([tau.detach().clone() for tau in loss.taus])
-    at_zero, at_own = (loss.measure(at)[0] for at in (loss.zeros, own))
-    if at_own < at_zero - rise:
-        raise ValueError(
-            f"rise={rise:g}: thresholds rise from 0, where the loss is {at_zero:.4f}; with its own the model has "
-            f"{at_own:.4f}, so it was trained with them; give a model that was trained without"
-        )
-
-
 def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
+    with_own, _ = loss.measure(torch.stack([tau.detach().clone() for tau in loss.taus]))
     at = loss.zeros
     start, slope = loss.measure(at)
+    if with_own < start - rise:  # from 0 on, no rise is one over the model
+        problem = f"thresholds rise from 0, where the loss is {start:.4f}; with its own the model has {with_own:.4f}"
+        fix = "give a model that was trained without"
+        raise ValueError(f"rise={rise:g}: {problem}, so it was trained with them; {fix}")
     now = start
     share, step = rise / PARTS / at.numel(), torch.full_like(at, largest / PARTS)
     for _ in range(MOST_PARTS):

@@ -69,10 +69,8 @@ class BlockCheck:
             return
         with contextlib.suppress(FileNotFoundError):  # another process found it too
             quarantine(self.folder, f"block {block} of its tokens differs from its digest")
-        raise ValueError(
-            f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name} is damaged; run again to "
-            "tokenise it anew"
-        )
+        fix = "run again to tokenise it anew"
+        raise ValueError(f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name} is damaged; {fix}")
 
 
 @dataclass(frozen=True)

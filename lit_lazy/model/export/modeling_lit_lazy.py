@@ -208,10 +208,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         past = 0 if cache is None else cache.get_seq_length()
         length = x.shape[1]
         if attention_mask is not None and attention_mask.shape != (x.shape[0], past + length):
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}; give [B, {past + length}], and a DynamicCache "
-                f"as {CACHE}"
-            )
+            fix = f"give [B, {past + length}], and a DynamicCache as {CACHE}"
+            raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; {fix}")
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         boundaries = None
         if position_ids is not None and attention_mask is None and past == 0:

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from flash_lazy import Rows, RuleWeights, Stats
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.gate import HEAD_NORM_EPS
+from lit_lazy.attention.layer import HEAD_NORM_EPS
 from lit_lazy.attention.normaliser import (
     AttentionCall,
     Fused,

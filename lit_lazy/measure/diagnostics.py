@@ -15,9 +15,9 @@ from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.attention_metrics import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
-from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.measure.sink_kinds import SinkKinds
 from lit_lazy.model.decoder import DecoderLM

@@ -11,10 +11,9 @@ from torch import Tensor
 from flash_lazy import Stats
 from lit_lazy.data import DataSource
 from lit_lazy.data.facts import compute_learned_nats
-from lit_lazy.measure.attention_metrics import AttentionMetrics
+from lit_lazy.measure.attention_metrics import AttentionMetrics, average_by_head, collect_learned
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers
-from lit_lazy.measure.learned_parameters import average_by_head, collect_learned
 from lit_lazy.model.compiled import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
@@ -43,8 +42,8 @@ class HeadMonitor(AtStart):
     Logged values are means over heads. What every head has learned is stored in the trainer's checkpoints.
     """
 
-    def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
-        self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
+    def __init__(self, source: DataSource) -> None:
+        self.batch = source.validation.__getitems__(list(range(min(SEQUENCES, len(source.validation)))))
         self.learned_nats = compute_learned_nats(source.info)
         self.learned: History = {}
         self.losses: dict[int, float] = {}

@@ -20,7 +20,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.measure.learned_parameters import (
+from lit_lazy.measure.attention_metrics import (
     MOST_NUMBERS,
     average_by_head,
     collect_learned,

@@ -212,7 +212,7 @@ import torch
 import shapes as forms
 from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.gate import GateModule
+from lit_lazy.attention.layer import GateModule
 from lit_lazy.config import experiment
 from shapes import LIMIT as MOST
 

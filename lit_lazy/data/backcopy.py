@@ -6,15 +6,14 @@ symbol, the next one is drawn from that symbol's row of a fixed bigram table. So
 key, the one before it, and any other query has none.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.data.synthetic import check_memory
+from lit_lazy.data.base import Outline
+from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask, check_memory
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10
@@ -22,7 +21,7 @@ BYTES_PER_TOKEN = 10
 
 
 @dataclass(frozen=True)
-class Backcopy(DataConfig):
+class Backcopy(SyntheticTask):
     """Bigram-Backcopy, a synthetic task with a known optimum.
 
     Token ids: the symbols are 0 .. vocab_size - 1, the first n_triggers of them triggers. The id vocab_size is BOS,
@@ -58,9 +57,23 @@ class Backcopy(DataConfig):
         check_value("data.vocab_size", self.vocab_size, Annotated[int, Bounds(ge=self.n_triggers + 2)])
         check_value("data.fixed_token_at", self.fixed_token_at, Annotated[int, Bounds(le=self.context_length)] | None)
 
-    def load(self) -> DataSource:
+    @property
+    def watched_key(self) -> int | None:
+        return self.fixed_token_at
+
+    def outline(self) -> Outline:
         check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")
-        return _build_source(self)
+        return Outline("backcopy", self.vocab_size + 1, self.context_length, self.train_sequences)
+
+    def draw(self) -> tuple[Splits, dict[str, float]]:
+        # Separate random streams: the size of one split never changes the other.
+        seeds = np.random.SeedSequence(self.task_seed).spawn(3)
+        chain_rng, train_rng, validation_rng = (np.random.default_rng(seed) for seed in seeds)
+        chain = make_chain(self, chain_rng)
+        train = draw_sequences(self, chain, self.train_sequences, train_rng)
+        validation = draw_sequences(self, chain, self.validation_sequences, validation_rng)
+        splits = annotate(self, chain, train), annotate(self, chain, validation)
+        return splits, describe(self, chain, splits[1])
 
 
 class Chain(NamedTuple):
@@ -118,8 +131,8 @@ def draw_chain(config: Backcopy, chain: Chain, length: int, n: int, rng: np.rand
     return np.ascontiguousarray(sequences.T)
 
 
-def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> TokenDataset:
-    """Dataset of the sequences with their row groups and the oracle's loss."""
+def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> AnsweredSequences:
+    """The sequences with their row groups and the oracle's loss."""
     tokens, targets = sequences[:, :-1], sequences[:, 1:]
     bos = config.vocab_size
     trigger, before_bos = tokens < config.n_triggers, targets == bos
@@ -127,54 +140,28 @@ def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> TokenData
         nll = -np.log(np.vstack([chain.transition, chain.start]))
     certain = trigger | before_bos
     oracle_nll = np.where(certain, 0.0, nll[tokens, np.where(before_bos, 0, targets)]).astype(np.float32)
-    positions = {
-        "trigger": torch.from_numpy(trigger & ~before_bos),
-        "non_trigger": torch.from_numpy(~certain & (tokens != bos)),
-        "oracle_nll": torch.from_numpy(oracle_nll),
-    }
-    return TokenDataset(torch.from_numpy(sequences), positions)
+    groups = {"trigger": trigger & ~before_bos, "non_trigger": ~certain & (tokens != bos)}
+    return AnsweredSequences(sequences, None, groups, oracle_nll)
 
 
-def compute_chance_nats(config: Backcopy, chain: Chain, dataset: TokenDataset) -> float:
-    """Lowest mean loss for a predictor that knows the chain, but of a sequence only the current token.
+def describe(config: Backcopy, chain: Chain, drawn: AnsweredSequences) -> dict[str, float]:
+    """Losses of known predictors, and the share of triggers; `optimum_nats` includes the rows of BOS.
 
-    On a trigger t it predicts a symbol by the law of the symbols before t: P(s | t) is proportional to
-    `start[s] * transition[s, t]`. Everywhere else the oracle needs no more than it has.
+    `chance_nats` is the lowest loss of one that knows the chain, but of a sequence only the current token: on a trigger
+    t it predicts a symbol by the law of the symbols before t, P(s | t) proportional to `start[s] * transition[s, t]`.
+    Everywhere else the oracle needs no more than it has.
     """
     before = chain.start[:, None] * chain.transition[:, : config.n_triggers]
     with np.errstate(divide="ignore"):  # log 0: symbols that never precede the trigger
         nll = -np.log(before / before.sum(axis=0)).T
-    rows, sequences = dataset.positions["trigger"].numpy(), dataset.sequences.numpy()
+    rows, sequences = drawn.groups["trigger"], drawn.sequences
     surprise = nll[sequences[:, :-1][rows], sequences[:, 1:][rows]].sum() / rows.size
-    return dataset.positions["oracle_nll"].double().mean().item() + float(surprise)
-
-
-@functools.cache
-def _build_source(config: Backcopy) -> DataSource:
-    # Separate random streams: the size of one split never changes the other.
-    seeds = np.random.SeedSequence(config.task_seed).spawn(3)
-    chain_rng, train_rng, validation_rng = (np.random.default_rng(seed) for seed in seeds)
-    chain = make_chain(config, chain_rng)
-    train = draw_sequences(config, chain, config.train_sequences, train_rng)
-    validation = draw_sequences(config, chain, config.validation_sequences, validation_rng)
-    annotated = annotate(config, chain, validation)
-    oracle_nll, non_trigger = annotated.positions["oracle_nll"].double(), annotated.positions["non_trigger"]
-    return DataSource(
-        name="backcopy",
-        vocab_size=config.vocab_size + 1,
-        context_length=config.context_length,
-        fingerprint=fingerprint([train, validation]),
-        info={
-            "train_tokens": config.train_sequences * config.context_length,
-            "validation_tokens": config.validation_sequences * config.context_length,
-            # On the validation targets; optimum_nats includes the rows of BOS.
-            "optimum_nats": oracle_nll.mean().item(),
-            "optimum_nats_non_trigger": oracle_nll[non_trigger].mean().item(),
-            "chance_nats": compute_chance_nats(config, chain, annotated),
-            "trigger_fraction": annotated.positions["trigger"].double().mean().item(),
-        },
-        train=annotate(config, chain, train),
-        validation=annotated,
-        row_groups=("trigger", "non_trigger"),
-        watched_key=config.fixed_token_at,
-    )
+    assert drawn.oracle_nll is not None
+    oracle = torch.from_numpy(drawn.oracle_nll).double()
+    optimum = oracle.mean().item()
+    return {
+        "optimum_nats": optimum,
+        "optimum_nats_non_trigger": oracle[torch.from_numpy(drawn.groups["non_trigger"])].mean().item(),
+        "chance_nats": optimum + float(surprise),
+        "trigger_fraction": rows.mean().item(),
+    }

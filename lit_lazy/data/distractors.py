@@ -5,28 +5,28 @@ keys. Only the two together give the answer. A distance bias in addition to RoPE
 (arXiv 2601.00919).
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import DataConfig, DataSource, Outline
+from lit_lazy.data.base import Outline
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
     PairVocabulary,
+    Splits,
+    SyntheticTask,
     check_memory,
     draw_permutations,
     draw_splits,
     make_ignored_targets,
-    make_source,
 )
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
-class Distractors(DataConfig):
+class Distractors(SyntheticTask):
     """Recall by key and distance, a synthetic task: the target's key also occurs at distances that do not count.
 
     A sequence is `lags * queries` tokens, each a key and a value; then `queries` tokens with distinct keys. The lags
@@ -71,9 +71,11 @@ class Distractors(DataConfig):
     def outline(self) -> Outline:
         return Outline("distractors", self.vocabulary.vocab_size, self.context_length, self.train_sequences)
 
-    def load(self) -> DataSource:
+    def draw(self) -> tuple[Splits, dict[str, float]]:
         check_memory(self, 4 * self.keys + 30 * self.context_length, "lags", "queries", "keys")
-        return _build_source(self)
+        splits = draw_splits(self, draw_sequences)
+        content = compute_content_nats(self, splits[1])
+        return splits, {"chance_nats": math.log(self.values), "content_nats_distracted": content}
 
 
 def draw_sequences(config: Distractors, n: int, rng: np.random.Generator) -> AnsweredSequences:
@@ -112,13 +114,3 @@ def compute_content_nats(config: Distractors, drawn: AnsweredSequences) -> float
     right = values == drawn.targets[:, pairs:, None] - config.vocabulary.encode_answer(0)
     share = ((keys == query_keys) & right).sum(-1) / (keys == query_keys).sum(-1)
     return float(-np.log(share[drawn.groups["distracted"][:, pairs:]]).mean())
-
-
-@functools.cache
-def _build_source(config: Distractors) -> DataSource:
-    splits = draw_splits(config, draw_sequences)
-    losses = {
-        "chance_nats": math.log(config.values),
-        "content_nats_distracted": compute_content_nats(config, splits[1]),
-    }
-    return make_source("distractors", config.vocabulary.vocab_size, config, splits, losses)

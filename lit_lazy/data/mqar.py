@@ -1,19 +1,25 @@
 """Multi-query associative recall with the settings of zoology (Arora et al., arXiv 2312.04927)."""
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline
-from lit_lazy.data.synthetic import AnsweredSequences, check_memory, draw_splits, make_ignored_targets, make_source
+from lit_lazy.data.base import IGNORED, Outline
+from lit_lazy.data.synthetic import (
+    AnsweredSequences,
+    Splits,
+    SyntheticTask,
+    check_memory,
+    draw_splits,
+    make_ignored_targets,
+)
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
-class Mqar(DataConfig):
+class Mqar(SyntheticTask):
     """Multi-query associative recall (MQAR), generated as in zoology.
 
     A sequence is `pairs` keys, each followed by its value, then each key once more among fillers. The target of a
@@ -50,9 +56,11 @@ class Mqar(DataConfig):
     def outline(self) -> Outline:
         return Outline("mqar", self.vocab_size, self.context_length, self.train_sequences)
 
-    def load(self) -> DataSource:
+    def draw(self) -> tuple[Splits, dict[str, float]]:
         check_memory(self, 16 * self.context_length, "context_length")
-        return _build_source(self)
+        # Predictors that know all values, and the sequence's values, but not which key each belongs to.
+        values = self.vocab_size - self.vocab_size // 2
+        return draw_splits(self, draw_sequences), {"chance_nats": math.log(values), "guess_nats": math.log(self.pairs)}
 
 
 def draw_sequences(config: Mqar, n: int, rng: np.random.Generator) -> AnsweredSequences:
@@ -91,11 +99,3 @@ def draw_gaps(space: int, config: Mqar, n: int, rng: np.random.Generator) -> np.
         noisy = logarithm + rng.gumbel(size=space)
         row[:] = np.argsort(-noisy)[: config.pairs]
     return gaps
-
-
-@functools.cache
-def _build_source(config: Mqar) -> DataSource:
-    # Predictors that know all values, and the sequence's values, but not which key each belongs to.
-    values = config.vocab_size - config.vocab_size // 2
-    losses = {"chance_nats": math.log(values), "guess_nats": math.log(config.pairs)}
-    return make_source("mqar", config.vocab_size, config, draw_splits(config, draw_sequences), losses)

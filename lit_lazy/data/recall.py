@@ -5,28 +5,28 @@ mass each keeps. Pairs are stacked as in zoology's continuous recall (Arora et a
 key and value, so that one layer suffices.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline
+from lit_lazy.data.base import IGNORED, Outline
 from lit_lazy.data.synthetic import (
     AnsweredSequences,
     PairVocabulary,
+    Splits,
+    SyntheticTask,
     check_memory,
     draw_permutations,
     draw_splits,
     make_ignored_targets,
-    make_source,
 )
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)
-class Recall(DataConfig):
+class Recall(SyntheticTask):
     """Recall with absent keys, a synthetic task that shows the behaviour of a row without a useful key.
 
     A sequence is `pairs` tokens, each a key and its value, with distinct keys; then `queries` tokens with distinct
@@ -37,6 +37,8 @@ class Recall(DataConfig):
     Vocabulary and task do not depend on the number of pairs, so a model can be evaluated with more pairs than it was
     trained on: `dataclasses.replace(config, pairs=...)`.
     """
+
+    row_contrast = ("present", "absent")
 
     pairs: int = 8
     """Pairs per sequence, at its start."""
@@ -73,9 +75,10 @@ class Recall(DataConfig):
     def outline(self) -> Outline:
         return Outline("recall", self.vocabulary.vocab_size, self.context_length, self.train_sequences)
 
-    def load(self) -> DataSource:
+    def draw(self) -> tuple[Splits, dict[str, float]]:
         check_memory(self, 8 * self.keys + 16 * self.queries, "pairs", "queries", "keys")
-        return _build_source(self)
+        # A predictor without attention: NULL with probability 1/2, the values share the rest.
+        return draw_splits(self, draw_sequences), {"chance_nats": math.log(2) + math.log(self.values) / 2}
 
 
 def draw_sequences(config: Recall, n: int, rng: np.random.Generator) -> AnsweredSequences:
@@ -94,11 +97,3 @@ def draw_sequences(config: Recall, n: int, rng: np.random.Generator) -> Answered
     targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
     absent = targets == vocabulary.null
     return AnsweredSequences(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
-
-
-@functools.cache
-def _build_source(config: Recall) -> DataSource:
-    # A predictor without attention: NULL with probability 1/2, the values share the rest.
-    chance = {"chance_nats": math.log(2) + math.log(config.values) / 2}
-    splits = draw_splits(config, draw_sequences)
-    return make_source("recall", config.vocabulary.vocab_size, config, splits, chance, ("present", "absent"))

@@ -1,18 +1,48 @@
 """Shared code of the synthetic tasks: options, one random stream per split, sequences with their answers, token ids."""
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from lit_lazy.data.base import IGNORED, DataSource, TokenDataset, fingerprint
+from lit_lazy.data.base import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.machine import require_memory
 
 
-class SyntheticTask(Protocol):
-    """Options that every synthetic task has."""
+class AnsweredSequences(NamedTuple):
+    """Sequences `[n, L + 1]`, targets `[n, L]`, row groups as bool `[n, L]`.
+
+    targets: None for the next tokens; the model never sees the last token.
+    oracle_nll: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
+    """
+
+    sequences: np.ndarray
+    targets: np.ndarray | None
+    groups: dict[str, np.ndarray]
+    oracle_nll: np.ndarray | None = None
+
+    def make_dataset(self) -> TokenDataset:
+        """Dataset with the row groups and `oracle_nll`."""
+        groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
+        certain = torch.zeros(()).expand(len(self.sequences), self.sequences.shape[1] - 1)
+        positions = groups | {"oracle_nll": certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)}
+        targets = None if self.targets is None else torch.from_numpy(self.targets)
+        return TokenDataset(torch.from_numpy(self.sequences), positions, targets)
+
+
+Splits = tuple[AnsweredSequences, AnsweredSequences]
+"""Training and validation sequences."""
+
+
+class SyntheticTask(DataConfig, ABC):
+    """Options that every synthetic task has, and its data source."""
+
+    row_contrast: ClassVar[tuple[str, str] | None] = None
+    """As of `DataSource`."""
 
     @property
     def train_sequences(self) -> int: ...
@@ -23,25 +53,41 @@ class SyntheticTask(Protocol):
     @property
     def context_length(self) -> int: ...
 
+    @property
+    def watched_key(self) -> int | None:
+        """As of `DataSource`."""
+        return None
 
-class AnsweredSequences(NamedTuple):
-    """Sequences `[n, L + 1]` (the model never sees the last token), targets `[n, L]`, row groups as bool `[n, L]`.
+    @abstractmethod
+    def draw(self) -> tuple[Splits, dict[str, float]]:
+        """The sequences, and facts about the validation's: the losses of weak predictors, `chance_nats` first."""
 
-    oracle_nll: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
-    """
+    def load(self) -> DataSource:
+        return _build_source(self)
 
-    sequences: np.ndarray
-    targets: np.ndarray
-    groups: dict[str, np.ndarray]
-    oracle_nll: np.ndarray | None = None
 
-    def make_dataset(self) -> TokenDataset:
-        """Dataset with the row groups and `oracle_nll`."""
-        groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
-        certain = torch.zeros(()).expand(self.targets.shape)
-        oracle = certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)
-        positions = groups | {"oracle_nll": oracle}
-        return TokenDataset(torch.from_numpy(self.sequences), positions, torch.from_numpy(self.targets))
+@functools.cache
+def _build_source(task: SyntheticTask) -> DataSource:
+    outline, (splits, facts) = task.outline(), task.draw()
+    train, validation = splits
+    oracle = validation.oracle_nll
+    return DataSource(
+        name=outline.name,
+        vocab_size=outline.vocab_size,
+        context_length=task.context_length,
+        fingerprint=fingerprint([part for split in splits for part in split[:2] if part is not None]),
+        info={
+            "train_tokens": task.train_sequences * task.context_length,
+            "validation_tokens": task.validation_sequences * task.context_length,
+            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
+            **facts,
+        },
+        train=train.make_dataset(),
+        validation=validation.make_dataset(),
+        row_groups=tuple(train.groups),
+        row_contrast=task.row_contrast,
+        watched_key=task.watched_key,
+    )
 
 
 AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
@@ -54,41 +100,10 @@ def check_memory(task: SyntheticTask, bytes_per_sequence: int, *sizes: str) -> N
     require_memory({f"data.{name}": getattr(task, name) for name in names}, n * bytes_per_sequence)
 
 
-def draw_splits(
-    task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]
-) -> tuple[AnsweredSequences, AnsweredSequences]:
-    """Training and validation sequences, each from its own random stream: neither split's size affects the other."""
+def draw_splits(task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]) -> Splits:
+    """Each split from its own random stream: neither split's size affects the other."""
     train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
     return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)
-
-
-def make_source(
-    name: str,
-    vocab_size: int,
-    task: SyntheticTask,
-    splits: tuple[AnsweredSequences, AnsweredSequences],
-    baseline: dict[str, float],
-    row_contrast: tuple[str, str] | None = None,
-) -> DataSource:
-    """Data source of the two splits; `baseline` adds the losses of weak predictors to its info, `chance_nats` first."""
-    train, validation = splits
-    oracle = validation.oracle_nll
-    return DataSource(
-        name=name,
-        vocab_size=vocab_size,
-        context_length=task.context_length,
-        fingerprint=fingerprint([*train[:2], *validation[:2]]),
-        info={
-            "train_tokens": task.train_sequences * task.context_length,
-            "validation_tokens": task.validation_sequences * task.context_length,
-            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
-            **baseline,
-        },
-        train=train.make_dataset(),
-        validation=validation.make_dataset(),
-        row_groups=tuple(train.groups),
-        row_contrast=row_contrast,
-    )
 
 
 def make_ignored_targets(n: int, length: int) -> np.ndarray:

@@ -5,15 +5,14 @@ elsewhere. Softmax weights sum to 1, so a layer that solves it puts nearly all w
 anchor.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import DataConfig, DataSource, Outline
-from lit_lazy.data.synthetic import AnsweredSequences, check_memory, draw_splits, make_source
+from lit_lazy.data.base import Outline
+from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask, check_memory, draw_splits
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40
@@ -21,7 +20,7 @@ BYTES_PER_TOKEN = 40
 
 
 @dataclass(frozen=True)
-class Trigger(DataConfig):
+class Trigger(SyntheticTask):
     """Trigger-conditional averaging in tokens, a synthetic task with a known optimum.
 
     Token ids: the symbols are 0 .. symbols - 1; with `symbols` added, the same symbols as triggers; then BOS, which
@@ -55,9 +54,16 @@ class Trigger(DataConfig):
     def outline(self) -> Outline:
         return Outline("trigger", self.bos + 1, self.context_length, self.train_sequences)
 
-    def load(self) -> DataSource:
+    def draw(self) -> tuple[Splits, dict[str, float]]:
         check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")
-        return _build_source(self)
+        splits = draw_splits(self, draw_sequences)
+        _, _, groups, oracle = splits[1]
+        assert oracle is not None
+        return splits, {
+            "chance_nats": math.log(self.symbols),  # of a predictor that attends to nothing
+            "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
+            "trigger_fraction": groups["trigger"].mean().item(),
+        }
 
 
 def draw_sequences(config: Trigger, n: int, rng: np.random.Generator) -> AnsweredSequences:
@@ -78,16 +84,3 @@ def draw_sequences(config: Trigger, n: int, rng: np.random.Generator) -> Answere
     share = np.where(is_trigger, np.stack(there, axis=1) / np.maximum(before, 1), 1 / config.symbols)
     groups = {"trigger": is_trigger, "non_trigger": ~is_trigger & (np.arange(length) > 0)}
     return AnsweredSequences(sequences, targets, groups, -np.log(share).astype(np.float32))
-
-
-@functools.cache
-def _build_source(config: Trigger) -> DataSource:
-    splits = draw_splits(config, draw_sequences)
-    _, _, groups, oracle = splits[1]
-    assert oracle is not None
-    facts = {
-        "chance_nats": math.log(config.symbols),  # of a predictor that attends to nothing
-        "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
-        "trigger_fraction": groups["trigger"].mean().item(),
-    }
-    return make_source("trigger", config.bos + 1, config, splits, facts)

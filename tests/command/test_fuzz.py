@@ -28,7 +28,7 @@ from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data import DataConfig, backcopy, text
+from lit_lazy.data import DataConfig, synthetic, text
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.errors import LONGEST_MESSAGE
 
@@ -230,7 +230,7 @@ def check(argv: list[str], stage: Path) -> str:
         status, _, err = given_to_main(argv)
     finally:
         torch.set_num_threads(1)
-        for cached in (backcopy._build_source, text._build_source):
+        for cached in (synthetic._build_source, text._build_source):
             cached.cache_clear()
     assert status in (None, 0, 1, 2, 130), status
     assert "Traceback" not in err

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,8 @@ class RecurrentModule(MixerModule):
         """name: class name of its settings. Raises ValueError if flash-linear-attention is not installed."""
         super().__init__()
         self.name = name
-        require_fla(name)
+        if fla_file("ops", "simple_gla", "naive.py") is None or importlib.util.find_spec("einops") is None:
+            raise ValueError(f"model.mixer={name}: needs flash-linear-attention; pip install 'lit-lazy[fla]'")
 
     def backend_name(self, documents: bool = False) -> str:  # noqa: ARG002
         return "fla" if next(self.parameters()).is_cuda else "fla, plain torch"
@@ -144,27 +145,16 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache:
 
 def _recur(operation: Operation, cache: RecurrentCache, **inputs: Tensor) -> Tensor:
     v = inputs["v"]
-    chunked, stepwise = (_kernels if v.is_cuda else _plain_functions)(operation)
+    if v.is_cuda:
+        functions, names = importlib.import_module(f"fla.ops.{operation}"), ("chunk", "fused_recurrent")
+    else:
+        functions, names = _import_plain_module(operation), ("naive_chunk", "naive_recurrent")  # both in float32
+    chunked, stepwise = (getattr(functions, f"{name}_{operation}") for name in names)
     recur = stepwise if cache.kept and v.shape[1] == 1 else chunked  # the kernels for one token have no gradients
     with torch.autocast(v.device.type, enabled=False):
         out, state = recur(**inputs, scale=1.0, initial_state=cache.state, output_final_state=cache.kept)
     cache.state = state
     return out.to(v.dtype)
-
-
-Recurrence = Callable[..., tuple[Tensor, Any]]
-
-
-def _kernels(operation: Operation) -> tuple[Recurrence, Recurrence]:
-    """The kernels for many tokens and for one."""
-    functions = importlib.import_module(f"fla.ops.{operation}")
-    return getattr(functions, f"chunk_{operation}"), getattr(functions, f"fused_recurrent_{operation}")
-
-
-def _plain_functions(operation: Operation) -> tuple[Recurrence, Recurrence]:
-    """The torch functions for many tokens and for one; both compute in float32."""
-    functions = _import_plain_module(operation)
-    return getattr(functions, f"naive_chunk_{operation}"), getattr(functions, f"naive_recurrent_{operation}")
 
 
 @functools.cache
@@ -184,12 +174,6 @@ def fla_file(*parts: str) -> Path | None:
     spec = importlib.util.find_spec("fla")
     folders = [] if spec is None else spec.submodule_search_locations or []
     return next((path for folder in folders if (path := Path(folder, *parts)).is_file()), None)
-
-
-def require_fla(mixer: str) -> None:
-    """Raises a one-line ValueError if flash-linear-attention is not installed."""
-    if fla_file("ops", "simple_gla", "naive.py") is None or importlib.util.find_spec("einops") is None:
-        raise ValueError(f"model.mixer={mixer}: needs flash-linear-attention; pip install 'lit-lazy[fla]'")
 
 
 NORM_EPS = 1e-5

@@ -146,12 +146,9 @@ def _parse(content: bytes) -> ast.Module:
     for node in ast.walk(module):
         for _, parts in ast.iter_fields(node):
             if isinstance(parts, list):
-                parts[:] = [part for part in parts if not _is_idle(part)]
+                texts = [x for x in parts if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+                parts[:] = [part for part in parts if not isinstance(part, ast.Pass) and part not in texts]
     return module
-
-
-def _is_idle(node: ast.AST) -> bool:
-    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def get_content(file: Path) -> bytes:

@@ -78,8 +78,10 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _mute_terminal()
+        if number == signal.SIGHUP:  # the terminal was closed: writing to it would be an error
+            for stream in (STDOUT, STDERR):
+                if stat.S_ISCHR(os.fstat(stream).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         self.arrived = True
         if not self.patient:
             self.set_handlers()
@@ -88,13 +90,6 @@ class Interrupts:
             raise KeyboardInterrupt
         if not self.patient:
             os.write(STDERR, NOTE)  # printing is not safe in a handler
-
-
-def _mute_terminal() -> None:
-    """Discard what is printed to a terminal that was closed: writing to it would be an error."""
-    for stream in (STDOUT, STDERR):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _get_handlers() -> dict[int, Any]:

@@ -69,23 +69,18 @@ def fit(
             module.apply_average()
             if final:
                 trainer.save_checkpoint(final)
-            return _gather_module(trainer, module, source)
+            if module.execution.strategy == "ddp":
+                return module
+            state = trainer.strategy.lightning_module_state_dict()
+            gathered = LitLM.create(module.cfg, source.vocab_size, source.context_length)
+            gathered.set_execution(module.execution)
+            if trainer.is_global_zero:
+                gathered.load_state_dict(state)
+            return gathered
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
         interrupts.set_handlers()
-
-
-def _gather_module(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
-    """Gather a sharded module on rank 0."""
-    if module.execution.strategy == "ddp":
-        return module
-    state = trainer.strategy.lightning_module_state_dict()
-    gathered = LitLM.create(module.cfg, source.vocab_size, source.context_length)
-    gathered.set_execution(module.execution)
-    if trainer.is_global_zero:
-        gathered.load_state_dict(state)
-    return gathered
 
 
 def make_trainer(

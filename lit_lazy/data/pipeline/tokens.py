@@ -182,15 +182,11 @@ def open_corpus(folder: Path) -> Corpus:
     """Memory-map an intact corpus; reads only its metadata."""
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     parts = {part: np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS}
+    known = ("vocab_size", "fingerprint", "bytes_per_token", "validation_overlap", "lossy_documents")
     return Corpus(
         **parts,
-        vocab_size=facts["vocab_size"],
-        fingerprint=facts["fingerprint"],
-        train_documents=facts["documents"][0],
-        validation_documents=facts["documents"][1],
-        bytes_per_token=facts["bytes_per_token"],
-        validation_overlap=facts["validation_overlap"],
-        lossy_documents=facts["lossy_documents"],
+        **{name: facts[name] for name in known},
+        **{f"{part}_documents": count for part, count in zip(PARTS, facts["documents"], strict=True)},
         folder=folder,
         checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
     )
@@ -293,11 +289,10 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
     dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
     share = 0.0 if plan.validation else plan.validation_share
     overlap, sampled, lossy = _Overlap(), 0, 0
+    add, look_for = (overlap.add, overlap.look_for) if plan.validation else (None, None)
     with (
-        _PartWriter(folder, "train", dtype, limit, overlap.look_for if plan.validation else None) as train,
-        _PartWriter(
-            folder, "validation", dtype, limit if plan.validation else None, overlap.add if plan.validation else None
-        ) as validation,
+        _PartWriter(folder, "train", dtype, limit, look_for) as train,
+        _PartWriter(folder, "validation", dtype, limit if plan.validation else None, add) as validation,
     ):
         for jobs, part in ((plan.validation, validation), (plan.train, train)):
             with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:

@@ -59,7 +59,12 @@ def find_parts(model: "PreTrainedModel") -> dict[str, list[str]]:
 
     Raises a one-line ValueError, in transformers' names, unless they are those of a decoder of this project.
     """
-    parts = {name: _rename(name) for name in model.state_dict()}
+    parts: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        found = NAME.fullmatch(name)
+        layer, part, kind = found.groups() if found else (None, "", "")
+        block = "" if layer is None else f"blocks.{layer}."
+        parts[name] = [f"{block}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
     ours = {name for found in parts.values() for name in found}
     layers = 1 + max((int(name.split(".")[1]) for name in ours if name.startswith("blocks.")), default=0)
     with torch.device("meta"):
@@ -74,12 +79,6 @@ def find_parts(model: "PreTrainedModel") -> dict[str, list[str]]:
         where = re.sub(r"^blocks", "layers", missing[0].removesuffix(f"{stem}.{suffix}"))
         raise ValueError(f"model.{where}{theirs}.{suffix}: is missing in {kind}; this decoder needs it")
     return parts
-
-
-def _rename(name: str) -> list[str]:
-    found = NAME.fullmatch(name)
-    layer, part, kind = found.groups() if found else (None, "", "")
-    return [f"{'' if layer is None else f'blocks.{layer}.'}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
 
 
 def _find_options(names: Container[str]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from lit_lazy.support.timing import Quartiles
 from timings import one_cell
 from timings.attention import (
     DECODE_HEAD_DIM,
@@ -47,6 +46,7 @@ from timings.attention import (
     measure_decoding,
     measure_threads,
 )
+from timings.measuring import Quartiles
 from timings.one_cell import PHASES, ROWS
 from timings.results import collect_provenance, format_provenance, format_row, format_spread, publish, save
 from timings.step import TILE_ROWS

@@ -27,12 +27,12 @@ from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataSource
 from lit_lazy.measure.row_statistics import summarise
 from lit_lazy.support.named_files import find
-from lit_lazy.support.timing import Quartiles
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import fit, make_trainer
+from timings.measuring import Quartiles
 from timings.results import collect_provenance, format_provenance, format_row, format_spread, publish
 from timings.workload import use_one_thread
 

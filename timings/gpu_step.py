@@ -28,7 +28,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.timing import Quartiles
+from timings.measuring import Quartiles
 from timings.results import collect_provenance, format_provenance, format_row, format_spread
 from timings.workload import make_training_step
 

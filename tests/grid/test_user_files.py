@@ -72,13 +72,10 @@ MEASURED = f"from metric import COLUMN, Own\n{ABLATION}".replace(
 )
 
 MEASURES = """
-from lit_lazy.support.timing import run_in_process
 from lit_lazy.command.main import main
-from lit_lazy.support.errors import one_line
 
 if __name__ == "__main__":
     main(["ablate", "list"])
-    assert run_in_process("lit_lazy.support.errors", one_line, ValueError("x")) == "x"
 """
 
 

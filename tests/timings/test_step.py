@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch_alone import ROOT, run_alone
 
-from lit_lazy.support.timing import Quartiles
 from timings import step
+from timings.measuring import Quartiles
 from timings.step import QUICK
 
 ALONE = """

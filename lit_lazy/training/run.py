@@ -98,6 +98,21 @@ def run(
         raise CellBusyError(f"another process works in {folder}") from None
 
 
+def _announce(cfg: RunConfig, source: DataSource, module: LitLM) -> str:
+    """Name of the attention's implementation. Logs it, and what makes the training slow or its figures doubtful."""
+    with torch.autocast(module.model.device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
+        backend = module.model.mixers[0].backend_name(source.outline.document_mask)
+    missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
+    where = describe_backend(backend) + (f"; {missing}" if missing else "")
+    log.info("attention: %s, runs on %s", cfg.model.rule, where)
+    for note in filter(None, (find_busy_cores(), *list_ineffective(cfg, source.context_length))):
+        log.info("%s", note)
+    if validates_on_training(source):
+        what = "validation begins with the training sequences, so its loss says nothing of new ones; give it others"
+        log.warning("data=%s: %s", type(cfg.data).__name__, what)
+    return backend
+
+
 def _run(
     cfg: RunConfig,
     key: str,
@@ -111,18 +126,8 @@ def _run(
     interrupts: Interrupts | None,
 ) -> RunResult:
     module, monitor, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
-    with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
-        backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
-    missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
-    where = describe_backend(backend) + (f"; {missing}" if missing else "")
-    log.info("attention: %s, runs on %s", cfg.model.rule, where)
-    if busy := find_busy_cores():
-        log.info("%s", busy)
-    for note in list_ineffective(cfg, source.context_length):
-        log.info("%s", note)
-    if validates_on_training(source):
-        what = "validation begins with the training sequences, so its loss says nothing of new ones; give it others"
-        log.warning("data=%s: %s", type(cfg.data).__name__, what)
+    module.model.to(device)
+    backend = _announce(cfg, source, module)
     with start_ranks(execution.devices) as group:
         untrained = _measure_untrained(folder / CHECKPOINTS / f"untrained-{key}.npz", module, source)
         if (untrained.diagnostics.arrays.get("mass/dead", np.zeros(1)) == 1).all():
@@ -130,13 +135,7 @@ def _run(
             effect = "the attention passes nothing and gets no gradient"
             log.warning("%s: %s; choose a lower threshold", problem, effect)
         started, time_monitor = time.perf_counter(), TimeMonitor()
-        for stray in folder.glob("hpc_ckpt_*.ckpt"):
-            quarantine(stray, "left by Lightning's own requeueing")
-        last = folder / CHECKPOINTS / LAST
-        first_step = checkpoints.find_resume_step(last, cfg, module)
-        if first_step:
-            log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
-        checkpoint = last if first_step else None
+        checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
             settings = to_dict(cfg), asdict(execution), list_user_files(cfg), source.fingerprint
@@ -172,6 +171,17 @@ def _run(
     result.write(folder)
     remove_checkpoints(folder)
     return result
+
+
+def _find_checkpoint(folder: Path, cfg: RunConfig, module: LitLM) -> tuple[Path | None, int]:
+    """The checkpoint to resume from and its step; None and 0 for a run that starts."""
+    for stray in folder.glob("hpc_ckpt_*.ckpt"):
+        quarantine(stray, "left by Lightning's own requeueing")
+    last = folder / CHECKPOINTS / LAST
+    step = checkpoints.find_resume_step(last, cfg, module)
+    if step:
+        log.info("resumes at step %d of %d, from %s", step, cfg.train.steps, last)
+    return last if step else None, step
 
 
 class Measurement(NamedTuple):

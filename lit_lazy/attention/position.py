@@ -73,23 +73,19 @@ class RopeScaling(CheckedFields, ABC):
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the text's length, by `scale_for`."""
+        """Whether the frequencies depend on the text's length."""
         return False
 
     @abstractmethod
-    def scale(self, frequency: Tensor) -> Tensor:
-        """The frequencies `[D / 2]`, in radians per token, as float64."""
-
-    def scale_for(self, frequency: Tensor, length: int) -> Tensor:  # noqa: ARG002
-        """Those of a text of `length` tokens."""
-        return self.scale(frequency)
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
+        """The frequencies `[D / 2]` of a text of `length` tokens, 0 for a short one; in radians per token, float64."""
 
 
 @dataclass(frozen=True)
 class NoScaling(RopeScaling):
     """The frequencies as they are."""
 
-    def scale(self, frequency: Tensor) -> Tensor:
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:  # noqa: ARG002
         return frequency
 
 
@@ -100,7 +96,7 @@ class LinearScaling(RopeScaling):
     factor: PositiveFloat = 2.0
     """How much slower."""
 
-    def scale(self, frequency: Tensor) -> Tensor:
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:  # noqa: ARG002
         return frequency / self.factor
 
 
@@ -120,7 +116,7 @@ class Llama3Scaling(RopeScaling):
     def __post_init__(self) -> None:
         require(self.low < self.high, "Llama3Scaling.low", self.low, f"must be below high={self.high}")
 
-    def scale(self, frequency: Tensor) -> Tensor:
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:  # noqa: ARG002
         turns = self.trained_length * frequency / (2 * math.pi)
         kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return kept * frequency + (1 - kept) * frequency / self.factor
@@ -139,10 +135,9 @@ class DynamicScaling(RopeScaling):
     def by_length(self) -> bool:
         return True
 
-    def scale(self, frequency: Tensor) -> Tensor:
-        return frequency
-
-    def scale_for(self, frequency: Tensor, length: int) -> Tensor:
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
+        if not length:
+            return frequency
         growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
         pairs = len(frequency)
         return frequency * growth ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs - 1, 1))
@@ -163,13 +158,8 @@ class GivenFrequencies(RopeScaling):
     def by_length(self) -> bool:
         return bool(self.long)
 
-    def scale(self, frequency: Tensor) -> Tensor:
-        return self._place(frequency, self.frequencies)
-
-    def scale_for(self, frequency: Tensor, length: int) -> Tensor:
-        return self._place(frequency, self.long if self.long and length > self.trained_length else self.frequencies)
-
-    def _place(self, frequency: Tensor, given: tuple[float, ...]) -> Tensor:
+    def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
+        given = self.long if self.long and length > self.trained_length else self.frequencies
         if len(given) != len(frequency):
             give = f"give {len(frequency)}, half the head dimension"
             raise ValueError(f"GivenFrequencies.frequencies: has {len(given)} numbers; {give}")
@@ -211,7 +201,7 @@ class _Rope(PositionModule):
         self.register_buffer("frequency", frequency.to(torch.get_default_device()), persistent=False)
 
     def keeps_rotation(self, length: int) -> bool:
-        shorter, longer = (self.cfg.scaling.scale_for(self.unscaled, n) for n in (length - 1, length))
+        shorter, longer = (self.cfg.scaling.scale(self.unscaled, n) for n in (length - 1, length))
         return torch.equal(shorter, longer)
 
     def rotates(self, layer: int) -> bool:
@@ -225,7 +215,7 @@ class _Rope(PositionModule):
     def _turn(self, position: Tensor, length: int) -> Tensor:
         frequency = self.frequency
         if self.by_length:
-            frequency = self.cfg.scaling.scale_for(self.unscaled, length).float().to(frequency.device)
+            frequency = self.cfg.scaling.scale(self.unscaled, length).float().to(frequency.device)
         return position[..., None].float() * frequency
 
     def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -145,16 +145,27 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache:
 
 def _recur(operation: Operation, cache: RecurrentCache, **inputs: Tensor) -> Tensor:
     v = inputs["v"]
-    if v.is_cuda:
-        functions, names = importlib.import_module(f"fla.ops.{operation}"), ("chunk", "fused_recurrent")
-    else:
-        functions, names = _import_plain_module(operation), ("naive_chunk", "naive_recurrent")  # both in float32
-    chunked, stepwise = (getattr(functions, f"{name}_{operation}") for name in names)
+    chunked, stepwise = (_kernels if v.is_cuda else _plain_functions)(operation)
     recur = stepwise if cache.kept and v.shape[1] == 1 else chunked  # the kernels for one token have no gradients
     with torch.autocast(v.device.type, enabled=False):
         out, state = recur(**inputs, scale=1.0, initial_state=cache.state, output_final_state=cache.kept)
     cache.state = state
     return out.to(v.dtype)
+
+
+Recurrence = Callable[..., tuple[Tensor, Any]]
+
+
+def _kernels(operation: Operation) -> tuple[Recurrence, Recurrence]:
+    """The kernels for many tokens and for one."""
+    functions = importlib.import_module(f"fla.ops.{operation}")
+    return getattr(functions, f"chunk_{operation}"), getattr(functions, f"fused_recurrent_{operation}")
+
+
+def _plain_functions(operation: Operation) -> tuple[Recurrence, Recurrence]:
+    """The torch functions for many tokens and for one; both compute in float32."""
+    functions = _import_plain_module(operation)
+    return getattr(functions, f"naive_chunk_{operation}"), getattr(functions, f"naive_recurrent_{operation}")
 
 
 @functools.cache

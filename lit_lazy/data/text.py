@@ -199,12 +199,9 @@ class Text(DataConfig):
                 lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
 
         def fill(partial: Path) -> None:
-            limit, share = self.max_tokens and self.max_tokens + 1, self.validation_share if len(parts) == 1 else 0.0
-            train, validation = (
-                [FileJob(file, file.read_state(), self._spec, limit, share) for file in files]
-                for files in (*parts, ())[:2]
-            )
-            plan = CorpusPlan(train, validation, vocab_size, self.validation_share, self.max_tokens)
+            share = self.validation_share if len(parts) == 1 else 0.0
+            jobs, held_out = (self._jobs(files, share) for files in (*parts, ())[:2])
+            plan = CorpusPlan(jobs, held_out, vocab_size, self.validation_share, self.max_tokens)
             write_corpus(partial, plan, processes, check)
             for line in lines:
                 plain_console(stderr=True).print(line, soft_wrap=True)
@@ -217,6 +214,10 @@ class Text(DataConfig):
             require(unchanged, train.field, train.given, "changed while it was read; run again")
 
         make_once(folder, fill)
+
+    def _jobs(self, files: Sequence[Source], share: float) -> list[FileJob]:
+        limit = None if self.max_tokens is None else self.max_tokens + 1
+        return [FileJob(file, file.read_state(), self._spec, limit, share) for file in files]
 
 
 def require_documents(source: Source) -> Sequence[Source]:

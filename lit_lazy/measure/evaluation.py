@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,13 +34,24 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     """Final metrics on the full validation set, on the model's device, without undefined ones."""
     attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
     ratios: dict[str, RatioOfSums] = {}
+
+    def add(name: str, values: Tensor, counted: Tensor) -> None:
+        ratios.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
+
     for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
         with autocast, _record_key_weights(model, source.watched_key) as on_key:
             hidden, stats = compute_hidden(model, batch["tokens"], batch.get("place"), with_stats=True)
             losses = compute_losses(model, hidden, batch)
             logits = model.head(hidden) if "excess" in losses else None
-        _add_losses(ratios, losses, logits, batch, source.row_groups)
+        predicted = batch["targets"] != IGNORED
+        add("loss/val", losses["loss"], predicted)
+        if logits is not None:
+            hit = (logits.argmax(-1) == batch["targets"]).double()
+            add("loss/excess", losses["excess"], predicted)
+            for group in source.row_groups:
+                add(f"loss/excess_{group}", losses["excess"], batch[group])
+                add(f"accuracy/{group}", hit, batch[group])
         rows = {group: batch[group] for group in source.row_groups}
         rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
@@ -107,29 +118,6 @@ def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tens
 
     with hook_layers(model, on_attention):
         yield found
-
-
-def _add_losses(
-    ratios: dict[str, RatioOfSums],
-    losses: Mapping[str, Tensor],
-    logits: Tensor | None,
-    batch: Batch,
-    row_groups: tuple[str, ...],
-) -> None:
-    """Add a batch's loss; with logits also its excess, overall and by row group, and each group's accuracy."""
-
-    def add(name: str, values: Tensor, counted: Tensor) -> None:
-        ratios.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
-
-    targets = batch["targets"] != IGNORED
-    add("loss/val", losses["loss"], targets)
-    if logits is None:
-        return
-    hit = (logits.argmax(-1) == batch["targets"]).double()
-    add("loss/excess", losses["excess"], targets)
-    for group in row_groups:
-        add(f"loss/excess_{group}", losses["excess"], batch[group])
-        add(f"accuracy/{group}", hit, batch[group])
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:

@@ -194,11 +194,9 @@ def _split_into_blocks(batch: int, heads: int, length: int, most_scores: int) ->
     """
     n_rows = min(BLOCK_ROWS, max(1, most_scores // (heads * length)))
     n_sequences = max(1, most_scores // (heads * length * n_rows))
-    return list(product(_make_slices(batch, n_sequences), reversed(_make_slices(length, n_rows))))
-
-
-def _make_slices(end: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, end)) for start in range(0, end, step)]
+    sizes = (batch, n_sequences), (length, n_rows)
+    sequences, rows = ([slice(i, min(i + step, end)) for i in range(0, end, step)] for end, step in sizes)
+    return list(product(sequences, reversed(rows)))
 
 
 def _count_touched(touched: Tensor, tile: int, counted: Tensor) -> Tensor:

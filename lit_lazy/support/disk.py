@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from lit_lazy.support.errors import iter_causes
+from lit_lazy.support.errors import explain, iter_causes
 from lit_lazy.support.inside import delete
 
 PATHS_BELOW = 600
@@ -250,13 +250,10 @@ def check_writable_folder(option: str, folder: Path) -> None:
     """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent."""
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
-    try:
+    with explain(f"{option} {str(folder)!r}: nothing can be written there", "name another folder", OSError):
         if len(os.fsencode(whole)) + PATHS_BELOW > os.pathconf(there, "PC_PATH_MAX"):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with suppress(FileNotFoundError):
             whole.stat()
         with TemporaryFile(dir=there):  # it has no name, so nothing is left behind
             pass
-    except OSError as error:
-        problem = f"nothing can be written there ({error.strerror})"
-        raise ValueError(f"{option} {str(folder)!r}: {problem}; name another folder") from None

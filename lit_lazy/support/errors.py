@@ -4,6 +4,7 @@ import difflib
 import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from lit_lazy.support.secrets import redact_text
 
@@ -72,6 +73,16 @@ def is_larger_than(value: object, most: int) -> bool:
         elif isinstance(item, (str, bytes, bytearray)):
             size += len(item)
     return size > most
+
+
+@contextmanager
+def explain(problem: str, fix: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Turn errors of these kinds in the block into a one-line ValueError: `PROBLEM (why); FIX`."""
+    try:
+        yield
+    except kinds as error:
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"{problem} ({why}); {fix}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ import huggingface_hub
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.errors import explain, one_line
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -117,7 +117,7 @@ class Files(Source):
         for path in self.paths:
             place = f"{self.field}={str(path)!r}"
             kind, _ = split_suffixes(path)
-            try:
+            with explain(f"{place}: cannot be read", "check the file", OSError):
                 if kind == ".parquet":
                     found = extract_documents(read_parquet(path, self.column, place), self.column, place)
                 elif kind in (".json", ".jsonl"):
@@ -128,9 +128,6 @@ class Files(Source):
                     first, last = (find_cut(document.text, share) for share in self.part)
                     if first < last:
                         yield document._replace(text=document.text[first:last])
-            except OSError as error:
-                why = error.strerror or one_line(error)
-                raise ValueError(f"{place}: cannot be read ({why}); check the file") from None
 
 
 def read_text(path: Path, place: str) -> Iterator[Document]:
@@ -165,20 +162,16 @@ def read_json_lines(path: Path, column: str, place: str) -> Iterator[Document]:
 
 
 def parse_json_line(line: str, column: str, place: str) -> bytes:
-    try:
+    with explain(f"{place} is not JSON", "give one object per line", ValueError, RecursionError):
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON ({one_line(error)}); give one object per line") from None
     if not isinstance(row, dict):
         raise ValueError(f"{place} is a JSON {type(row).__name__}; give one object per line")
     require(column in row, "data.column", column, f"{place} has only {format_names(row)}; choose one with text")
     value = row[column]
     is_text = value is None or isinstance(value, str)
     require(is_text, "data.column", column, f"{place} has {json.dumps(value)[:40]} there; choose a column with text")
-    try:
+    with explain(f"{place} is not valid Unicode", "correct it", UnicodeEncodeError):
         return (value or "").encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} is not valid Unicode ({one_line(error)}); correct it") from None
 
 
 def read_parquet(path: Path, column: str, place: str) -> Iterator[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.errors import explain, one_line
 from lit_lazy.support.named_files import suggest_file
 
 if TYPE_CHECKING:
@@ -82,14 +82,10 @@ class TokenizerSpec:
         """Digest of the file; None for bytes. Raises a one-line ValueError if it cannot be read."""
         if self.name == BYTES:
             return None
-        try:
-            with open_file(self._path) as file:
-                content = file.read()
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            why = getattr(error, "strerror", None) or one_line(error)
-            fix = suggest_file(self.name, "give 'bytes' or a JSON file of the tokenizers library")
-            raise ValueError(f"data.tokenizer={self.name!r}: cannot be read ({why}); {fix}") from None
-        return hashlib.sha256(content).hexdigest()
+        fix = suggest_file(self.name, "give 'bytes' or a JSON file of the tokenizers library")
+        kinds = OSError, RuntimeError, ValueError, MemoryError
+        with explain(f"data.tokenizer={self.name!r}: cannot be read", fix, *kinds), open_file(self._path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
 
     def build(self) -> "ByteTokenizer | FileTokenizer":
         """Raises a one-line ValueError if the tokeniser cannot be loaded."""

@@ -32,7 +32,7 @@ from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_sh
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.disk import quarantine, write_atomically, write_text
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.errors import explain, one_line
 
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
@@ -201,19 +201,14 @@ def make_once(
     ValueError if the cache cannot be written. After any error, nothing of the folder is left behind; the cache around
     it stays, because another process may be waiting for its lock there.
     """
-    root = folder.parent
-    try:
+    root, fix = folder.parent, "set it to a writable folder with free space"
+    with explain(f"LIT_LAZY_CACHE={str(root)!r}: cannot be written", fix, OSError):
         root.mkdir(parents=True, exist_ok=True)
         with lock(root / f"{folder.name}.lock"):
             if folder.exists() and (damage := damage_of(folder, read_stamp(folder))):
                 quarantine(folder, damage)
             if not folder.exists():
                 _make_folder(folder, fill)
-    except OSError as error:
-        raise ValueError(
-            f"LIT_LAZY_CACHE={str(root)!r}: cannot be written ({error.strerror or one_line(error)}); "
-            "set it to a writable folder with free space"
-        ) from None
 
 
 def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:

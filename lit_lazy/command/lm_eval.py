@@ -1,9 +1,12 @@
 """`lit-lazy lm-eval`"""
 
 import argparse
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import (
     Commands,
@@ -48,8 +51,6 @@ def add_to(commands: Commands) -> None:
 
 
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
-    import json
-
     import torch
 
     from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_tokenizer
@@ -78,10 +79,40 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": collect_environment()}
     if options.out is not None:
         write_text(options.out, json.dumps(result, indent=1))
-    from lit_lazy.tracking.benchmarks import log_benchmarks
-
     print(log_benchmarks(options.checkpoint, found.metrics(), result, limited=options.limit is not None))
     return 0
+
+
+def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mapping[str, Any], limited: bool) -> str:
+    """Log benchmark metrics to the run of the checkpoint's folder; returns a one-line description of what was done.
+
+    Logs nothing for a checkpoint outside a run folder or if only part of the questions was used (limited).
+    """
+    from lit_lazy.tracking.run_files import read_run_id
+    from lit_lazy.tracking.store import TrackingError, default_uri, sqlite_file
+
+    if limited:
+        return "not logged to MLflow: with --limit these are not benchmark results"
+    folder = checkpoint.absolute().parent
+    run_id = read_run_id(folder)
+    if not run_id:
+        return f"not logged to MLflow: {folder} belongs to no run"
+    # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
+    runs = next((above for above in folder.parents[1:3] if (above / "mlflow.db").exists()), folder.parents[1])
+    uri = default_uri(runs)
+    if (file := sqlite_file(uri)) is not None and not file.exists():
+        return f"not logged to MLflow: {os.fspath(file)} does not exist; set MLFLOW_TRACKING_URI"
+    from lit_lazy.tracking.tracker import Tracker
+
+    try:
+        tracker = Tracker(uri, runs, folder.parent.name)
+        if not tracker.has_run(run_id):
+            return f"not logged to MLflow: it has no run {run_id}"
+        tracker.log_after_end(run_id, metrics)
+        tracker.log_text(run_id, json.dumps(result, indent=1), "lm-eval.json")
+    except TrackingError as error:
+        return f"not logged to MLflow: {error}"
+    return f"logged to MLflow with run {run_id}"
 
 
 def print_benchmarks(found: "BenchmarkResults") -> None:

@@ -33,7 +33,7 @@ def find_former_plan(file: Path) -> FormerPlan | None:
     folder, queue = file.parent, file.parents[1] / "queue.db"
     if not ((folder / CELLS).is_dir() and queue.exists()):
         return None
-    from lit_lazy.tracking.databases import ARTIFACTS
+    from lit_lazy.tracking.store import ARTIFACTS
 
     found = list((folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{file.name}"))
     if not found:

@@ -176,7 +176,7 @@ class Mirror(ABC):
             run.finish(result)
         elif state == "pruned":
             run.send()
-            self.tracker.prune(run.get_run_id(), reason)
+            self.tracker.fail(run.get_run_id(), reason, "KILLED", **{"state": "pruned", "optuna.state": "PRUNED"})
         else:
             run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
         self._shown[cell.key] = end, cell.axes.keys()

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_lazy.support.console import format_duration
-from lit_lazy.tracking.metric_records import MetricRecord, read_last_lines
+from lit_lazy.tracking.run_files import MetricRecord, read_last_lines
 from lit_lazy.training.result import METRICS
 
 PLAIN_EVERY_SECONDS = 15.0

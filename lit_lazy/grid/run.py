@@ -37,8 +37,7 @@ from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make
 from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
-from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,

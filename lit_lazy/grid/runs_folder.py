@@ -15,9 +15,8 @@ from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.inside import delete, find_obstacle, is_entry_name, join_name, require_deletable
 from lit_lazy.support.named_files import find_grids
-from lit_lazy.tracking.databases import ARTIFACTS, sqlite_file
-from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.owner import is_own, read_owner
+from lit_lazy.tracking.client import list_experiment_names
+from lit_lazy.tracking.store import ARTIFACTS, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, is_locked, keep_quarantined, make_lock
@@ -207,9 +206,9 @@ class RunsFolder:
 
     def _retire_own_runs(self, entry: RunsEntry, grid_id: str | None) -> None:
         """Delete the runs of this folder's grid, or of its trainings, in a store that others may use."""
-        tracker, owner = Tracker(self.uri, self.path, entry.name), read_owner(self.path)
+        tracker = Tracker(self.uri, self.path, entry.name)
         if entry.kind == "training":
-            runs = [run for run in tracker.find({"kind": "run"}) if is_own(run, owner, tracker)]
+            runs = tracker.find_own({"kind": "run"})
         else:
             runs = tracker.find({"grid": grid_id}) if grid_id else []
         for run in runs:

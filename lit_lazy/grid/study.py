@@ -23,7 +23,7 @@ from lit_lazy.support.disk import check_writable_folder, is_disk_full, is_file_t
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.databases import StorageError, check_sqlite, make_engine_options, query_database, sqlite_file
+from lit_lazy.tracking.store import StorageError, check_sqlite, make_engine_options, query_database, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

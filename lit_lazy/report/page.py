@@ -27,8 +27,7 @@ from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
-from lit_lazy.tracking.metric_records import read_lines
-from lit_lazy.tracking.run_address import read_run_address
+from lit_lazy.tracking.run_files import read_lines, read_run_address
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS, METRICS
 

@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.metric_records import read_lines
-from lit_lazy.tracking.owner import OWNER, is_own, read_owner
-from lit_lazy.tracking.run_address import read_run_id, write_run_address
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.run_files import read_lines, read_run_id, write_run_address
+from lit_lazy.tracking.tracker import OWNER, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
 
 SEND_SECONDS = 5.0
@@ -63,7 +61,7 @@ class ActiveRun:
             begun, *others = self.tracker.find({**same, **mark}) or [None]
         else:
             mark = {OWNER: read_owner(self.tracker.runs)}
-            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, mark[OWNER], self.tracker)]
+            begun, others = None, self.tracker.find_own(same)
         for other in others:
             assert other is not None
             self.tracker.retire(other.run_id)

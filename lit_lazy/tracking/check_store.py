@@ -8,8 +8,7 @@ from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.support.timeout import call_with_timeout
-from lit_lazy.tracking.databases import check_sqlite, query_database, quote_path, sqlite_file
-from lit_lazy.tracking.store import URI_VARIABLE
+from lit_lazy.tracking.store import URI_VARIABLE, check_sqlite, query_database, quote_path, sqlite_file
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0

@@ -18,8 +18,7 @@ from lit_lazy.grid.status import print_status
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.named_files import find
-from lit_lazy.tracking.databases import sqlite_file, sqlite_url
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import default_uri, sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import Tracker
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"

@@ -1,4 +1,4 @@
-"""`lit-lazy new`"""
+"""`lit-lazy fields` and `lit-lazy new`."""
 
 import argparse
 import importlib.util
@@ -9,8 +9,31 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.command.options import Commands, add_command, add_options, path
 from lit_lazy.support.named_files import require_usable_name
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "fields", fields, "list an experiment's fields that can be overridden")
+    add_options(parser, "experiment")
+    parser.add_argument("--all", action="store_true", help="also those of the classes that it does not use")
+    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
+    parser = add_command(commands, "new", new, summary)
+    parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
+    parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
+    parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
+
+
+def fields(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.config.field_docs import list_fields
+    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.support.named_files import find
+
+    print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)), options.all)))
+    if not options.all:
+        print("\n--all lists the fields of all other classes too.")
+    return 0
+
 
 COMMANDS = {
     "ablation": ("ablate", "run"),
@@ -21,14 +44,6 @@ COMMANDS = {
     "metric": ("train",),
 }
 """The command that runs a file, by its kind. `templates/` has a file of each kind."""
-
-
-def add_to(commands: Commands) -> None:
-    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
-    parser = add_command(commands, "new", new, summary)
-    parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
-    parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
-    parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
 
 
 def identifier(text: str) -> str:

@@ -1,24 +1,30 @@
-"""`lit-lazy lm-eval`"""
+"""Commands that measure a trained model: `lit-lazy evaluate`, `diagnose`, `lm-eval`."""
 
 import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_lazy.command.options import (
+    CHANGES,
     Commands,
     add_command,
     add_options,
     folder,
+    int_list,
     json_file,
+    make_eviction,
     name_list,
     of_kind,
     prepare_process,
+    print_metrics,
+    read_list,
 )
-from lit_lazy.support.checks import PositiveInt
+from lit_lazy.support.checks import Bounds, NonEmptyText, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from lit_lazy.measure.harness.lm_eval_adapter import Count
@@ -26,6 +32,69 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
+    summary = "measure a trained model on its validation data"
+    parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
+    parser.epilog = CHANGES
+    add_options(parser, "checkpoint", "--import")
+    parser.add_argument(
+        "--evaluations",
+        metavar="LIST",
+        type=of_kind(NonEmptyText),
+        help="measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'",
+    )
+    add_options(parser, "--threads")
+    _add_diagnose(commands)
+    _add_lm_eval(commands)
+
+
+def _add_diagnose(commands: Commands) -> None:
+    summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
+    parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
+    parser.epilog = CHANGES
+    add_options(parser, "checkpoint", "--import")
+    parser.add_argument(
+        "--data",
+        metavar="EXPERIMENT",
+        type=of_kind(NonEmptyText),
+        help="experiment whose validation data to use, a name or a .py file (default: the data of the training)",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="512,1024",
+        type=partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
+        default=[],
+        help="further context lengths to measure at",
+    )
+    add_options(parser, "--window", "--first")
+    for part, default in (
+        ("layers", "up to four, evenly spaced"),
+        ("heads", "the one with the most weight on the first key"),
+    ):
+        parser.add_argument(
+            f"--{part}",
+            metavar="0,1",
+            type=int_list,
+            help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
+        )
+    parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=of_kind(PositiveInt),
+        default=64,
+        help="maximum number of validation sequences (default 64)",
+    )
+    parser.add_argument(
+        "--rise",
+        metavar="NATS",
+        type=of_kind(PositiveFloat),
+        help="raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model that was "
+        "trained without thresholds and is changed by --model.attention.normaliser=Elastic",
+    )
+    parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
+    add_options(parser, "--threads", "--runs")
+
+
+def _add_lm_eval(commands: Commands) -> None:
     parser = add_command(
         commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
     )
@@ -48,6 +117,67 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
     add_options(parser, "--threads")
+
+
+def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
+
+    Raises a one-line ValueError for a damaged checkpoint, if the data have changed since the training (which is not
+    checked for evaluations: some need none of it), and for an evaluation that the model or its data do not support.
+    """
+    from lit_lazy.config.overrides import apply_overrides
+    from lit_lazy.measure.diagnostics import measure, sample_validation
+    from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
+    from lit_lazy.training import checkpoints
+    from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.prepare import check_evaluations
+
+    prepare_process(options)
+    trained = checkpoints.load(options.checkpoint)
+    cfg = checkpoints.change_settings(trained.cfg, overrides)
+    module = trained if cfg.model == trained.cfg.model else checkpoints.change_model(trained, cfg)
+    model = module.model.to(select_training_device())
+    if options.evaluations is not None:
+        cfg, _ = apply_overrides(cfg, [f"--evaluations={options.evaluations}"])
+        check_evaluations(cfg, model)
+        for evaluation in cfg.evaluations:
+            print_metrics(evaluation.measure(model, cfg.data))
+        return 0
+    source = checkpoints.load_data_for(options.checkpoint, trained, cfg.data)
+    train = module.cfg.train
+    diagnostics = measure(model, sample_validation(source), maps=None)
+    print_metrics(
+        evaluate(model, source, train.precision, train.batch_size) | compute_size_metrics(model) | diagnostics.scalars()
+    )
+    return 0
+
+
+MOST_TOKENS = 2**17
+"""Maximum length of a sequence: longer ones would take very long without progress messages."""
+
+
+def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lit_lazy.measure.diagnostics import Maps
+    from lit_lazy.report.checkpoint import Request
+    from lit_lazy.report.checkpoint import diagnose as diagnose_checkpoint
+
+    prepare_process(options)
+    layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))
+    diagnose_checkpoint(
+        Request(
+            checkpoint=options.checkpoint,
+            overrides=tuple(overrides),
+            rise=options.rise,
+            data=options.data,
+            lengths=tuple(options.lengths),
+            eviction=make_eviction(options),
+            maps=Maps(layers, heads),
+            sequences=options.sequences,
+            out=options.out,
+            runs=options.runs,
+        )
+    )
+    return 0
 
 
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:

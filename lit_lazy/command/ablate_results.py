@@ -105,7 +105,7 @@ def _add_further(commands: Commands) -> None:
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
-    from lit_lazy.grid.status import print_status
+    from lit_lazy.grid.progress import print_status
     from lit_lazy.support.console import plain_console
 
     print_status(grid, plain_console())

@@ -284,7 +284,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
-    from lit_lazy.grid.changed_rows import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
-from lit_lazy.figures.selection import choose_rows
+from lit_lazy.figures.palette import choose_rows
 from lit_lazy.table.records import Column, Table, TableRow
 from lit_lazy.table.statistics import Effect
 

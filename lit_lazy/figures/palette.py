@@ -1,4 +1,4 @@
-"""Colours by meaning: each normaliser, mixer and position has the same colour in every figure."""
+"""The rows that a figure shows, and colours by meaning: each normaliser, mixer and position has one in every figure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -54,3 +54,31 @@ class Colours:
         return [
             Line2D([], [], color=c, linestyle="", marker="o", label=speak(name)) for name, c in self._colours.items()
         ]
+
+
+MOST_ROWS = 150
+"""A figure of 450 rows would be longer than a WebP image can be."""
+
+
+def choose_rows(table: Table, variants: Iterable[str]) -> tuple[list[str], str]:
+    """The variants to show, the baseline first, and an addition to the title.
+
+    If there are more than MOST_ROWS, only those with the best means in the first main column are shown.
+    """
+    shown = sorted(variants, key=lambda variant: variant != table.baseline)
+    if len(shown) <= MOST_ROWS:
+        return shown, ""
+    column = [*table.main_columns, *table.columns][0]
+    sign = -1 if column.better == "higher" else 1
+    measures = table.collect_measures(column.key)
+
+    def rank(variant: str) -> tuple[bool, bool, float]:
+        mean = measures[variant].mean
+        return variant != table.baseline, mean is None, sign * (mean or 0.0)
+
+    best = set(sorted(shown, key=rank)[:MOST_ROWS])
+    which = "highest" if sign < 0 else "lowest"
+    return (
+        [variant for variant in shown if variant in best],
+        f"; shown of {len(shown)}: the {MOST_ROWS} with the {which} {column.title}, baseline included",
+    )

@@ -3,18 +3,18 @@
 import ast
 import json
 import math
+import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.facts import compute_learned_nats, list_doubts
-from lit_lazy.grid.changed_rows import GONE, VERSION_DIGITS, ChangedRowError, name_version
-from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
 from lit_lazy.support.ids import read_id
@@ -26,7 +26,7 @@ from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult, was_compiled
-from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
+from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
 
 if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Cell
@@ -48,6 +48,16 @@ FORMAT = 4
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
 
+GONE = "was removed from the ablation"
+MOST_CHANGES = 3
+"""Changed settings that a message shows."""
+VERSION_DIGITS = 6
+"""Digits by which a table tells what a changed row trained before and now."""
+CELLS_OF_GRID = (
+    "SELECT a.value_json FROM trial_user_attributes a JOIN trials t ON t.trial_id = a.trial_id "
+    "JOIN studies s ON s.study_id = t.study_id WHERE a.key = 'cell' AND s.study_name = ?"
+)
+
 
 class DamagedPlanError(ValueError):
     """The file of a plan cannot be read."""
@@ -55,6 +65,36 @@ class DamagedPlanError(ValueError):
     def __init__(self, file: Path, why: str) -> None:
         super().__init__(f"{str(file)!r}: is damaged ({why}); run the grid's command again to rewrite it")
         self.file = file
+
+
+class ChangedRowError(ValueError):
+    """Rows of a grid that has begun would train something else. changes: what changed, by row."""
+
+    def __init__(self, changes: Mapping[str, str]) -> None:
+        (variant, change), *others = changes.items()
+        also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
+        beside = "" if GONE in changes.values() else "--changed trains it anew and keeps its former cells beside, "
+        super().__init__(
+            f"row {variant!r}: {change} since this grid began{also}; {beside}another name= in the ablation keeps both "
+            "and takes the results of other rows, --fresh moves all former results away"
+        )
+
+
+def name_version(variant: str, definition: str) -> str:
+    """The name of the row that keeps a row's cells from before it changed. definition: hash of what they train."""
+    return f"{variant} (version {definition[:VERSION_DIGITS]})"
+
+
+def describe_changes(former: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Which settings of a row changed: `train.steps changed from 6 to 8`; '' if none did.
+
+    former: of an earlier cell, by dotted path. config: in canonical form. What only one of them has belongs to
+    a class that changed, or is a field of another version; another path of the same weights changes nothing.
+    """
+    now = {path: str(value) for path, value in flatten(config).items() if path not in ("seed", "init_from")}
+    changed = [path for path, value in now.items() if str(former.get(path, value)) != value]
+    more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+    return ", ".join(f"{path} changed from {former[path]} to {now[path]}" for path in changed[:MOST_CHANGES]) + more
 
 
 @dataclass(frozen=True)
@@ -296,6 +336,42 @@ def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> 
         return Yardstick("loss/bits_per_byte", bits, marks, remedy)
     optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
+
+
+class FormerPlan(NamedTuple):
+    """The newest artifact of a grid's plan, and what the queue in the runs folder has of its cells."""
+
+    artifact: Path
+    keys: dict[str, dict[str, str]]
+    """Keys of the cells by row and seed."""
+    axis_values: dict[str, dict[str, str]]
+    """Values of the axes by row."""
+
+
+def find_former_plan(file: Path) -> FormerPlan | None:
+    """What replaces the missing plan file of a grid; None if no former version trained cells in its folder.
+
+    Raises a one-line ValueError if the queue is damaged.
+    """
+    folder, queue = file.parent, file.parents[1] / "queue.db"
+    if not ((folder / CELLS).is_dir() and queue.exists()):
+        return None
+    from lit_lazy.tracking.store import ARTIFACTS
+
+    found = list((folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{file.name}"))
+    if not found:
+        return None
+    keys: dict[str, dict[str, str]] = {}
+    axes: dict[str, dict[str, str]] = {}
+    try:
+        with closing(sqlite3.connect(f"{queue.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            cells = [json.loads(text) for (text,) in database.execute(CELLS_OF_GRID, (folder.name,))]
+    except sqlite3.Error as error:
+        raise ValueError(f"{str(queue)!r}: cannot be read ({error}); move it away to begin another") from None
+    for cell in cells:
+        keys.setdefault(cell["variant"], {})[str(cell["seed"])] = cell["key"]
+        axes[cell["variant"]] = cell["axes"]
+    return FormerPlan(max(found, key=lambda path: path.stat().st_mtime), keys, axes)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,29 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.backend import describe_portable_backend, keeps_another_backend, require_compiled_backend
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state, was_left
-from lit_lazy.grid.changed_rows import describe_changes
-from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.job import (
+    Ending,
+    Job,
+    LaunchOptions,
+    Work,
+    describe_portable_backend,
+    is_over,
+    keeps_another_backend,
+    require_compiled_backend,
+)
 from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import ASIDE, PLAN, CellRecord, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
+from lit_lazy.grid.plan import (
+    ASIDE,
+    PLAN,
+    CellRecord,
+    DamagedPlanError,
+    GridFolder,
+    Plan,
+    describe_changes,
+    read_grid,
+    read_grid_id,
+)
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy

@@ -13,9 +13,8 @@ from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
-from lit_lazy.table.records import format_csv
+from lit_lazy.table.records import Point, format_csv
 from lit_lazy.table.render import NOT_DEFINED, write_texts
-from lit_lazy.table.search_points import Point
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import locate_cell
 

@@ -29,7 +29,7 @@ from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
-from lit_lazy.table.search_points import Point
+from lit_lazy.table.records import Point
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.prepare import load_outline

@@ -322,10 +322,10 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import check_unchanged, describe_measurable, find_measurable
+    from lit_lazy.grid.run import describe_measurable, find_measurable, merge_plan
 
     grid = make()
-    check_unchanged(grid)
+    merge_plan(grid)
     finished = {cell.key for cell in known.cells if cell.status == "complete"}
     done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
     measurable = find_measurable(grid)

@@ -70,6 +70,11 @@ def was_left(folder: Path) -> bool:
     return (folder / HOLDER).exists() and not is_locked(folder)
 
 
+def find_dead(folder: Path) -> Holder | None:
+    """The process that trained in a run folder and died; None if it did not."""
+    return Holder.read(folder) if was_left(folder) else None
+
+
 def claim(folder: Path) -> BaseFileLock | None:
     """Take the lock of a waiting cell's folder, which the caller releases by `give_back`; None if it does not wait.
 

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lit_lazy.grid.cells import Holder, was_left
+from lit_lazy.grid.cells import Holder, find_dead
 from lit_lazy.grid.plan import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
@@ -170,7 +170,12 @@ def print_status(grid: GridFolder, console: Console) -> None:
         _print_table("failed", ("why",), failed, lambda cell: (sanitise(cell.reason),), console)
         console.print("The same `ablate run` command tries failed cells again.", highlight=False)
     interrupted = [cell for cell in cells.get("waiting", []) if cell.settings]
-    _print_table("waiting, interrupted", ("why",), interrupted, _describe_interrupt, console)
+
+    def describe_interrupt(cell: CellRecord) -> tuple[str]:
+        holder = find_dead(cell.folder)
+        return ("interrupted" if holder is None else f"its worker ({holder}) died",)
+
+    _print_table("waiting, interrupted", ("why",), interrupted, describe_interrupt, console)
 
 
 def _print_table(
@@ -188,11 +193,6 @@ def _print_table(
         table.add_row(f"{cell.variant} seed {cell.seed}", cell.key, *describe(cell))
     if cells:
         console.print(table)
-
-
-def _describe_interrupt(cell: CellRecord) -> tuple[str]:
-    holder = Holder.read(cell.folder) if was_left(cell.folder) else None
-    return ("interrupted" if holder is None else f"its worker ({holder}) died",)
 
 
 def _describe_holder(cell: CellRecord) -> tuple[str, str, str, str]:

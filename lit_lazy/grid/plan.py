@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -150,10 +150,13 @@ class Plan:
 
     def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
         """The spec of the plan's table, given its cells."""
-        rows = [*self._iter_rows()]
+        rows = [replace(row, seeds=tuple(s for s in row.seeds if str(s) in self.get_keys(row))) for row in self.rows]
+        rows = [row for row in rows if row.seeds] if self.keys else self.rows  # former plans have no keys
         variants = {row.variant for row in rows}
         measured = {name for observation in observations for name in observation.metrics}
-        columns = [*_explain_by_start(self.columns, observations), *list_learned_columns(measured)]
+        columns = [*self.columns, *list_learned_columns(measured)]
+        if len({observation.metrics.get("init/tau/mean") for observation in observations}) < 2:  # all start alike
+            columns = [replace(c, by_construction="") if c.by_construction == STARTS else c for c in columns]
         # Metrics that some models or data lack are left out silently.
         known = measured | {column.key for column in COLUMNS} | SCALARS.keys()
         absent = [
@@ -184,12 +187,9 @@ class Plan:
             files=self.files,
         )
 
-    def _iter_rows(self) -> Iterator[RowInfo]:
-        """The rows with the seeds that have a key; all of a plan that has no keys."""
-        for row in self.rows:
-            seeds = tuple(seed for seed in row.seeds if str(seed) in self.keys.get(row.variant, {}))
-            if seeds or not self.keys:
-                yield replace(row, seeds=seeds) if self.keys else row
+    def get_keys(self, row: RowInfo) -> dict[str, str]:
+        """The keys of a row's cells by seed."""
+        return self.keys.get(row.variant, {})
 
     def merge(
         self,
@@ -267,7 +267,7 @@ class Plan:
         rows: dict[str, RowInfo] = {}
         keys, axis_values, replaced = {}, {}, {}
         for row in self.rows:
-            known, name = self.keys.get(row.variant, {}), names.get(row.variant, row.variant)
+            known, name = self.get_keys(row), names.get(row.variant, row.variant)
             if row.variant in changes and name != row.variant:
                 known = {seed: key for seed, key in known.items() if key in finished}
                 if not known:
@@ -300,14 +300,6 @@ class Plan:
 
 def _add_note(row: RowInfo, note: str) -> RowInfo:
     return replace(row, note="; ".join(filter(None, (row.note, note))))
-
-
-def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:
-    """The columns; if no two rows start at different tau, without the claim that they do."""
-    starts = {observation.metrics.get("init/tau/mean") for observation in observations}
-    if len(starts) > 1:
-        return list(columns)
-    return [replace(column, by_construction="") if column.by_construction == STARTS else column for column in columns]
 
 
 def describe_larger(base: str) -> str:
@@ -481,7 +473,7 @@ class GridFolder:
             CellRecord(row.variant, seed, key, locate_cell(self.path, key), plan.axis_values.get(row.variant, {}))
             for row in plan.rows
             for seed in row.seeds
-            if (key := plan.keys.get(row.variant, {}).get(str(seed)))
+            if (key := plan.get_keys(row).get(str(seed)))
         ]
 
     def build_table(self) -> Table:
@@ -530,7 +522,10 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
     """Warn if the best softmax row does not clearly beat the trigram baseline."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
-    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(cells)
+    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), dict[str, list[float]]()
+    for cell in cells:
+        if cell.normaliser == "Softmax" and "loss/bits_per_byte" in cell.metrics:
+            losses.setdefault(cell.variant, []).append(cell.metrics["loss/bits_per_byte"])
     if not losses:
         return [f"no softmax row to hold against the byte-trigram baseline of {trigram:.3f} bits/byte"]
     reached, row = min((mean(values), row) for row, values in losses.items())
@@ -541,13 +536,3 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
         f"{UNDERTRAINED_BY} below the byte-trigram baseline of {trigram:.3f}. Differences below may not outlast a "
         "longer training"
     ]
-
-
-def _collect_softmax_losses(cells: Sequence[CellRecord]) -> dict[str, list[float]]:
-    """Bits per byte of the finished softmax cells, by row."""
-    losses: dict[str, list[float]] = {}
-    for cell in cells:
-        bits = cell.metrics.get("loss/bits_per_byte")
-        if bits is not None and cell.normaliser == "Softmax":
-            losses.setdefault(cell.variant, []).append(bits)
-    return losses

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state
+from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, read_state
 from lit_lazy.grid.job import (
     Ending,
     Job,

@@ -186,9 +186,14 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.out is not None:
         check_writable_file("--out", options.out)
     from lit_lazy.grid.packed import read_row_settings
+    from lit_lazy.support.provenance import read_committed
     from lit_lazy.table.comparison import compare_tables, format_comparison
+    from lit_lazy.table.stored import parse_table, read_table
 
-    first, second = (_read_table(place) for place in places)
+    first, second = (
+        read_table(place) if isinstance(place, Path) else parse_table(read_committed(place), repr(place))
+        for place in places
+    )
     settings = [None if isinstance(place, str) else read_row_settings(place.resolve().parent) for place in places]
     names = str(places[0]).removesuffix(f"/{TABLE}"), str(places[1]).removesuffix(f"/{TABLE}")
     found = compare_tables(names, (first, second), options.columns, (settings[0], settings[1]))
@@ -217,16 +222,6 @@ def find_table(name: str, runs: Path) -> Path | str:
     problem = "names several tables" if same else f"no such table{did_you_mean(name, known)}"
     listed = ", ".join(same or known) or "it has none"
     raise ValueError(f"{name!r}: {problem}; give a folder with a {TABLE}, or a grid in {str(runs)!r}: {listed}")
-
-
-def _read_table(place: Path | str) -> "Table":
-    from lit_lazy.support.provenance import read_committed
-    from lit_lazy.table.stored import parse_table, read_table
-
-    if isinstance(place, Path):
-        return read_table(place)
-
-    return parse_table(read_committed(place), repr(place))
 
 
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:

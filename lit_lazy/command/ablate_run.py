@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -198,7 +198,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 made += int(executed)
         if options.brief:
             verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
-            print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
+            done, cells = table.count_cells()
+            print(f"\n{done} of {cells} cells of {grid.id} are trained; their table, figures and report are saved.")
+            print(f"{verdict}{grid.folder / 'table.md'}")
         else:
             render = render_text if options.verbose else render_summary
             print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
@@ -207,18 +209,13 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
         if not finished and until is not None and (waiting := count_waiting(grid)):
             print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
-        print(f"report:     {draw_changed_report(grid.folder, table, made > 0)}", flush=True)
+        report, saved = grid.folder / "report.html", grid.folder / "table.json"
+        if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
+            from lit_lazy.report.publish import draw_report
+
+            draw_report(grid.folder, table)
+        print(f"report:     {report}", flush=True)
     return 0 if finished else 1
-
-
-def draw_changed_report(folder: Path, table: "Table", is_new: bool) -> Path:
-    """Draw the report of a grid, unless it shows the table already; returns its file. is_new: cells were executed."""
-    file, saved = folder / "report.html", folder / "table.json"
-    if is_new or not file.exists() or file.stat().st_mtime_ns < saved.stat().st_mtime_ns:
-        from lit_lazy.report.publish import draw_report
-
-        draw_report(folder, table)
-    return file
 
 
 def list_others(table: "Table", grid: "Grid") -> list[str]:
@@ -226,12 +223,6 @@ def list_others(table: "Table", grid: "Grid") -> list[str]:
     asked = {row.variant: {*row.seeds} for row in grid.plan.rows}
     others = {row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows}
     return [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in others.items() if seeds]
-
-
-def format_progress(grid: str, table: "Table") -> str:
-    """The number of trained cells in one sentence."""
-    done, cells = table.count_cells()
-    return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are saved."
 
 
 class GridRequest(NamedTuple):
@@ -380,7 +371,14 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
-    ablation = choose_baseline(ablation, options.baseline, options.rows)
+    if options.baseline is not None:
+        names = options.rows or [row.name for row in ablation.all_rows]
+        if options.baseline not in names:
+            near = did_you_mean(options.baseline, names)
+            raise ValueError(
+                f"--baseline {options.baseline!r}: is not among the rows{near}; they are {', '.join(names)}"
+            )
+        ablation = replace(ablation, baseline=options.baseline)
     if options.looks is not None and not has_looks(question, options):
         why = (
             "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
@@ -394,24 +392,10 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
-        chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
+        first = () if question is None or not question.all_looks else question.ablation.seeds[: question.all_looks[0]]
+        chosen = select_rows(ablation, options.rows, options.seeds or first)
     files = (file, found.file)
     return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
-
-
-def choose_baseline(ablation: "Ablation", name: str | None, rows: Sequence[str]) -> "Ablation":
-    """The ablation with the baseline that the user names. Raises ValueError if that is not among the rows."""
-    names = rows or [row.name for row in ablation.all_rows]
-    if name is not None and name not in names:
-        raise ValueError(
-            f"--baseline {name!r}: is not among the rows{did_you_mean(name, names)}; they are {', '.join(names)}"
-        )
-    return ablation if name is None else replace(ablation, baseline=name)
-
-
-def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
-    """The seeds of a question's first look; () without looks."""
-    return question.ablation.seeds[: question.all_looks[0]] if question is not None and question.all_looks else ()
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":

@@ -15,7 +15,12 @@ def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> 
 
     options: those of the command, as `--name`. `apply_overrides` says the same of fields, and checks those of parts.
     """
-    fields = _read_fields() if overrides else {}
+    classes = ast.parse(SCHEMA.read_text(encoding="utf-8")).body if overrides else []
+    fields = {
+        node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
+        for node in classes
+        if isinstance(node, ast.ClassDef)
+    }
     for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
         path, equals, value = word.partition("=")
         parts = path.removeprefix("--").split(".")
@@ -31,12 +36,3 @@ def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> 
             raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
         if nearly := get_close_matches(f"--{parts[-1]}", options, n=1, cutoff=0.8):
             raise ValueError(f"{path}: no such field (did you mean the option {nearly[0]}?); {FIX}")
-
-
-def _read_fields() -> dict[str, list[str]]:
-    """The fields of each class of settings, by its name."""
-    return {
-        node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
-        for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }

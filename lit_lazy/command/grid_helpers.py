@@ -5,10 +5,10 @@ import hashlib
 import re
 import shlex
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
@@ -58,25 +58,18 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
     experiment = replace_at(load_experiment(path), definition.common)
     base, overridden = apply_overrides(experiment, overrides)
     changes = list_changes(experiment, base)
-    name, former = _join_changes(path.stem, changes, _make_nameable), f"{path.stem}-{settings_key(base)}"
+
+    def join_changes(spell: Callable[[str], str]) -> str:
+        return "-".join([path.stem, *(f"{field}={spell(str(value))}" for field, value in changes.items())])
+
+    # In a name a value stands as it is, otherwise six digits of its hash.
+    name = join_changes(lambda v: v if NAMEABLE.fullmatch(v) else hashlib.sha256(v.encode()).hexdigest()[:6])
+    former = f"{path.stem}-{settings_key(base)}"
     is_former = (options.runs / f"{prefix}-{former}").is_dir() and not (options.runs / f"{prefix}-{name}").exists()
     if is_former or len(name.encode()) > LONGEST_NAME:
         name = former
-    title = name if is_former else _join_changes(path.stem, changes, _shorten)
+    title = name if is_former else join_changes(lambda v: v if len(v) <= LONGEST_NAME else f"{v[:LONGEST_NAME]}...")
     return Base(path, name, title, base, overridden)
-
-
-def _join_changes(name: str, changes: Mapping[str, Any], spell: Callable[[str], str]) -> str:
-    return "-".join([name, *(f"{field}={spell(str(value))}" for field, value in changes.items())])
-
-
-def _make_nameable(value: str) -> str:
-    """A value in the name of a folder and of an MLflow experiment: as it is, otherwise six digits of its hash."""
-    return value if NAMEABLE.fullmatch(value) else hashlib.sha256(value.encode()).hexdigest()[:6]
-
-
-def _shorten(value: str) -> str:
-    return value if len(value) <= LONGEST_NAME else f"{value[:LONGEST_NAME]}..."
 
 
 def check_destinations(options: argparse.Namespace) -> None:

@@ -3,8 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,6 @@ from lit_lazy.command.options import (
 from lit_lazy.support.checks import Bounds, NonEmptyText, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
-    from lit_lazy.measure.harness.lm_eval_adapter import Count
     from lit_lazy.measure.lm_eval import BenchmarkResults
 
 
@@ -182,8 +180,10 @@ def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
+    from rich.progress import Progress
 
     from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_tokenizer
+    from lit_lazy.support.console import plain_console
     from lit_lazy.support.disk import check_writable_folder, write_text
     from lit_lazy.support.provenance import collect_environment
     from lit_lazy.training import checkpoints
@@ -203,8 +203,11 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     tasks = load_tasks(chosen, manager, "--tasks")
     model = module.model.to(select_training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
-    with open_progress_bar() as count:
-        found = benchmark(model, tokenizer, tasks, options.limit, precision, count)
+    console = plain_console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("requests", total=None)
+        count = partial(bar.update, shown)
+        found = benchmark(model, tokenizer, tasks, options.limit, precision, lambda n, of: count(completed=n, total=of))
     print_benchmarks(found)
     result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": collect_environment()}
     if options.out is not None:
@@ -264,16 +267,3 @@ def print_benchmarks(found: "BenchmarkResults") -> None:
     cut = f"{facts['requests_cut_on_the_left']:,} of {facts['requests']:,} requests cut on the left"
     harness = f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']})"
     print(f"{harness}; {cut} at {facts['context_length']:,} tokens")
-
-
-@contextmanager
-def open_progress_bar() -> "Iterator[Count]":
-    """A progress bar, shown on a terminal; yields its update function."""
-    from rich.progress import Progress
-
-    from lit_lazy.support.console import plain_console
-
-    console = plain_console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -63,7 +63,14 @@ def new(options: argparse.Namespace, _rest: list[str]) -> int:
 
     file = options.out or Path(f"{options.identifier}.py")
     option = "--out" if options.out else "NAME"
-    _check_new_file(option, file)
+    named = f"{option} {str(file)!r}"
+    if file.suffix != ".py" or not file.stem:
+        raise ValueError(f"{named}: must end in .py")
+    if os.path.lexists(file):
+        raise ValueError(f"{named}: exists already; give another name, or another file by --out")
+    require_usable_name(file)
+    if (place := _find_installed(file.stem)) is not None:  # files that import that module would be refused
+        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({place}); give another")
     check_writable_folder(option, file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, fill_template(options.kind, options.identifier))
@@ -78,18 +85,6 @@ def fill_template(kind: str, name: str) -> str:
     # No class of this project begins with My, so a file called elastic.py does not define a second Elastic.
     of_class = "My" + "".join(part[:1].upper() + part[1:] for part in name.removeprefix("my_").split("_"))
     return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", of_class)
-
-
-def _check_new_file(option: str, file: Path) -> None:
-    """Raise a one-line ValueError unless the file is new and lit-lazy can import it."""
-    named = f"{option} {str(file)!r}"
-    if file.suffix != ".py" or not file.stem:
-        raise ValueError(f"{named}: must end in .py")
-    if os.path.lexists(file):
-        raise ValueError(f"{named}: exists already; give another name, or another file by --out")
-    require_usable_name(file)
-    if (place := _find_installed(file.stem)) is not None:  # files that import that module would be refused
-        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({place}); give another")
 
 
 def _find_installed(name: str) -> str | None:

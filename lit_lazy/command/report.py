@@ -44,21 +44,28 @@ def add_to(commands: Commands) -> None:
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import open_page
 
-    for file in _write_table_reports(options) if options.sources else _write_page(options):
+    for file in _write_table_reports(options) if options.sources else [_write_page(options)]:
         print(f"report:     {file}", flush=True)
         if options.open:
             open_page(file.resolve().as_uri())
     return 0
 
 
-def _write_page(options: argparse.Namespace) -> Iterator[Path]:
+def _write_page(options: argparse.Namespace) -> Path:
     """Write an ablation's report, or the page over all results."""
     from lit_lazy.support.disk import write_text
 
-    file, page = _render_index(options) if options.ablation is None else _render_report(options)
+    if options.ablation is None:
+        file, page = _render_index(options)
+    else:
+        grid = open_grid_folder(options)
+        from lit_lazy.report.page import REPORT, render_report
+
+        file = _choose_file(options, grid.path / REPORT)
+        page = render_report(grid, options.ui_url, options.figures)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
-    yield file
+    return file
 
 
 def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
@@ -78,15 +85,6 @@ def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
         check_writable_file("--out", file)
         write_table_report(source / TABLE, file)
         yield file
-
-
-def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
-    """An ablation's report, and the file to write it to."""
-    grid = open_grid_folder(options)
-    from lit_lazy.report.page import REPORT, render_report
-
-    file = _choose_file(options, grid.path / REPORT)
-    return file, render_report(grid, options.ui_url, options.figures)
 
 
 def _render_index(options: argparse.Namespace) -> tuple[Path, str]:

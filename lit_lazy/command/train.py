@@ -18,7 +18,7 @@ from lit_lazy.command.options import (
 from lit_lazy.support.checks import PositiveInt
 
 if TYPE_CHECKING:
-    from lit_lazy.tracking.tracked_run import FinishedTraining
+    pass
 
 
 def add_to(commands: Commands) -> None:
@@ -66,6 +66,10 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     needed = cfg.train.steps * cfg.train.batch_size * length
     windows, per_step = len(source.train), cfg.train.batch_size
     require(per_step <= windows, "train.batch_size", per_step, f"must not exceed the {windows} training sequences")
+    available = windows * length
+    passes = f"{needed / available:.2f} passes through the tokens; {needed - available:,} more would make it one pass"
+    if needed <= available:
+        passes = f"{needed / available:.0%} of the available tokens"
     lines = {
         "where": f"{folder}, {size / 1e6:,.1f} MB",
         "training": f"{info['train_documents']:,} documents, {info['train_tokens']:,} tokens, {windows:,} windows of "
@@ -74,19 +78,11 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
         f"{len(source.validation):,} windows",
         "vocabulary": f"{source.vocab_size:,} tokens, {info['bytes_per_token']:.3f} bytes per token",
         "fingerprint": source.fingerprint,
-        "the recipe": f"{cfg.train.steps:,} steps of {per_step:,} x {length:,} see {needed:,} tokens: "
-        f"{format_passes(needed, windows * length)}",
+        "the recipe": f"{cfg.train.steps:,} steps of {per_step:,} x {length:,} see {needed:,} tokens: {passes}",
     }
     for name, text in lines.items():
         print(f"{name:12} {text}")
     return 0
-
-
-def format_passes(needed: int, available: int) -> str:
-    """The number of passes of a training through the available tokens."""
-    if needed <= available:
-        return f"{needed / available:.0%} of the available tokens"
-    return f"{needed / available:.2f} passes through the tokens; {needed - available:,} more would make it one pass"
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -134,7 +130,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         print("\n".join(format_summary(trained.metrics, trained.result.before)))
         print_metrics({name: trained.metrics[name] for names in trained.result.evaluations.values() for name in names})
-    print(f"\n{format_locations(trained)}")
+    try:
+        checkpoint = str(trained.checkpoint)
+    except ValueError as error:
+        checkpoint = str(error)
+    places = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
+    print("\n".join(["", *(f"{name + ':':12}{place}" for name, place in places.items())]))
     return 0
 
 
@@ -162,13 +163,3 @@ def format_summary(metrics: dict[str, float], start: str) -> list[str]:
         lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{begun}")
     width = max(map(len, lines))
     return [f"{heading:{width}}  {text}" for heading, text in lines.items()]
-
-
-def format_locations(trained: "FinishedTraining") -> str:
-    """Lines with run folder, checkpoint and dashboard."""
-    try:
-        checkpoint = str(trained.checkpoint)
-    except ValueError as error:
-        checkpoint = str(error)
-    lines = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
-    return "\n".join(f"{name + ':':12}{location}" for name, location in lines.items())

@@ -86,7 +86,8 @@ def claim(folder: Path) -> BaseFileLock | None:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    former, progress = Holder.read(folder), _read_progress(folder)
+    former, last = Holder.read(folder), folder / CHECKPOINTS / LAST
+    progress = last.stat().st_mtime_ns if last.exists() else 0  # changes whenever a training makes progress
     died = former is not None and not (folder / RESULT).exists()
     deaths = 0 if not died or former is None else former.deaths + 1 if former.progress == progress else 1
     if deaths >= MOST_DEATHS:
@@ -114,11 +115,3 @@ def clear_leftovers(folder: Path) -> None:
     if was_left(folder):
         remove_checkpoints(folder)
         (folder / HOLDER).unlink(missing_ok=True)
-
-
-def _read_progress(folder: Path) -> int:
-    """A number that changes whenever a training makes progress."""
-    try:
-        return (folder / CHECKPOINTS / LAST).stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

@@ -268,8 +268,13 @@ def take_from_files(
                 f"--results {str(pack.path)!r}: none of its {len(pack.results)} cells, of {pack.grid}, is asked for "
                 "here; leave it out"
             )
-        if not mixed:
-            _check_environment(pack.path, asked[pack.path])
+        made = [] if mixed else [request.find_differences(result) for request, result in asked[pack.path]]
+        if differences := [*filter(None, made)]:
+            kinds = sorted({kind for found in differences for kind in found})
+            raise ValueError(
+                f"--results {str(pack.path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; "
+                "leave the file out, or give --mixed to take them all the same"
+            )
     return taken
 
 
@@ -283,17 +288,6 @@ def _check_agreement(cell: Cell, found: Sequence[tuple[str, RunResult]]) -> None
                     f"{other.metrics[name]!r} in {second!r}; leave out the file that is wrong, or name another --runs "
                     "folder"
                 )
-
-
-def _check_environment(path: Path, results: Iterable[tuple[AskedCell, RunResult]]) -> None:
-    """Raise a one-line ValueError if results of a file were made otherwise than a training here."""
-    differences = [found for request, result in results if (found := request.find_differences(result))]
-    if differences:
-        kinds = sorted({kind for found in differences for kind in found})
-        raise ValueError(
-            f"--results {str(path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; leave the "
-            "file out, or give --mixed to take them all the same"
-        )
 
 
 def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, TakenResult]:

@@ -205,15 +205,15 @@ class RayPool:
         if not self._tasks:
             return []
         ended, _ = ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=timeout)
-        return [self._get_ending(task, self._tasks.pop(task)) for task in ended]
-
-    def _get_ending(self, task: Any, key: str) -> Ending:
-        try:
-            return ray.get(task)
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            self._died = describe_exception(cause)
-            return Ending(key, "died", self._died)
+        endings: list[Ending] = []
+        for task in ended:
+            key = self._tasks.pop(task)
+            try:
+                endings.append(ray.get(task))
+            except RayError as error:
+                self._died = describe_exception(error.cause if isinstance(error, RayTaskError) else error)
+                endings.append(Ending(key, "died", self._died))
+        return endings
 
 
 def execute_task(cell: Cell, job: Job, folder: str) -> Ending:

@@ -120,25 +120,19 @@ class RunsFolder:
         """Everything in the folder by name. A shared MLflow may have more, of which it has no folder."""
         folders = {path.name for path in self.path.iterdir() if path.is_dir() and path.name != ARTIFACTS}
         tracked = set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
-        names = folders | tracked if self.has_store else folders
+        # An experiment's name may be a path, or that of the database.
+        outside = {name for name in tracked if not is_entry_name(name) or os.path.lexists(self.path / name)}
+        names = folders | (tracked - outside - {ARTIFACTS} if self.has_store else set())
         return {
             name: RunsEntry(name, join_name(self.path, name), name in tracked)
             for name in sorted(names)
-            if self._can_hold(name)
+            if is_entry_name(name)
         }
-
-    def _can_hold(self, name: str) -> bool:
-        """Whether results of a name are a folder here: an experiment's may be a path, or that of the database."""
-        folder = self.path / name
-        return is_entry_name(name) and name != ARTIFACTS and (folder.is_dir() or not os.path.lexists(folder))
 
     @property
     def has_store(self) -> bool:
         """Whether the MLflow store is a file in the folder, so that nobody else's runs are in it."""
-        return self._is_inside(self.uri)
-
-    def _is_inside(self, url: str) -> bool:
-        file = sqlite_file(url)
+        file = sqlite_file(self.uri)
         return file is not None and file.resolve().parent == self.path.resolve()
 
     def get(self, name: str) -> RunsEntry:
@@ -194,8 +188,11 @@ class RunsFolder:
         if entry.tracked and self.has_store:
             Tracker(self.uri, self.path, entry.name).remove_experiment()
             delete(entry.artifacts, self.path)
-        elif entry.tracked:
-            self._retire_own_runs(entry, grid_id)
+        elif entry.tracked:  # others may use the store
+            tracker = Tracker(self.uri, self.path, entry.name)
+            of_grid = tracker.find({"grid": grid_id}) if grid_id else []
+            for run in tracker.find_own({"kind": "run"}) if entry.kind == "training" else of_grid:
+                tracker.retire(run.run_id)
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""
@@ -204,23 +201,19 @@ class RunsFolder:
         tracker = Tracker(self.uri, self.path, DIAGNOSES)
         return [run.run_id for run in tracker.find({"mlflow.runName": entry.name})]
 
-    def _retire_own_runs(self, entry: RunsEntry, grid_id: str | None) -> None:
-        """Delete the runs of this folder's grid, or of its trainings, in a store that others may use."""
-        tracker = Tracker(self.uri, self.path, entry.name)
-        if entry.kind == "training":
-            runs = tracker.find_own({"kind": "run"})
-        else:
-            runs = tracker.find({"grid": grid_id}) if grid_id else []
-        for run in runs:
-            tracker.retire(run.run_id)
-
     def find_garbage(self, models: bool = False) -> list[Garbage]:
         """What no table, report or run that resumes needs.
 
         models: also the trained models that --keep-checkpoint kept of cells, except those that unfinished cells start
         from. Raises a one-line ValueError if a living process uses the entry of one of them.
         """
-        found = [*self._find_in_runs(models), *self._find_empty_shells()]
+        found = [*self._find_in_runs(models)]
+        for entry in self.entries.values():
+            if entry.kind == "other" or entry.grid is not None or entry.tracked:
+                continue
+            inside = (entry.folder, *entry.folder.rglob("*"))  # a link may lead to what is worth keeping
+            if not any(path.is_symlink() or any(map(path.match, WORTH)) for path in inside):
+                found.append(Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder)))
         found += [Garbage(path, LEFTOVER, measure_bytes(path)) for path in find_leftovers(self.path)]
         found = [replace(one, obstacle=find_obstacle(one.path, self.path)) for one in found]
         for name in {one.path.relative_to(self.path).parts[0] for one in found} & self.entries.keys():
@@ -243,12 +236,6 @@ class RunsFolder:
                 if models and model.exists() and entry.kind != "training" and model.resolve() not in starts:
                     yield Garbage(model, "model of a finished cell", measure_bytes(model))
 
-    def _find_empty_shells(self) -> Iterator[Garbage]:
-        for entry in self.entries.values():
-            unknown = entry.kind != "other" and entry.grid is None and not entry.tracked
-            if unknown and not any(map(_is_worth_keeping, (entry.folder, *entry.folder.rglob("*")))):
-                yield Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder))
-
     def collect(self, one: Garbage) -> None:
         """Remove what `find_garbage` found. Raises a one-line ValueError if a process uses the run folder."""
         if one.why == LEFTOVER:
@@ -265,8 +252,3 @@ class RunsFolder:
                 delete(one.path, self.path)
         except Timeout:
             raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end") from None
-
-
-def _is_worth_keeping(path: Path) -> bool:
-    """Whether a table, a report or a run that resumes may need a file; a link may lead to one."""
-    return path.is_symlink() or any(path.match(pattern) for pattern in WORTH)

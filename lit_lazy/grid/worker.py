@@ -124,7 +124,9 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
     finally:
         if lock is not None:
             give_back(folder, lock)
-        _free_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def format_reason(error: BaseException) -> str:
@@ -132,12 +134,6 @@ def format_reason(error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {one_line(error)}"
     return describe_exception(error)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping[str, str]) -> None:

@@ -104,15 +104,10 @@ def open_store(uri: str) -> MlflowClient:
     # Two processes must not create the database at once.
     with make_file_lock(file.with_name(f"{file.name}.lock")) if file else nullcontext():
         if file is not None and not has_content(file):
-            _create_database(file)
+            # Atomically: MLflow cannot reopen a database whose creation was killed half-way.
+            with create_sqlite_file(file) as unfinished:
+                SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
         return make_client(uri)
-
-
-def _create_database(file: Path) -> None:
-    """Create MLflow's database atomically: it cannot reopen one whose creation was killed half-way."""
-    with create_sqlite_file(file) as unfinished:
-        store = SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-        store.engine.dispose()
 
 
 def make_client(uri: str) -> MlflowClient:
@@ -125,18 +120,13 @@ def make_client(uri: str) -> MlflowClient:
         os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
         os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
         uri = strip_user(uri)
-    _set_tracking_uri(uri)
-    return MlflowClient(uri)
-
-
-def _set_tracking_uri(uri: str) -> None:
-    """Set MLflow's store without exporting it: `default_uri` would take it for the user's setting."""
     before = os.environ.get(URI_VARIABLE)
     mlflow.set_tracking_uri(uri)
-    if before is None:
+    if before is None:  # it exports the address, which `default_uri` would take for the user's setting
         os.environ.pop(URI_VARIABLE, None)
     else:
         os.environ[URI_VARIABLE] = before
+    return MlflowClient(uri)
 
 
 def search_any_experiment(uri: str) -> None:
@@ -188,18 +178,15 @@ def make_addresses_relative(database: Path) -> None:
                 if not is_entry_name(unquote(name)):
                     continue
                 here = join_name(folder, unquote(name))
-                if beside and address != here.as_uri() and here.exists():
-                    _replace_prefix(connection, address, f"file:{ARTIFACTS}/{name}")
+                if not beside or address == here.as_uri() or not here.exists():
+                    continue
+                new, end = f"file:{ARTIFACTS}/{name}", len(address) + 1
+                for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                    change = f"UPDATE {table} SET {column} = ? || substr({column}, ?)"
+                    where = f"WHERE substr({column} || '/', 1, ?) = ?"
+                    connection.execute(f"{change} {where}", (new, end, end, f"{address}/"))
     except sqlite3.Error as error:
         raise StorageError(f"{str(database)!r}: cannot be used ({error})") from None
-
-
-def _replace_prefix(connection: sqlite3.Connection, old: str, new: str) -> None:
-    for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-        connection.execute(
-            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
-            (new, len(old) + 1, len(old) + 1, f"{old}/"),
-        )
 
 
 def list_experiment_names(uri: str) -> list[str]:

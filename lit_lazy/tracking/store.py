@@ -157,20 +157,15 @@ def open_readable(url: str) -> Iterator[str]:
         return
     with TemporaryDirectory(prefix="lit-lazy-") as scratch:
         copy = Path(scratch, file.name)
-        _copy_database(file, copy)
+        try:  # a consistent state, although its owner may write meanwhile
+            source = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
+            with closing(source), closing(sqlite3.connect(copy)) as target:
+                source.backup(target)
+        except sqlite3.Error as error:
+            raise StorageError(
+                f"{str(file)!r}: cannot be read in a read-only folder ({error}); copy the folder to a disk that can be "
+                "written, and name the copy"
+            ) from None
         for folder in (entry for entry in file.parent.iterdir() if entry.is_dir()):
             copy.with_name(folder.name).symlink_to(folder.resolve())
         yield sqlite_url(copy)
-
-
-def _copy_database(file: Path, copy: Path) -> None:
-    """Copy an sqlite file in a consistent state, although its owner may write meanwhile."""
-    try:
-        source = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
-        with closing(source), closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-    except sqlite3.Error as error:
-        raise StorageError(
-            f"{str(file)!r}: cannot be read in a read-only folder ({error}); copy the folder to a disk that can be "
-            "written, and name the copy"
-        ) from None

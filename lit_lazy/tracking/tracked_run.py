@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from filelock import AcquireReturnProxy, BaseFileLock, Timeout
+from filelock import Timeout
 
 from lit_lazy.attention import NoBias
 from lit_lazy.config.key import cell_key, require_unedited_code
@@ -142,7 +142,12 @@ def train_tracked(
     if line := describe_leases(folder):
         log.warning("%s", line)
     lock, begin = make_lock(folder), _Begin(cfg.train.steps)
-    with _acquire(lock):
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
+        held = lock.acquire()
+    with held:
         known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
@@ -185,13 +190,3 @@ def format_run_name(name: str, cfg: RunConfig) -> str:
     parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
     label = " + ".join(type(part).__name__ for part in parts if part != NoBias())
     return f"{name} {label} seed {cfg.seed}"
-
-
-def _acquire(lock: BaseFileLock) -> AcquireReturnProxy:
-    """Acquire the lock of a run folder; logs a warning before waiting."""
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        folder = Path(lock.lock_file).parent
-        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
-        return lock.acquire()

@@ -14,7 +14,6 @@ import yaml
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
@@ -106,7 +105,13 @@ class Tracker:
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
         """Create a run without params; returns its id."""
-        about = _describe_origin() | {"mlflow.source.git.commit": tags.get("git_sha", "")}
+        about = {
+            # Of the columns User and Source. The system's list of users is not asked: it may be on another machine.
+            "mlflow.user": os.environ.get("LOGNAME") or os.environ.get("USER", ""),
+            "mlflow.source.name": "lit-lazy",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.git.commit": tags.get("git_sha", ""),
+        }
         tags = {name: text for name, text in about.items() if text} | dict(tags)
         return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
 
@@ -220,11 +225,8 @@ class Tracker:
         for file in files:
             self._log_artifact(run_id, file.name, file.read_bytes())
 
-    def _open_artifacts(self, run_id: str) -> ArtifactRepository:
-        return open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
-
     def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        artifacts = self._open_artifacts(run_id)
+        artifacts = open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
         if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
             folder = Path(artifacts.artifact_dir)
@@ -300,12 +302,3 @@ class Tracker:
 def read_owner(runs: Path) -> str:
     """The random id of a runs folder."""
     return read_id(runs / OWNER_ID)
-
-
-def _describe_origin() -> dict[str, str]:
-    """MLflow's tags for the columns User and Source. The user is "" if the environment does not name one.
-
-    The system's list of users is not asked: it may be on another machine.
-    """
-    user = os.environ.get("LOGNAME") or os.environ.get("USER", "")
-    return {"mlflow.user": user, "mlflow.source.name": "lit-lazy", "mlflow.source.type": "LOCAL"}

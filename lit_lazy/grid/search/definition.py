@@ -164,11 +164,18 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
     overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks, for
     an axis limit that it rejects, and for an override of an axis.
     """
+    values = flatten(to_dict(base))
     for path in search.axes:
         for override in overridden:
             if f"{override}.".startswith(f"{path}."):
                 raise ValueError(f"--{override}: is an axis of search {search.name!r}; leave the override out")
-        _check_field(search.name, path, base)
+        axis = f"search {search.name!r}: axis {path!r}"
+        if path not in values:
+            raise ValueError(f"{axis} is no field of this experiment; `lit-lazy fields` lists them")
+        if not isinstance(values[path], float):
+            raise ValueError(f"{axis} is {values[path]!r} here, and must be a real number")
+        if path.startswith("data."):
+            raise ValueError(f"{axis} changes the data, on which all points are to be compared")
     source = prepare(base)
     check_init_from(base, source.outline)
     for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
@@ -191,14 +198,3 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
         prune_from=search.prune_from,
         seed=search.seed,
     )
-
-
-def _check_field(name: str, path: str, base: RunConfig) -> None:
-    """Raise ValueError unless an axis is a real-valued field of the experiment outside `data`."""
-    values = flatten(to_dict(base))
-    if path not in values:
-        raise ValueError(f"search {name!r}: axis {path!r} is no field of this experiment; `lit-lazy fields` lists them")
-    if not isinstance(values[path], float):
-        raise ValueError(f"search {name!r}: axis {path!r} is {values[path]!r} here, and must be a real number")
-    if path.startswith("data."):
-        raise ValueError(f"search {name!r}: axis {path!r} changes the data, on which all points are to be compared")

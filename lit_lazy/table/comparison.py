@@ -52,18 +52,17 @@ class TableComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON of everything but the tables."""
+
+        def drop_adjusted(effect: Effect) -> dict[str, Any]:  # which only the tests of one table have
+            return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
+
         columns = {
-            key: [{**vars(row), "effect": _drop_adjusted(row.effect)} for row in rows]
+            key: [{**vars(row), "effect": drop_adjusted(row.effect)} for row in rows]
             for key, rows in self.columns.items()
         }
         settings = None if self.settings is None else [[*found, list(rows)] for found, rows in self.settings.items()]
         kept = {"names": self.names, "columns": columns, "only": self.only, "facts": self.facts}
         return {**kept, "settings": settings}
-
-
-def _drop_adjusted(effect: Effect) -> dict[str, Any]:
-    """Without what only the tests of one table have."""
-    return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
 
 
 def compare_tables(
@@ -162,8 +161,18 @@ def _find_differing_settings(
 
 def format_comparison(found: TableComparison) -> str:
     """The comparison for a terminal."""
-    parts = ["\n".join(_describe_tables(found))]
-    parts += ["\n".join(_format_column(found, key, rows)) for key, rows in found.columns.items()]
+    tables = []
+    for letter, name, table in zip("AB", found.names, found.tables, strict=True):
+        done, cells = table.count_cells()
+        tables.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
+    parts = ["\n".join(tables)]
+    for key, rows in found.columns.items():
+        column, measures = found.tables[0].columns_by_key[key], [of.collect_measures(key) for of in found.tables]
+        grid = [(column.heading, "A", "B", "B - A", "")]
+        for row in rows:
+            a, b = (format_estimate(of[row.variant], column) for of in measures)
+            grid.append((row.variant, a, b, format_effect(row.effect, column), _describe_test(row)))
+        parts.append("\n".join(align(grid)))
     parts.append("± is half of a 95 % interval, not adjusted for the number of rows; = is the same in every seed.")
     for letter, table, only in zip("AB", found.tables, found.only, strict=True):
         if only:
@@ -173,26 +182,16 @@ def format_comparison(found: TableComparison) -> str:
     if found.facts:
         lines = [line for name, (a, b) in found.facts.items() for line in ((name, "A", a), ("", "B", b))]
         parts.append("\n".join(["What differs", *align(lines)]))
-    parts.append("\n".join(_describe_settings(found)))
+    if found.settings is None:
+        parts.append("Settings of the rows are unknown: name grids of --runs, or folders with a cells.jsonl.xz.")
+        return escape_controls("\n\n".join(parts))
+    shared, lines = len(next(iter(found.columns.values()))), []
+    for (path, a, b), names in found.settings.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        lines.append((path, a, b, ALL if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
+    settings = ["Settings that differ", *align([("", "A", "B", ""), *lines])] if lines else []
+    parts.append("\n".join(settings or ["The rows have the same settings."]))
     return escape_controls("\n\n".join(parts))
-
-
-def _describe_tables(found: TableComparison) -> list[str]:
-    lines = []
-    for letter, name, table in zip("AB", found.names, found.tables, strict=True):
-        done, cells = table.count_cells()
-        lines.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
-    return lines
-
-
-def _format_column(found: TableComparison, key: str, rows: Sequence[RowComparison]) -> list[str]:
-    column, (first, second) = found.tables[0].columns_by_key[key], (of.collect_measures(key) for of in found.tables)
-    lines = [(column.heading, "A", "B", "B - A", "")]
-    for row in rows:
-        a, b = (format_estimate(of[row.variant], column) for of in (first, second))
-        difference = format_effect(row.effect, column)
-        lines.append((row.variant, a, b, difference, _describe_test(row)))
-    return align(lines)
 
 
 def _describe_test(row: RowComparison) -> str:
@@ -204,16 +203,3 @@ def _describe_test(row: RowComparison) -> str:
     if row.paired and row.effect.n < max(row.seeds):
         how = f"{how} in both of {first} and {second}"
     return f"{how}; no interval, as one has no spread" if row.effect.test == "saturated" else how
-
-
-def _describe_settings(found: TableComparison) -> list[str]:
-    if found.settings is None:
-        return ["Settings of the rows are unknown: name grids of --runs, or folders with a cells.jsonl.xz."]
-    shared = len(next(iter(found.columns.values())))
-    lines = []
-    for (path, a, b), rows in found.settings.items():
-        more = f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
-        lines.append((path, a, b, ALL if len(rows) == shared else ", ".join(rows[:MOST_NAMES]) + more))
-    if not lines:
-        return ["The rows have the same settings."]
-    return ["Settings that differ", *align([("", "A", "B", ""), *lines])]

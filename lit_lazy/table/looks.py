@@ -9,7 +9,7 @@ All functions are pure in the declaration and the outcomes by row and seed.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -371,7 +371,9 @@ def compute_chances(
         return ()
     parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
     future = _draw(np.concatenate(list(parts.values())), declaration, np.random.default_rng(0))
-    supported, refuted = decide_draws(declaration, dict(_split(future, parts)), len(looks))
+    ends = np.cumsum([len(own) for own in parts.values()])[:-1]
+    drawn = dict(zip(parts, np.split(future, ends, axis=1), strict=True))
+    supported, refuted = decide_draws(declaration, drawn, len(looks))
 
     def share_decided(at: np.ndarray, n: int) -> float:
         return float(np.mean((at > 0) & (at <= n)))
@@ -402,14 +404,6 @@ def decide_draws(
             kept[name] |= running & found.supported & ~found.refuted
         supported[running & (refuted == 0) & np.logical_and.reduce(list(kept.values()))] = critical.n
     return supported, refuted
-
-
-def _split(drawn: np.ndarray, parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The draws of each contrast, from those of all parts stacked."""
-    start = 0
-    for name, own in parts.items():
-        yield name, drawn[:, start : start + len(own)]
-        start += len(own)
 
 
 def _draw(x: np.ndarray, declaration: Declaration, rng: np.random.Generator) -> np.ndarray:

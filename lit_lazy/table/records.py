@@ -101,19 +101,16 @@ class Column:
 
     @property
     def heading(self) -> str:
-        return self.title + self._format_suffix(self.unit)
-
-    @property
-    def difference_heading(self) -> str:
-        return f"Δ {self.title}{self._format_suffix(self.difference_unit)}"
+        return self.add_unit(self.title, self.unit)
 
     @property
     def difference_unit(self) -> str:
         """Unit of a difference: percentages differ by points."""
         return "points" if self.unit == "%" else self.unit
 
-    def _format_suffix(self, unit: str) -> str:
-        return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
+    def add_unit(self, title: str, unit: str) -> str:
+        """A title with a unit and the direction that is better."""
+        return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
 def _is_printable(text: str) -> bool:

@@ -86,7 +86,8 @@ def render_brief(table: Table) -> str:
     shown, compared = choose_columns(table)
     means = _build_means(table, shown, whole=False, compared=compared)
     caveats = Paragraph(_describe_caveats(table, bool(compared)))
-    return to_markdown([_build_title(table), *_build_finding(table), *_build_warnings(table), means, caveats], math.inf)
+    blocks = [_make_title(table), *_build_finding(table), *_build_warnings(table), means, caveats]
+    return to_markdown(blocks, math.inf)
 
 
 def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
@@ -124,10 +125,10 @@ def render_html_parts(table: Table) -> tuple[str, str]:
 
 def _build_blocks(table: Table) -> list[Block]:
     numbers = _build_numbers(table, [_build_means(table, table.columns)])
-    return [_build_title(table), *_build_opening(table), *numbers]
+    return [_make_title(table), *_build_opening(table), *numbers]
 
 
-def _build_title(table: Table) -> Heading:
+def _make_title(table: Table) -> Heading:
     return Heading(f"{table.ablation} on {table.base}", 2)
 
 
@@ -137,7 +138,15 @@ def _build_opening(table: Table) -> list[Block]:
 
 
 def _build_warnings(table: Table) -> list[Block]:
-    return [Paragraph(text, warning=True) for text in _list_warnings(table)]
+    same = [
+        f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
+        for twins in table.find_twins()
+    ]
+    done, total = table.count_cells()
+    counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
+    rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    missing = [f"Not complete: {done} of {total} cells have a result ({rest})."] if done < total else []
+    return [Paragraph(text, warning=True) for text in (*table.warnings, *same, *missing)]
 
 
 def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
@@ -160,10 +169,15 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
     for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", table.notes)):
         if items:
             blocks += [Heading(title, 3), BulletList(items)]
-    commits = _list_commits(table)
-    about = Paragraph(_describe_provenance(table))
-    provenance = (about, BulletList(commits)) if commits else (about,)
-    return [*blocks, Collapsible(Heading("Provenance", 3), provenance)]
+    provenance: list[Block] = [Paragraph(_describe_provenance(table))]
+    shas = sorted({sha for row in table.rows for sha in row.git_shas})
+    if len(shas) > 1 or any(sha.endswith("-dirty") for sha in shas):
+        items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
+        for sha in shas:
+            where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
+            items.append(f"{sha}: {where}" + " (with uncommitted changes)" * sha.endswith("-dirty"))
+        provenance.append(BulletList(tuple(items)))
+    return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
 
 
 def _build_finding(table: Table) -> list[Block]:
@@ -212,7 +226,10 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
             blocks.append(BulletList(tuple(f"{name} = {terms}" for name, terms in sums.items())))
     if any(map(table.is_compared, columns)):
         blocks.append(Heading("What each column can separate at this scale", level))
-        blocks.append(BulletList(_describe_columns(table, columns)))
+        titles: dict[str, list[str]] = {}  # columns with the same description share a line
+        for column in columns:
+            titles.setdefault(_describe_column(table, column), []).append(column.title)
+        blocks.append(BulletList(tuple(f"{'; '.join(names)}: {text}" for text, names in titles.items())))
     return blocks
 
 
@@ -247,18 +264,6 @@ def _describe_caveats(table: Table, compared: bool) -> str:
     if column := table.columns_by_key.get(table.primary or ""):
         found.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
     return " ".join([*found, f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it."])
-
-
-def _list_warnings(table: Table) -> list[str]:
-    same = [
-        f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
-        for twins in table.find_twins()
-    ]
-    done, total = table.count_cells()
-    counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
-    rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    missing = [f"Not complete: {done} of {total} cells have a result ({rest})."] if done < total else []
-    return [*table.warnings, *same, *missing]
 
 
 def _describe_provenance(table: Table) -> str:
@@ -306,7 +311,7 @@ def _build_contrasts(table: Table, columns: Sequence[Column]) -> Tabular:
 
 
 def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Sequence[str]]) -> Tabular:
-    header = (first, *(column.difference_heading for column in columns))
+    header = (first, *(f"Δ {column.add_unit(column.title, column.difference_unit)}" for column in columns))
     return Tabular(header, tuple((name, *line) for name, line in cells.items()), 1)
 
 
@@ -367,23 +372,10 @@ def format_effect(effect: Effect, column: Column, void: bool = False) -> str:
     if effect.ci95 is not None:
         text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
     if effect.p_adj is not None:
-        text += f", {_format_p_value(effect.p_adj)}" + "*" * (effect.separated and not void)
+        digits = 4 if f"{effect.p_adj:.3f}" == f"{ALPHA:.3f}" else 3  # 0.050 could be either side
+        p = "p<0.001" if effect.p_adj < 0.001 else f"p={effect.p_adj:.{digits}f}"
+        text += f", {p}" + "*" * (effect.separated and not void)
     return text
-
-
-def _format_p_value(p: float) -> str:
-    """Three decimals, or four if three would round to 0.05."""
-    if p < 0.001:
-        return "p<0.001"
-    return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
-
-
-def _describe_columns(table: Table, columns: Sequence[Column]) -> tuple[str, ...]:
-    """What each column separates; columns with the same description share a line."""
-    titles: dict[str, list[str]] = {}
-    for column in columns:
-        titles.setdefault(_describe_column(table, column), []).append(column.title)
-    return tuple(f"{'; '.join(names)}: {text}" for text, names in titles.items())
 
 
 def _describe_column(table: Table, column: Column) -> str:
@@ -416,17 +408,6 @@ def _list_unfinished(table: Table, statuses: Sequence[str]) -> tuple[str, ...]:
         for status in statuses
         for seed in row.cells.get(status, [])
     )
-
-
-def _list_commits(table: Table) -> tuple[str, ...]:
-    shas = sorted({sha for row in table.rows for sha in row.git_shas})
-    if len(shas) < 2 and not any(sha.endswith("-dirty") for sha in shas):
-        return ()
-    items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
-    for sha in shas:
-        where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
-        items.append(f"{sha}: {where}" + " (with uncommitted changes)" * sha.endswith("-dirty"))
-    return tuple(items)
 
 
 FILES: Mapping[str, Callable[[Table], str]] = {

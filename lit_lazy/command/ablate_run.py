@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.run import Grid
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
+    from lit_lazy.training.execution import Execution
 
 
 def add_to(commands: Commands) -> None:
@@ -111,7 +112,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.support.console import plain_console, text_width
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
@@ -127,38 +127,11 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"--results, --dry-run: {why}; leave one of the two out")
     import torch
 
-    from lit_lazy.grid.job import LaunchOptions
-    from lit_lazy.grid.packed import read_row_settings
-
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
     if options.dry_run:
-        from lit_lazy.grid.ablation import apply_rows
-        from lit_lazy.grid.estimate import print_estimate
+        return _dry_run(options, overrides, execution)
+    from lit_lazy.support.console import plain_console
 
-        request = parse_request(options, overrides)
-        table = None if options.fresh else _read_looks(request, options)
-        if table is not None:
-            if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
-                print(f"{table.verdict.sentence}\nThere is no look to make.")
-                return 0
-            request = parse_request(options, overrides, table.verdict)
-        configs = apply_rows(request.chosen, request.base, request.overridden)
-        left = request.chosen
-        if not options.fresh:
-            if not options.changed:
-                check_settings(request, read_row_settings(options.runs / request.grid) or {})
-            verdict = None if table is None else table.verdict
-            left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
-        if not left:
-            return 0
-        workers = options.workers or default_workers(options.threads, execution.devices)
-        launch = LaunchOptions(workers, options.threads, execution=execution)
-        print_estimate(request.grid, left, configs, launch, plain_console())
-        if request.question is not None and has_looks(request.question, options):
-            number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
-            listed = ", ".join(map(str, request.question.all_looks))
-            print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
-        return 0
     request = parse_request(options, overrides)
     if options.launcher == "local" and (options.fresh or options.changed or lacks_results(request, options.runs)):
         from lit_lazy.grid.pool import start_fork_server
@@ -167,9 +140,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
+    from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.mirror import GridMirror, follow
     from lit_lazy.grid.run import count_waiting, run_grid
-    from lit_lazy.table.render import DETAILS, render_summary, render_text
 
     check_destinations(options)
     console = plain_console()
@@ -196,17 +169,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
-        if options.brief:
-            verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
-            done, cells = table.count_cells()
-            print(f"\n{done} of {cells} cells of {grid.id} are trained; their table, figures and report are saved.")
-            print(f"{verdict}{grid.folder / 'table.md'}")
-        else:
-            render = render_text if options.verbose else render_summary
-            print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
-        if not has_looks(request.question, options) and (others := list_others(table, grid)):
-            more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
-            print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
+        _print_table(options, request.question, grid, table)
         if not finished and until is not None and (waiting := count_waiting(grid)):
             print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
         report, saved = grid.folder / "report.html", grid.folder / "table.json"
@@ -218,11 +181,61 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if finished else 1
 
 
-def list_others(table: "Table", grid: "Grid") -> list[str]:
-    """The rows of a table with the seeds that this command did not ask for."""
+def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
+    """Print what a command would train, and its cost."""
+    from lit_lazy.grid.ablation import apply_rows
+    from lit_lazy.grid.estimate import print_estimate
+    from lit_lazy.grid.job import LaunchOptions
+    from lit_lazy.grid.packed import read_row_settings
+    from lit_lazy.support.console import plain_console
+
+    request = parse_request(options, overrides)
+    table = None if options.fresh else _read_looks(request, options)
+    if table is not None:
+        if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
+            print(f"{table.verdict.sentence}\nThere is no look to make.")
+            return 0
+        request = parse_request(options, overrides, table.verdict)
+    configs = apply_rows(request.chosen, request.base, request.overridden)
+    left = request.chosen
+    if not options.fresh:
+        if not options.changed:
+            check_settings(request, read_row_settings(options.runs / request.grid) or {})
+        verdict = None if table is None else table.verdict
+        left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
+    if not left:
+        return 0
+    workers = options.workers or default_workers(options.threads, execution.devices)
+    launch = LaunchOptions(workers, options.threads, execution=execution)
+    print_estimate(request.grid, left, configs, launch, plain_console())
+    if request.question is not None and has_looks(request.question, options):
+        number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
+        listed = ", ".join(map(str, request.question.all_looks))
+        print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
+    return 0
+
+
+def _print_table(options: argparse.Namespace, question: "Question | None", grid: "Grid", table: "Table") -> None:
+    """Print a grid's table, and which of its rows and seeds this command did not ask for."""
+    from lit_lazy.support.console import text_width
+    from lit_lazy.table.render import DETAILS, render_summary, render_text
+
+    if options.brief:
+        verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
+        done, cells = table.count_cells()
+        print(f"\n{done} of {cells} cells of {grid.id} are trained; their table, figures and report are saved.")
+        print(f"{verdict}{grid.folder / 'table.md'}")
+    else:
+        render = render_text if options.verbose else render_summary
+        print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
     asked = {row.variant: {*row.seeds} for row in grid.plan.rows}
-    others = {row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows}
-    return [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in others.items() if seeds]
+    unasked = {
+        row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows
+    }
+    others = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in unasked.items() if seeds]
+    if not has_looks(question, options) and others:
+        more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
+        print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
 
 
 class GridRequest(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
 from lit_lazy.command.grid_helpers import default_workers
-from lit_lazy.command.options import Commands, add_command, duration
+from lit_lazy.command.options import Commands, add_command, add_options
 
 if TYPE_CHECKING:
     from lit_lazy.grid.run import Grid
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     summary = "run the missing cells of every question, the cheapest question first"
     parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True, resumes=True)
-    parser.add_argument(
-        "--limit",
-        metavar="90m",
-        type=duration,
-        help="skip questions that by the estimate would not finish in this time, in m or h, and start no cell after it",
+    add_options(
+        parser,
+        {
+            "--limit 90m": "skip questions that by the estimate would not finish in this time, in m or h, and start "
+            "no cell after it"
+        },
     )
     add_run_options(parser)
 

@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import (
-    Commands,
-    add_command,
-    add_grid,
-    add_options,
-    folder,
-    json_file,
-    name_list,
-    of_kind,
-    path,
-)
+from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
 from lit_lazy.support.checks import NonEmptyText
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import find_grids
@@ -34,16 +24,16 @@ def add_to(commands: Commands) -> None:
         commands, "table", ablate_table, "rebuild an ablation's table from its cells or from a table.json"
     )
     add_grid(parser)
-    parser.add_argument(
-        "--from", dest="source", metavar="FILE", type=path,
-        help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file and "
-        "the table's other files beside it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        type=folder,
-        help="write the table and its figures here (default: NAME-EXPERIMENT in --runs)",
+    add_options(
+        parser,
+        {
+            "--from FILE": (
+                "recompute the statistics of this table.json, by what the ablation declares now, and replace the "
+                "file and the table's other files beside it",
+                {"dest": "source"},
+            ),
+            "--out FOLDER": "write the table and its figures here (default: NAME-EXPERIMENT in --runs)",
+        },
     )
     summary = "show two tables side by side: means, differences with intervals, and what else differs"
     parser = add_command(commands, "compare", ablate_compare, summary)
@@ -54,15 +44,15 @@ def add_to(commands: Commands) -> None:
             type=of_kind(NonEmptyText),
             help="NAME-EXPERIMENT in --runs, a folder with a table.json, that file, or COMMIT:FOLDER of a git commit",
         )
-    parser.add_argument(
-        "--columns",
-        metavar="KEY,KEY",
-        type=name_list,
-        default=[],
-        help="metrics to compare, such as loss/excess (default: the primary outcome, otherwise the plotted metrics)",
+    add_options(
+        parser,
+        {
+            "--columns KEY,KEY": "metrics to compare, such as loss/excess (default: the primary outcome, otherwise "
+            "the plotted metrics)",
+            "--out FILE.json": "also write the comparison there, as JSON",
+        },
+        "--runs",
     )
-    parser.add_argument("--out", metavar="FILE.json", type=json_file, help="also write the comparison there, as JSON")
-    add_options(parser, "--runs")
     _add_further(commands)
 
 
@@ -70,35 +60,28 @@ def _add_further(commands: Commands) -> None:
     summary = "pack the finished cells of an ablation into one small file, which `ablate run --results` goes on from"
     parser = add_command(commands, "pack", ablate_pack, summary)
     add_grid(parser)
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=path,
-        help="file to write: per cell its key, settings, metrics, times, backend, versions, machine and commit, as "
-        "lines of JSON compressed by xz (default: cells.jsonl.xz in the grid's folder)",
+    add_options(
+        parser,
+        {
+            "--out FILE": "file to write: per cell its key, settings, metrics, times, backend, versions, machine and "
+            "commit, as lines of JSON compressed by xz (default: cells.jsonl.xz in the grid's folder)"
+        },
     )
     summary = "write the best learning rates of a finished search into ablations/rates.json, for second stages"
     parser = add_command(commands, "rates", ablate_rates, summary)
-    parser.add_argument(
-        "folders", metavar="FOLDER", nargs="+", type=folder, help="results of a first stage, with a table.json"
-    )
+    add_options(parser, {"folders FOLDER": ("results of a first stage, with a table.json", {"nargs": "+"})})
     parser = add_command(commands, "verdicts", ablate_verdicts, "print the verdicts of the questions that were run")
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        type=folder,
-        default=Path("runs"),
-        help="folder that holds the questions' result folders, each with a table.json (default: runs)",
-    )
-    parser.add_argument(
-        "--insert",
-        metavar="README.md",
-        type=path,
-        action="append",
-        default=[],
-        help="also fill in this page: its tables, between <!-- findings -->, <!-- verdicts --> or <!-- reviewers --> "
-        "and <!-- end -->, and its numbers, as in [0.1](FOLDER/table.md 'row: column'); repeatable",
+    add_options(
+        parser,
+        {
+            "folder FOLDER": (
+                "folder that holds the questions' result folders, each with a table.json (default: runs)",
+                {"nargs": "?", "default": Path("runs")},
+            ),
+            "--insert README.md ...": "also fill in this page: its tables, between <!-- findings -->, <!-- verdicts "
+            "--> or <!-- reviewers --> and <!-- end -->, and its numbers, as in [0.1](FOLDER/table.md 'row: "
+            "column'); repeatable",
+        },
     )
     add_command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")
 

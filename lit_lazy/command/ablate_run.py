@@ -18,14 +18,8 @@ from lit_lazy.command.options import (
     add_execution,
     add_options,
     append_init_from,
-    duration,
-    int_list,
     make_execution,
-    name_list,
-    of_kind,
-    path,
 )
-from lit_lazy.support.checks import PositiveInt
 from lit_lazy.support.errors import did_you_mean
 
 MOST_LISTED = 3
@@ -45,69 +39,70 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True, resumes=True
     )
-    parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a name in ablations/ or a .py file")
-    parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
-    parser.add_argument("--baseline", metavar="ROW", help="the row to compare with (default: the ablation's baseline)")
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        type=path,
-        action="append",
-        default=[],
-        help="take finished cells from this file of `ablate pack` and train only what it lacks; repeatable",
-    )
-    parser.add_argument(
-        "--mixed",
-        action="store_true",
-        help="also take cells of another backend, torch or Python, from --results and from other grids of --runs: "
-        "their rounding differs",
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="90m",
-        type=duration,
-        help="start no cell after this time, in m or h, from the command's start; those that run are finished, and the "
-        "same command resumes; each worker starts at least one, however long the preparation took",
+    add_options(
+        parser,
+        {
+            "ablation NAME": ("a name in ablations/ or a .py file", {"type": ablation_name}),
+            "--rows A,B": "only these rows",
+            "--baseline ROW": "the row to compare with (default: the ablation's baseline)",
+            "--results FILE ...": "take finished cells from this file of `ablate pack` and train only what it lacks; "
+            "repeatable",
+            "--mixed": "also take cells of another backend, torch or Python, from --results and from other grids of "
+            "--runs: their rounding differs",
+            "--limit 90m": "start no cell after this time, in m or h, from the command's start; those that run are "
+            "finished, and the same command resumes; each worker starts at least one, however long the preparation "
+            "took",
+        },
     )
     add_run_options(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a grid's experiment, seeds and execution."""
-    add_options(parser, "--base")
-    parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="run every row with these seeds")
-    add_options(parser, "--workers")
+    add_options(parser, "--base", {"--seeds 0,1": "run every row with these seeds"}, "--workers")
     add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
-    add_options(parser, "--launcher", "--gpus", "--ray-address")
-    parser.add_argument(
-        "--looks",
-        metavar="N",
-        type=of_kind(PositiveInt),
-        help="make at most N further looks of a question that has looks, also if it is futile to continue (default: "
-        "until it is decided or futile)",
+    add_options(
+        parser,
+        "--launcher",
+        "--gpus",
+        "--ray-address",
+        {
+            "--looks N": "make at most N further looks of a question that has looks, also if it is futile to "
+            "continue (default: until it is decided or futile)",
+            "--dry-run": "list the cells and estimate their time; create nothing",
+        },
     )
-    parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
     former = parser.add_mutually_exclusive_group()
-    former.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
-    former.add_argument(
-        "--changed",
-        action="store_true",
-        help="train rows anew whose code, settings or data changed, and keep their former cells beside them",
+    add_options(
+        former,
+        {
+            "--fresh": "move earlier results aside and start again",
+            "--changed": "train rows anew whose code, settings or data changed, and keep their former cells beside "
+            "them",
+        },
     )
-    parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
+    add_options(parser, {"--keep-checkpoint": "keep each cell's trained model, final.ckpt"})
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--brief", action="store_true", help="print only the verdict and the table's path")
-    output.add_argument("--verbose", action="store_true", help="print the whole table, not only its primary column")
-    parser.add_argument(
-        "--retry-failed",
-        metavar="N",
-        nargs="?",
-        type=of_kind(PositiveInt),
-        const=1,
-        default=0,
-        help="retry a failed cell immediately, up to N times (default 1), unless it diverged",
+    add_options(
+        output,
+        {
+            "--brief": "print only the verdict and the table's path",
+            "--verbose": "print the whole table, not only its primary column",
+        },
     )
-    add_options(parser, "--storage", "--runs", "--init-from", "--logger")
+    add_options(
+        parser,
+        {
+            "--retry-failed N": (
+                "retry a failed cell immediately, up to N times (default 1), unless it diverged",
+                {"nargs": "?", "const": 1, "default": 0},
+            )
+        },
+        "--storage",
+        "--runs",
+        "--init-from",
+        "--logger",
+    )
     add_execution(parser)
 
 

@@ -10,21 +10,21 @@ from lit_lazy.support.checks import Bounds, NonEmptyText
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "dashboard", dashboard, "serve the MLflow UI on 127.0.0.1, with links to the runs")
-    parser.add_argument(
-        "experiment",
-        metavar="NAME",
-        nargs="?",
-        type=of_kind(NonEmptyText),
-        help="print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation",
+    add_options(
+        parser,
+        {
+            "experiment NAME": (
+                "print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation",
+                {"type": of_kind(NonEmptyText), "nargs": "?"},
+            ),
+            "--port N": (
+                "port (default 5000)",
+                {"type": of_kind(Annotated[int, Bounds(ge=1, le=65535)]), "default": 5000},
+            ),
+        },
+        "--open",
+        "--runs",
     )
-    parser.add_argument(
-        "--port",
-        metavar="N",
-        type=of_kind(Annotated[int, Bounds(ge=1, le=65535)]),
-        default=5000,
-        help="port (default 5000)",
-    )
-    add_options(parser, "--open", "--runs")
     parser = add_command(commands, "mirror", mirror, "send what MLflow lacks of an ablation, as after an outage")
     add_grid(parser)
 

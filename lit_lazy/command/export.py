@@ -16,8 +16,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "export", export, "export a trained model to a folder that transformers loads without lit-lazy"
     )
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument("out", metavar="OUT", type=folder, help="output folder, new or empty")
+    add_options(parser, "checkpoint", "--import", {"out OUT": ("output folder, new or empty", {"type": folder})})
 
 
 def export(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
-from lit_lazy.support.checks import Bounds, NonNegativeFloat, NonNegativeInt
+from lit_lazy.support.checks import Bounds, NonNegativeInt
 from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
@@ -22,41 +22,34 @@ MOST_TOKENS = 10**7
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "generate", generate, "continue a text with a trained model")
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; repeatable")
-    parser.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        type=prompt_file,
-        action="append",
-        default=[],
-        help="file with a text to continue, - for standard input; repeatable",
+    add_options(
+        parser,
+        "checkpoint",
+        "--import",
+        {
+            "--prompt TEXT ...": "text to continue; repeatable",
+            "--prompt-file FILE ...": (
+                "file with a text to continue, - for standard input; repeatable",
+                {"type": prompt_file},
+            ),
+            "--tokens N": (
+                "maximum number of tokens to add to each text (default 100)",
+                {"type": of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": 100},
+            ),
+            "--temperature T": (
+                "divide logits by T; 0 always takes the most probable token (default 1)",
+                {"default": 1.0},
+            ),
+            "--top-p P": (
+                "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
+                {"type": of_kind(Annotated[float, Bounds(gt=0, le=1)]), "default": 1.0},
+            ),
+            "--seed N": ("seed of sampling (default 0)", {"type": of_kind(NonNegativeInt), "default": 0}),
+        },
+        "--window",
+        "--first",
+        "--threads",
     )
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
-        default=100,
-        help="maximum number of tokens to add to each text (default 100)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=of_kind(NonNegativeFloat),
-        default=1.0,
-        help="divide logits by T; 0 always takes the most probable token (default 1)",
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=of_kind(Annotated[float, Bounds(gt=0, le=1)]),
-        default=1.0,
-        help="sample from the smallest set of tokens with total probability P (default 1: all tokens)",
-    )
-    parser.add_argument(
-        "--seed", metavar="N", type=of_kind(NonNegativeInt), default=0, help="seed of sampling (default 0)"
-    )
-    add_options(parser, "--window", "--first", "--threads")
 
 
 def prompt_file(text: str) -> Path:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.command.options import Commands, add_command, add_options, path
 from lit_lazy.model.import_.kinds import KINDS, is_hub_name
 
 if TYPE_CHECKING:
@@ -19,19 +19,15 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "import", import_model, "make a checkpoint of a published model, of the form of Llama"
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=find_source,
-        help=KINDS,
+    add_options(
+        parser,
+        {
+            "source SOURCE": (KINDS, {"type": find_source}),
+            "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
+            "--unchecked": "do not compare the new model's logits with those of transformers",
+            "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
+        },
     )
-    parser.add_argument(
-        "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
-    )
-    parser.add_argument(
-        "--unchecked", action="store_true", help="do not compare the new model's logits with those of transformers"
-    )
-    parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
 
 
 def find_source(text: str) -> Path:

@@ -13,17 +13,14 @@ from lit_lazy.command.options import (
     Commands,
     add_command,
     add_options,
-    folder,
     int_list,
-    json_file,
     make_eviction,
-    name_list,
     of_kind,
     prepare_process,
     print_metrics,
     read_list,
 )
-from lit_lazy.support.checks import Bounds, NonEmptyText, PositiveFloat, PositiveInt
+from lit_lazy.support.checks import Bounds, NonEmptyText
 
 if TYPE_CHECKING:
     from lit_lazy.measure.lm_eval import BenchmarkResults
@@ -33,14 +30,13 @@ def add_to(commands: Commands) -> None:
     summary = "measure a trained model on its validation data"
     parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
     parser.epilog = CHANGES
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument(
-        "--evaluations",
-        metavar="LIST",
-        type=of_kind(NonEmptyText),
-        help="measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'",
+    add_options(
+        parser,
+        "checkpoint",
+        "--import",
+        {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"},
+        "--threads",
     )
-    add_options(parser, "--threads")
     _add_diagnose(commands)
     _add_lm_eval(commands)
 
@@ -49,21 +45,23 @@ def _add_diagnose(commands: Commands) -> None:
     summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
     parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
     parser.epilog = CHANGES
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument(
-        "--data",
-        metavar="EXPERIMENT",
-        type=of_kind(NonEmptyText),
-        help="experiment whose validation data to use, a name or a .py file (default: the data of the training)",
+    add_options(
+        parser,
+        "checkpoint",
+        "--import",
+        {
+            "--data EXPERIMENT": (
+                "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
+                {"type": of_kind(NonEmptyText)},
+            ),
+            "--lengths 512,1024": (
+                "further context lengths to measure at",
+                {"type": partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": []},
+            ),
+        },
+        "--window",
+        "--first",
     )
-    parser.add_argument(
-        "--lengths",
-        metavar="512,1024",
-        type=partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
-        default=[],
-        help="further context lengths to measure at",
-    )
-    add_options(parser, "--window", "--first")
     for part, default in (
         ("layers", "up to four, evenly spaced"),
         ("heads", "the one with the most weight on the first key"),
@@ -74,47 +72,37 @@ def _add_diagnose(commands: Commands) -> None:
             type=int_list,
             help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
         )
-    parser.add_argument(
-        "--sequences",
-        metavar="N",
-        type=of_kind(PositiveInt),
-        default=64,
-        help="maximum number of validation sequences (default 64)",
+    add_options(
+        parser,
+        {
+            "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
+            "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a "
+            "model that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
+            "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
+        },
+        "--threads",
+        "--runs",
     )
-    parser.add_argument(
-        "--rise",
-        metavar="NATS",
-        type=of_kind(PositiveFloat),
-        help="raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model that was "
-        "trained without thresholds and is changed by --model.attention.normaliser=Elastic",
-    )
-    parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
-    add_options(parser, "--threads", "--runs")
 
 
 def _add_lm_eval(commands: Commands) -> None:
     parser = add_command(
         commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
     )
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument(
-        "--tasks",
-        metavar="piqa,boolq",
-        type=name_list,
-        help="tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, arc_easy, "
-        "arc_challenge, social_iqa, boolq)",
+    add_options(
+        parser,
+        "checkpoint",
+        "--import",
+        {
+            "--tasks piqa,boolq": "tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, "
+            "winogrande, arc_easy, arc_challenge, social_iqa, boolq)",
+            "--task-folder FOLDER": "folder with task files, which take precedence over the harness's tasks of the "
+            "same name",
+            "--limit N": "maximum questions per task, for a trial",
+            "--out FILE.json": "write the results there",
+        },
+        "--threads",
     )
-    parser.add_argument(
-        "--task-folder",
-        metavar="FOLDER",
-        type=folder,
-        help="folder with task files, which take precedence over the harness's tasks of the same name",
-    )
-    parser.add_argument(
-        "--limit", metavar="N", type=of_kind(PositiveInt), help="maximum questions per task, for a trial"
-    )
-    parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
-    add_options(parser, "--threads")
 
 
 def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -9,19 +9,23 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command, add_options, path
+from lit_lazy.command.options import Commands, add_command, add_options
 from lit_lazy.support.named_files import require_usable_name
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "fields", fields, "list an experiment's fields that can be overridden")
-    add_options(parser, "experiment")
-    parser.add_argument("--all", action="store_true", help="also those of the classes that it does not use")
+    add_options(parser, "experiment", {"--all": "also those of the classes that it does not use"})
     summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
     parser = add_command(commands, "new", new, summary)
-    parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
-    parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
-    parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
+    add_options(
+        parser,
+        {
+            "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
+            "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
+            "--out FILE.py": "file to write (default: NAME.py)",
+        },
+    )
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -5,40 +5,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, name_list, path
+from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, path
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
     )
-    add_grid(parser, nargs="?", help=f"{SHARED['ablation']['help']}; without it, the page over all results in --runs")
-    parser.add_argument(
-        "--from",
-        dest="sources",
-        metavar="FOLDER",
-        type=path,
-        action="append",
-        default=[],
-        help="report, figures and all formats of the table.json in this folder, such as docs/results/table2-backcopy, "
-        "without its runs; repeatable",
+    add_grid(parser, nargs="?", help=f"{SHARED['ablation NAME']}; without it, the page over all results in --runs")
+    add_options(
+        parser,
+        {
+            "--from FOLDER ...": (
+                "report, figures and all formats of the table.json in this folder, such as "
+                "docs/results/table2-backcopy, without its runs; repeatable",
+                {"type": path, "dest": "sources"},
+            ),
+            "--ui-url URL": "address of the MLflow UI, to which the report links its runs",
+            "--figures A,B": "show the figures of these rows, or of `all` (default: the baseline and the first other "
+            "row)",
+            "--out FILE": "output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in "
+            "--runs; with --from, FOLDER/report.html in dist)",
+        },
+        "--open",
     )
-    parser.add_argument("--ui-url", metavar="URL", help="address of the MLflow UI, to which the report links its runs")
-    parser.add_argument(
-        "--figures",
-        metavar="A,B",
-        type=name_list,
-        default=[],
-        help="show the figures of these rows, or of `all` (default: the baseline and the first other row)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=path,
-        help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs; with "
-        "--from, FOLDER/report.html in dist)",
-    )
-    add_options(parser, "--open")
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:

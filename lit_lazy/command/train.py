@@ -12,10 +12,8 @@ from lit_lazy.command.options import (
     add_options,
     append_init_from,
     make_execution,
-    of_kind,
     print_metrics,
 )
-from lit_lazy.support.checks import PositiveInt
 
 if TYPE_CHECKING:
     pass
@@ -24,28 +22,33 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     summary = "tokenise an experiment's text ahead of training"
     parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
-    add_options(parser, "experiment")
-    parser.add_argument(
-        "--processes",
-        metavar="N",
-        type=of_kind(PositiveInt),
-        help="parallel processes, at most one per file (default: one per core, and only this process for a small "
-        "corpus)",
+    add_options(
+        parser,
+        "experiment",
+        {
+            "--processes N": "parallel processes, at most one per file (default: one per core, and only this process "
+            "for a small corpus)"
+        },
     )
     parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
-    add_options(parser, "experiment", "--threads")
-    parser.add_argument(
-        "--keep-checkpoint",
-        action=argparse.BooleanOptionalAction,
-        help="keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one is "
-        "an error)",
+    add_options(
+        parser,
+        "experiment",
+        "--threads",
+        {
+            "--keep-checkpoint": (
+                "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one "
+                "is an error)",
+                {"action": argparse.BooleanOptionalAction},
+            ),
+            "--dry-run": "print the expected cost; create nothing",
+            "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
+            "--verbose": "print all final metrics instead of a selection",
+        },
+        "--logger",
+        "--runs",
+        "--init-from",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the expected cost; create nothing")
-    parser.add_argument(
-        "--gpu", help="with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="print all final metrics instead of a selection")
-    add_options(parser, "--logger", "--runs", "--init-from")
     add_execution(parser)
 
 

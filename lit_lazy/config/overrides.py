@@ -83,7 +83,12 @@ def _change(cls: Any, value: Any, prefix: str, texts: Mapping[str, str], known: 
             some = next(other for other in known if other.startswith(f"{path}."))
             raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
         else:
-            changes[name] = _parse_field(path, text or "", hint)
+            part = next(iter(get_args(hint)), None)  # of a tuple of parts
+            try:
+                exchangeable = is_exchangeable(part)
+                changes[name] = _parse_parts(text or "", part) if exchangeable else parse(text or "", hint)
+            except (SyntaxError, TypeError, ValueError) as error:
+                raise ValueError(f"--{path}={text or ''!r}: {one_line(error)}") from None
     try:
         return cls(**changes) if value is None else dataclasses.replace(value, **changes)
     except (TypeError, OverflowError) as error:  # a value that the checks of a custom class cannot handle
@@ -133,14 +138,6 @@ def _guess_path(path: str, known: Sequence[str]) -> str:
     return (
         f" (did you mean --{by_name[nearly[0]]}?)" if nearly else did_you_mean(f"--{path}", map("--{}".format, known))
     )
-
-
-def _parse_field(path: str, text: str, hint: Any) -> Any:
-    base = next(iter(get_args(hint)), None)  # of a tuple of parts
-    try:
-        return _parse_parts(text, base) if is_exchangeable(base) else parse(text, hint)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"--{path}={text!r}: {one_line(error)}") from None
 
 
 def _parse_parts(text: str, base: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Forest plot of a table's differences to the baseline."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Literal
 
@@ -51,11 +51,20 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
         _draw_panel(axes, table, rows, known[key])
-    set_row_labels(panels[0], [(row.variant, row.variant == table.baseline) for row in rows])
+    panels[0].set_yticks(range(len(rows)), [row.variant for row in rows])
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
     for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.variant == table.baseline else "normal")
         if row.variant in table.unlearned:
             label.set_color(UNLEARNED)
-    handles = _make_legend_handles()
+    handles = [
+        make_marker_handle("better, p < 0.05 (Holm)", BETTER, BETTER),
+        make_marker_handle("worse, p < 0.05 (Holm)", WORSE, WORSE, "s"),
+        make_marker_handle("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
+        make_marker_handle("not separated or not tested", NEUTRAL, "white"),
+        Line2D([], [], color=NEUTRAL, linewidth=1.6, label="95 % interval, not adjusted"),
+        Line2D([], [], color=NEUTRAL, linewidth=1.2, linestyle=":", label="range over seeds, not tested"),
+    ]
     if table.unlearned:
         handles.append(make_marker_handle("did not learn the task", UNLEARNED, UNLEARNED, "X"))
     draw_legend_below(figure, handles, 3 if len(columns) > 2 else 2)
@@ -78,13 +87,17 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
             # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
             place = {"xytext": (8 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
-            axes.annotate(_explain_absence(row, table, column), (0, y), va="center", color=NEUTRAL, **place)
+            why = "not defined" if row.metrics[column.key].mean is None else "no baseline"
+            why = "baseline" if row.variant == table.baseline else why if row.n else row.status
+            axes.annotate(why, (0, y), va="center", color=NEUTRAL, **place)
             if row.variant == table.baseline:
                 axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
             continue
         x = effect.mean * column.scale
         dead = row.variant in unlearned
-        colour = UNLEARNED if dead else _choose_colour(x, column) if effect.separated else NEUTRAL
+        colour = UNLEARNED if dead else NEUTRAL
+        if effect.separated and column.better and not dead:
+            colour = BETTER if (x < 0) == (column.better == "lower") else WORSE
         left, right = _find_interval_ends(effect, column)
         if left < right:
             width, style = (1.2, ":") if effect.test == "saturated" else (1.6, "-")
@@ -98,14 +111,6 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
     axes.set(title=f"{column.title} (n = {seeds})" if seeds else column.title, xlabel=format_axis_label(column))
     style_forest_panel(axes, ticks=5)
-
-
-def set_row_labels(axes: Axes, rows: Collection[tuple[str, bool]]) -> None:
-    """Label the rows of a forest plot, from the top down: name, and whether it is bold."""
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    for label, (_, bold) in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_fontweight("bold" if bold else "normal")
 
 
 def style_forest_panel(axes: Axes, ticks: int) -> None:
@@ -146,22 +151,18 @@ def _draw_far_point(axes: Axes, edge: float, y: float, value: str, colour: str, 
     axes.annotate(value, (edge, y), color=colour, **place)
 
 
-def _drop_far_points(points: Sequence[float]) -> list[float]:
-    """The points without outliers: at most a fifth of them (or one), more than FAR times as far out as all others.
+def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Axis limits for the points that are not outliers; `shown` holds (point, left, right) of each.
 
-    If the others are below 1 / ROUNDING of the outliers, they are rounding errors and set no scale.
+    Outliers are at most a fifth of the points (or one), and more than FAR times as far out as all others. If the others
+    are below 1 / ROUNDING of them, they are rounding errors and set no scale.
     """
-    near = sorted(points, key=abs)
+    points = near = sorted((point for point, _, _ in shown), key=abs)
     for count in range(max(1, len(near) // 5), 0, -1):
         kept, far = near[:-count], near[-count:]
         if len(kept) > 1 and FAR * abs(kept[-1]) < abs(far[0]) < ROUNDING * abs(kept[-1]):
-            return kept
-    return near
-
-
-def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Axis limits for the points that are not outliers; `shown` holds (point, left, right) of each."""
-    points = _drop_far_points([point for point, _, _ in shown])
+            points = kept
+            break
     return fit_limits(points, [(left, right) for point, left, right in shown if point in points])
 
 
@@ -180,20 +181,6 @@ def fit_limits(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> 
     return left - margin, right + margin
 
 
-def _explain_absence(row: TableRow, table: Table, column: Column) -> str:
-    if row.variant == table.baseline:
-        return "baseline"
-    if not row.n:
-        return row.status
-    return "not defined" if row.metrics[column.key].mean is None else "no baseline"
-
-
-def _choose_colour(difference: float, column: Column) -> str:
-    if column.better is None:
-        return NEUTRAL
-    return BETTER if (difference < 0) == (column.better == "lower") else WORSE
-
-
 def format_axis_label(column: Column) -> str:
     """Axis label of differences, with the direction that is better."""
     unit = f" ({column.difference_unit})" if column.unit else ""
@@ -204,14 +191,3 @@ def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", lin
     """Legend entry of a point with its interval; line "" is a point without interval."""
     look = {"marker": shape, "markerfacecolor": face, "markeredgewidth": 1.4}
     return Line2D([], [], color=colour, linestyle=line, label=label, **look)
-
-
-def _make_legend_handles() -> list[Line2D]:
-    return [
-        make_marker_handle("better, p < 0.05 (Holm)", BETTER, BETTER),
-        make_marker_handle("worse, p < 0.05 (Holm)", WORSE, WORSE, "s"),
-        make_marker_handle("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
-        make_marker_handle("not separated or not tested", NEUTRAL, "white"),
-        Line2D([], [], color=NEUTRAL, linewidth=1.6, label="95 % interval, not adjusted"),
-        Line2D([], [], color=NEUTRAL, linewidth=1.2, linestyle=":", label="range over seeds, not tested"),
-    ]

@@ -19,7 +19,7 @@ from lit_lazy.figures.effects import (
     make_marker_handle,
     style_forest_panel,
 )
-from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
 from lit_lazy.table.looks import Region, compute_support_interval, list_regions
 from lit_lazy.table.records import Table
 
@@ -55,10 +55,12 @@ def verdict_figure(table: Table) -> Figure | None:
     share = declared.rule in BY_STATEMENT
     scale = 1.0 if share else column.scale
     names = [wrap(f"{part.name}: {part.why}", NAME_WIDTH) for part in verdict.parts]
-    shown = [_list_findings(verdict, i) for i in range(len(verdict.parts))]
+    # The findings on each contrast, look by look, up to the one that decided it.
+    shown = [[look.parts[i] for look in verdict.looks if look.parts[i].n == look.n] for i in range(len(verdict.parts))]
     heights = [max(len(name), len(found)) for name, found in zip(names, shown, strict=True)]
     height = 0.2 + 0.17 * sum(heights) + 0.12 * len(heights)
-    figure = new_figure(WIDTH, AROUND + max(height, LEAST), _format_title(table, verdict))
+    title = f"{table.ablation} on {table.base}. {verdict.sentence}"
+    figure = new_figure(WIDTH, AROUND + max(height, LEAST), title)
     axes = figure.subplots()
     regions = list_regions(declared)
     edges = {edge * scale for region in (*regions[0], *regions[1]) for edge in region if math.isfinite(edge)}
@@ -87,12 +89,6 @@ def verdict_figure(table: Table) -> Figure | None:
     style_forest_panel(axes, ticks=7)
     draw_legend_below(figure, _make_look_handles(*regions), 3)
     return figure
-
-
-def _list_findings(verdict: Verdict, contrast: int) -> list[Finding]:
-    """The findings on a contrast, look by look, up to the one that decided it."""
-    found = [look.parts[contrast] for look in verdict.looks]
-    return [part for look, part in zip(verdict.looks, found, strict=True) if part.n == look.n]
 
 
 def _draw_look(axes: Axes, declared: Declaration, found: Finding, y: float, scale: float, strength: float) -> None:
@@ -134,7 +130,3 @@ def _make_look_handles(supporting: Sequence[Region], refuting: Sequence[Region])
         Line2D([], [], color=NEUTRAL, linewidth=1.2, label="simultaneous interval"),
         *(Patch(facecolor=colour, linewidth=0, label=name) for name, colour in colours.items()),
     ]
-
-
-def _format_title(table: Table, verdict: Verdict) -> str:
-    return f"{table.ablation} on {table.base}. {verdict.sentence}"

@@ -115,7 +115,10 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
     reference = build_reference(request.checkpoint, trained) if same else {"before/": trained}
     measured = measure_all({"": module} | reference, sources, history, request, console)
-    metrics = compute_metrics(measured)
+    metrics = measured.metrics()  # under each measurement's prefix: means over layers, heads and positions
+    for prefix in measured.prefixes:
+        arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
+        metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
     files = write_results(measured, metrics, sources, request)
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
@@ -252,15 +255,6 @@ class _Progress:
             left = format_duration(self.left * self.seconds / self.tokens)
             speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{'' if self.others else f', {left} left'})"
         self.console(f"measuring {self.number} of {self.total}, {text}{speed}")
-
-
-def compute_metrics(measured: Diagnostics) -> dict[str, float]:
-    """Metrics of the sample under each measurement's prefix: means over layers, heads and positions, and of lengths."""
-    metrics = measured.metrics()
-    for prefix in measured.prefixes:
-        arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
-        metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
-    return metrics
 
 
 def describe_sample(measured: Diagnostics, source: DataSource) -> str:

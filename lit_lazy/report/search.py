@@ -92,9 +92,14 @@ class SearchReport:
 
     def to_blocks(self) -> list[Block]:
         """The blocks of the report."""
+        counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
+        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        names = self.definition.names
+        axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
+        origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
         blocks = [
             Heading(self.id, 2),
-            Paragraph(self._describe_search()),
+            Paragraph(f"{states}. Axes: {axes}. {origin} Made by: {self.command}"),
             self._build_grid(),
             Paragraph(
                 "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
@@ -104,14 +109,6 @@ class SearchReport:
         if len(self.points) > SHOWN:
             blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
         return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
-
-    def _describe_search(self) -> str:
-        counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
-        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        names = self.definition.names
-        axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
-        origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
-        return f"{states}. Axes: {axes}. {origin} Made by: {self.command}"
 
     def _build_grid(self) -> Tabular:
         axes, objective = self.definition.axes, f"{TITLES[self.definition.objective]} ↓"

@@ -17,7 +17,6 @@ from lit_lazy.command.options import (
     add_command,
     add_execution,
     add_options,
-    append_init_from,
     make_execution,
 )
 from lit_lazy.support.errors import did_you_mean
@@ -396,7 +395,7 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
         raise ValueError(
             f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
         )
-    found = make_base(options, ablation, append_init_from(options, overrides), ablation.name)
+    found = make_base(options, ablation, overrides, ablation.name)
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
@@ -458,7 +457,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
-        base_config=to_dict(base),
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lit_lazy.command.options import append_init_from
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
 
@@ -43,7 +44,7 @@ class Base(NamedTuple):
 
 
 def make_base(options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str], prefix: str) -> Base:
-    """The experiment under an ablation or a search, with the command's overrides.
+    """The experiment under an ablation or a search, with the command's overrides and `--init-from`.
 
     prefix: what precedes its name in that of the results. Results of a version that named overrides by a hash keep
     their name.
@@ -56,7 +57,7 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
-    base, overridden = apply_overrides(experiment, overrides)
+    base, overridden = apply_overrides(experiment, append_init_from(options, overrides))
     changes = list_changes(experiment, base)
 
     def join_changes(spell: Callable[[str], str]) -> str:

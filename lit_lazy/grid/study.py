@@ -23,7 +23,7 @@ from lit_lazy.support.disk import check_writable_folder, is_disk_full, is_file_t
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.store import StorageError, check_sqlite, make_engine_options, query_database, sqlite_file
+from lit_lazy.tracking.store import StorageError, check_database, check_sqlite, make_engine_options, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -85,7 +85,7 @@ def check_storage(storage: str) -> None:
                 f"--storage {storage!r}: folder {str(file.parent)!r} does not exist; create it, or name another file"
             )
         check_writable_folder("--storage", file.parent)
-    query_database("--storage", url, "studies", lambda _: None)
+    check_database("--storage", url, "studies")
 
 
 def open_study(storage: str | None, folder: Path) -> optuna.Study:

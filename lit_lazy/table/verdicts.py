@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Look, Verdict
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
 from lit_lazy.table.looks import (
     ALPHA,
     combine_statuses,
@@ -29,7 +29,7 @@ def add_verdict(table: Table, declaration: Declaration | None) -> Table:
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
     """The verdict of a table; None while a row of a contrast lacks the primary outcome in a seed of the first look."""
-    if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table, ()):
+    if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table):
         return None
     column, seeds = table.columns_by_key[declaration.primary], set(map(str, declaration.seeds))
     measures = table.collect_measures(column.key)
@@ -53,20 +53,19 @@ def describe_missing(declaration: Declaration, table: Table) -> str:
     """Describe what an absent verdict still needs."""
     if declaration.primary not in table.columns_by_key:
         return f"No cell has measured its primary outcome, {declaration.primary}."
-    missing = find_missing_seeds(declaration, table, ())
+    missing = find_missing_seeds(declaration, table)
     row, seeds = next(iter(missing.items()))
     others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
     needed = declaration.looks[0]
     return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
 
 
-def find_missing_seeds(declaration: Declaration, table: Table, looks: tuple[Look, ...]) -> dict[str, list[int]]:
-    """Seeds without a primary outcome, by row, that the look after `looks` needs."""
+def find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, list[int]]:
+    """Seeds without a primary outcome, by row, that the first look needs."""
     known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
-    seeds = declaration.seeds[: declaration.looks[len(looks)]]
+    seeds = declaration.seeds[: declaration.looks[0]]
     lacking = {
-        row: [seed for seed in seeds if str(seed) not in known.get(row, {})]
-        for row in find_open_rows(declaration, looks)
+        row: [seed for seed in seeds if str(seed) not in known.get(row, {})] for row in find_open_rows(declaration, ())
     }
     return {row: seeds for row, seeds in lacking.items() if seeds}
 

@@ -6,11 +6,11 @@ A database is checked before anything is created, and never shown with its passw
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
@@ -38,7 +38,6 @@ def default_uri(runs: Path) -> str:
 
 ARTIFACTS = "mlartifacts"
 """Folder beside a local store's database."""
-T = TypeVar("T")
 CONNECT_SECONDS = 10
 LOCKED_SECONDS = 60
 """Timeout for other sqlite writers."""
@@ -52,11 +51,10 @@ class StorageError(ValueError):
     """A database cannot be used; the message has one line."""
 
 
-def query_database(option: str, url: str, table: str, query: Callable[[sqlalchemy.Connection], T]) -> T | None:
-    """The result of a query; None if the database is empty or the sqlite file does not exist. Creates nothing.
+def check_database(option: str, url: str, table: str) -> None:
+    """Raise a one-line StorageError, which names the option, if a database cannot be used. Creates nothing.
 
-    table: a table by which the database is recognised. Raises StorageError, which names the option, for a database that
-    cannot be reached, is damaged, or belongs to another program.
+    It is empty or missing, or has the table by which it is recognised; otherwise it belongs to another program.
     """
     file = sqlite_file(url)
     named = f"{option} {redact_url(url)!r}"
@@ -64,7 +62,7 @@ def query_database(option: str, url: str, table: str, query: Callable[[sqlalchem
         try:
             kind = file.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return
         except (OSError, ValueError) as error:  # a name that is too long, circular links
             raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); name another") from None
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite's error describes a folder
@@ -79,15 +77,12 @@ def query_database(option: str, url: str, table: str, query: Callable[[sqlalchem
     try:
         with engine.connect() as connection:
             tables = sqlalchemy.inspect(connection).get_table_names()
-            if table in tables:
-                return query(connection)
     except SQLAlchemyError as error:
         raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); {fix}") from None
     finally:
         engine.dispose()
-    if "alembic_version" in tables:  # another program's migrations, which could also change our tables
+    if table not in tables and "alembic_version" in tables:  # another's migrations, which could change our tables too
         raise StorageError(f"{named}: is another program's database; name another")
-    return None
 
 
 def sqlite_url(file: Path) -> str:

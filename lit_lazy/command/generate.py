@@ -64,7 +64,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
-    from lit_lazy.support.errors import one_line
+    from lit_lazy.support.errors import naming
     from lit_lazy.support.memory import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
@@ -77,10 +77,8 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
-    try:
+    with naming(f"--tokens {options.tokens}"):
         generation = Generation(model, ids, options.tokens, sampling, prompts.special.ends, evict)
-    except ValueError as error:
-        raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
     require_memory({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
     try:
         with evaluation_mode(model):

@@ -3,13 +3,12 @@
 import argparse
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import Commands, add_command, add_options, path
 from lit_lazy.model.import_.kinds import KINDS, is_hub_name
+from lit_lazy.support.errors import naming
 
 if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
@@ -102,15 +101,6 @@ def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
         for token in (settings.bos_token_id, settings.pad_token_id, *(given if isinstance(given, list) else [given]))
     )
     return SpecialTokens(begin, tuple(token for token in ends if token is not None), pad)
-
-
-@contextmanager
-def naming(option: str) -> Iterator[None]:
-    """Names the option in a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def check_out(out: Path, beside: Path, tokenizer: str, size: int) -> None:

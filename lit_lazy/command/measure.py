@@ -21,6 +21,7 @@ from lit_lazy.command.options import (
     read_list,
 )
 from lit_lazy.support.checks import Bounds, NonEmptyText
+from lit_lazy.support.errors import naming
 
 if TYPE_CHECKING:
     from lit_lazy.measure.lm_eval import BenchmarkResults
@@ -184,10 +185,8 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     manager = find_tasks(chosen, options.task_folder, "--tasks")
     module = checkpoints.load(options.checkpoint)
     checkpoints.require_same_tokenizer(options.checkpoint, module, module.cfg.data)
-    try:
+    with naming(f"checkpoint {str(options.checkpoint)!r}"):
         tokenizer = require_tokenizer(module.cfg.data, module.hparams["vocab_size"])
-    except ValueError as error:
-        raise ValueError(f"checkpoint {str(options.checkpoint)!r}: {error}") from None
     tasks = load_tasks(chosen, manager, "--tasks")
     model = module.model.to(select_training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")

@@ -21,7 +21,7 @@ from lit_lazy.support.checks import (
     describe_kind,
     parse,
 )
-from lit_lazy.support.errors import did_you_mean, sanitise
+from lit_lazy.support.errors import did_you_mean, naming, sanitise
 from lit_lazy.support.named_files import find, find_python_file, suggest_file
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ def of_kind(kind: Any) -> Callable[[str], Any]:
 
 
 def _parse_option(text: str, kind: Any) -> Any:
-    try:
+    with naming(repr(text)):
         return parse(text, kind)
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from None
 
 
 def experiment_name(text: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
@@ -18,7 +18,7 @@ from lit_lazy.config.user_files import load_attribute
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
-from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
+from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.table.columns import COLUMNS
@@ -28,7 +28,6 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
 
-T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
 """Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
@@ -275,7 +274,8 @@ def apply_rows(
     configs: dict[str, RunConfig] = {}
     first: dict[tuple[str, int], str] = {}
     for row, seeds in track_progress(chosen, "reading rows"):
-        configs[row.name] = config = check_row(row, lambda row=row: row.apply_to(base))
+        with naming(f"row {row.name!r}"):
+            configs[row.name] = config = row.apply_to(base)
         settings = cell_key(config, fingerprint="")  # equal settings have equal data
         for seed in seeds:
             twin = first.setdefault((settings, seed), row.name)
@@ -285,14 +285,6 @@ def apply_rows(
                     "for example by --rows"
                 )
     return configs
-
-
-def check_row(row: Row, check: Callable[[], T]) -> T:
-    """The value of `check`, whose ValueErrors get the row's name."""
-    try:
-        return check()
-    except ValueError as error:
-        raise ValueError(f"row {row.name!r}: {error}") from None
 
 
 class PreparedRow(NamedTuple):
@@ -311,16 +303,14 @@ def prepare_rows(
 ) -> dict[str, PreparedRow]:
     """`apply_rows`, and each row validated on its data."""
     configs = apply_rows(chosen, base, overridden)
-
-    def check_start(config: RunConfig) -> PreparedRow:
-        source = prepare(config)
-        check_init_from(config, source.outline)
-        return PreparedRow(config, source.fingerprint)
-
-    return {
-        row.name: check_row(row, lambda row=row: check_start(configs[row.name]))
-        for row, _ in track_progress(chosen, "checking rows")
-    }
+    prepared = {}
+    for row, _ in track_progress(chosen, "checking rows"):
+        config = configs[row.name]
+        with naming(f"row {row.name!r}"):
+            source = prepare(config)
+            check_init_from(config, source.outline)
+        prepared[row.name] = PreparedRow(config, source.fingerprint)
+    return prepared
 
 
 def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str, PreparedRow]) -> list[Cell]:

@@ -6,9 +6,10 @@ from rich.console import Console
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.base import Outline
-from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
+from lit_lazy.grid.ablation import Row, check_and_outline_data
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
+from lit_lazy.support.errors import naming
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.prepare import list_ineffective
 
@@ -29,7 +30,8 @@ def print_estimate(
     """
     outlines: dict[str, Outline] = {}
     for row, _ in track_progress(chosen, "checking rows"):
-        outlines[row.name] = check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
+        with naming(f"row {row.name!r}"):
+            outlines[row.name] = check_and_outline_data(configs[row.name], launch.execution)
     total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]

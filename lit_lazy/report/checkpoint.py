@@ -24,7 +24,7 @@ from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.errors import UnfinishedError, naming
 from lit_lazy.support.inside import join_name
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import collect_environment
@@ -149,30 +149,15 @@ def load_sources(request: Request, trained: LitLM, data: DataConfig, model: Deco
     """
     origin = f"checkpoint {str(request.checkpoint)!r}" if request.data is None else f"--data {request.data!r}"
     source = checkpoints.load_data_for(request.checkpoint, trained, data, origin)
-    check_length(model, source.context_length, origin)
-    longer = {f"L{length}/": load_at_length(data, length, source, model) for length in request.lengths}
-    return {"": source, **longer}
-
-
-def load_at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
-    """The same data in sequences of another length. Raises a one-line ValueError if that is impossible."""
-    option = f"--lengths {length}"
-    if length == source.context_length:
-        return source
-    try:
-        longer = config.at_length(length)
-        model.check_length(length)
-        return load_data(longer)
-    except ValueError as error:
-        raise ValueError(f"{option}: {one_line(error)}") from None
-
-
-def check_length(model: DecoderLM, length: int, option: str) -> None:
-    """Raise a one-line ValueError if the positions or the bias do not support the length."""
-    try:
-        model.check_length(length)
-    except ValueError as error:
-        raise ValueError(f"{option}: {one_line(error)}") from None
+    with naming(origin):
+        model.check_length(source.context_length)
+    found = {"": source}
+    for length in request.lengths:
+        with naming(f"--lengths {length}"):
+            longer = data if length == source.context_length else data.at_length(length)
+            model.check_length(length)
+            found[f"L{length}/"] = source if longer is data else load_data(longer)
+    return found
 
 
 def measure_all(

@@ -4,6 +4,7 @@ import difflib
 import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from lit_lazy.support.secrets import redact_text
 
@@ -16,6 +17,15 @@ MOST_SHOWN = 10**6
 
 class UnfinishedError(RuntimeError):
     """Work could not be finished for a reason other than the input: one line, exit status 1."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin the message of a ValueError with what it is about, such as an option."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def sanitise(message: str) -> str:

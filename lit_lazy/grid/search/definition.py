@@ -15,7 +15,7 @@ from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorte
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.errors import naming, short_repr
 from lit_lazy.support.named_files import get_name
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.training.init_from import check_init_from
@@ -180,11 +180,9 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
     check_init_from(base, source.outline)
     for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
         point = dict(zip(search.axes, corner, strict=True))
-        try:
+        where = ", ".join(f"{path}={value:g}" for path, value in point.items())
+        with naming(f"search {search.name!r}: no training at {where}"):
             prepare(replace_at(base, point))
-        except ValueError as error:
-            where = ", ".join(f"{path}={value:g}" for path, value in point.items())
-            raise ValueError(f"search {search.name!r}: no training at {where}: {error}") from None
     known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
     fix = f"the data {source.name!r} has no known optimum; take loss/val"
     require(known, f"search {search.name!r}: objective", search.objective, fix)

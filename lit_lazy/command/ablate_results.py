@@ -14,7 +14,6 @@ from lit_lazy.support.named_files import find_grids
 
 if TYPE_CHECKING:
     from lit_lazy.grid.plan import GridFolder
-    from lit_lazy.table.records import Table
 
 
 def add_to(commands: Commands) -> None:
@@ -122,41 +121,34 @@ def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    table, file = _rebuild_table(options) if options.source is None else _recompute_table(options)
+    """Rebuild the table of a grid, or that of a table.json, which it replaces."""
+    if options.source is None:
+        grid = open_grid_folder(options)
+        from lit_lazy.report.publish import save_table
+        from lit_lazy.support.disk import check_writable_folder
+        from lit_lazy.table.render import DETAILS
+
+        place = choose_output(options, grid.path)
+        check_writable_folder("--out" if options.out else "--runs", place)
+        place.mkdir(parents=True, exist_ok=True)
+        table, file = save_table(grid, place), place / DETAILS
+    else:
+        if options.base:
+            raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
+        if options.out:
+            raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
+        from lit_lazy.grid.question import load_ablation_or_question
+        from lit_lazy.report.publish import recompute_table
+        from lit_lazy.support.named_files import find, list_available
+
+        name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
+        declared = find("ablations", name if name in list_available("ablations") else options.ablation)
+        table, file = recompute_table(options.source, *load_ablation_or_question(declared)), options.source
     from lit_lazy.support.console import text_width
     from lit_lazy.table.render import render_text
 
     print(render_text(table, file, text_width()))
     return 0
-
-
-def _rebuild_table(options: argparse.Namespace) -> "tuple[Table, Path]":
-    """The table of a grid, and the file with all of it; writes both."""
-    grid = open_grid_folder(options)
-    from lit_lazy.report.publish import save_table
-    from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.table.render import DETAILS
-
-    place = choose_output(options, grid.path)
-    check_writable_folder("--out" if options.out else "--runs", place)
-    place.mkdir(parents=True, exist_ok=True)
-    return save_table(grid, place), place / DETAILS
-
-
-def _recompute_table(options: argparse.Namespace) -> "tuple[Table, Path]":
-    """The table of a table.json, which it replaces, and its file."""
-    if options.base:
-        raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-    if options.out:
-        raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
-    from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.report.publish import recompute_table
-    from lit_lazy.support.named_files import find, list_available
-
-    name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
-    path = find("ablations", name if name in list_available("ablations") else options.ablation)
-    ablation, question = load_ablation_or_question(path)
-    return recompute_table(options.source, ablation, question), options.source
 
 
 TABLE = "table.json"

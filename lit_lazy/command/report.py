@@ -46,7 +46,18 @@ def _write_page(options: argparse.Namespace) -> Path:
     from lit_lazy.support.disk import write_text
 
     if options.ablation is None:
-        file, page = _render_index(options)
+        from lit_lazy.report.index import INDEX, list_entries, render_index
+
+        of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
+        if given := [option for option, value in of_one.items() if value]:
+            raise ValueError(f"{given[0]} {of_one[given[0]]!r}: is for the report of one ablation; give its NAME too")
+        file = _choose_file(options, options.runs / INDEX)
+        entries = list_entries(options.runs) if options.runs.is_dir() else []
+        if not entries:
+            raise ValueError(
+                f"--runs {str(options.runs)!r}: holds no results; `lit-lazy ablate run` and `lit-lazy train` make them"
+            )
+        page = render_index(entries, options.runs, file.parent)
     else:
         grid = open_grid_folder(options)
         from lit_lazy.report.page import REPORT, render_report
@@ -75,22 +86,6 @@ def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
         check_writable_file("--out", file)
         write_table_report(source / TABLE, file)
         yield file
-
-
-def _render_index(options: argparse.Namespace) -> tuple[Path, str]:
-    """The page over all results, and the file to write it to."""
-    from lit_lazy.report.index import INDEX, list_entries, render_index
-
-    of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
-    if given := [option for option, value in of_one.items() if value]:
-        raise ValueError(f"{given[0]} {of_one[given[0]]!r}: is for the report of one ablation; give its NAME too")
-    file = _choose_file(options, options.runs / INDEX)
-    entries = list_entries(options.runs) if options.runs.is_dir() else []
-    if not entries:
-        raise ValueError(
-            f"--runs {str(options.runs)!r}: holds no results; `lit-lazy ablate run` and `lit-lazy train` make them"
-        )
-    return file, render_index(entries, options.runs, file.parent)
 
 
 def _choose_file(options: argparse.Namespace, default: Path) -> Path:

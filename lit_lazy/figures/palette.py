@@ -18,11 +18,6 @@ def choose_colours(names: Sequence[str]) -> dict[str, str]:
     return {name: colour or (next(spare, NEUTRAL) if name else NEUTRAL) for name, colour in own.items()}
 
 
-def speak(name: str) -> str:
-    """How people write the name of a class."""
-    return _read(name, "spoken") or name or "no attention"
-
-
 def _read(name: str, attribute: str) -> str:
     """An attribute that a class of this name has itself: what it inherits is another's."""
     from lit_lazy.attention.drawn import Drawn  # these import torch, which most figures do without
@@ -52,7 +47,8 @@ class Colours:
         if len(self._colours) < 2:
             return []
         return [
-            Line2D([], [], color=c, linestyle="", marker="o", label=speak(name)) for name, c in self._colours.items()
+            Line2D([], [], color=c, linestyle="", marker="o", label=_read(name, "spoken") or name or "no attention")
+            for name, c in self._colours.items()
         ]
 
 

@@ -261,7 +261,14 @@ def take_from_files(
                 asked[pack.path] += [] if kept else [(request, adapted)]
                 if not kept:
                     taken.setdefault(key, TakenResult(adapted, pack.ended[result.key]))
-        _check_agreement(request.cell, found)
+        for (first, one), (second, other) in combinations(found, 2):
+            for name in sorted(one.metrics.keys() & other.metrics.keys()):
+                a, b = one.metrics[name], other.metrics[name]
+                if not name.startswith(TIMED) and a != b:
+                    raise ValueError(
+                        f"--results: {request.cell.variant} seed {request.cell.seed} has {name} {a!r} in {first!r} and "
+                        f"{b!r} in {second!r}; leave out the file that is wrong, or name another --runs folder"
+                    )
     for pack in packs:
         if pack.path not in asked:
             raise ValueError(
@@ -276,18 +283,6 @@ def take_from_files(
                 "leave the file out, or give --mixed to take them all the same"
             )
     return taken
-
-
-def _check_agreement(cell: Cell, found: Sequence[tuple[str, RunResult]]) -> None:
-    """Raise a one-line ValueError if two of a cell's results, each with its place, differ in a metric."""
-    for (first, one), (second, other) in combinations(found, 2):
-        for name in sorted(one.metrics.keys() & other.metrics.keys()):
-            if not name.startswith(TIMED) and one.metrics[name] != other.metrics[name]:
-                raise ValueError(
-                    f"--results: {cell.variant} seed {cell.seed} has {name} {one.metrics[name]!r} in {first!r} and "
-                    f"{other.metrics[name]!r} in {second!r}; leave out the file that is wrong, or name another --runs "
-                    "folder"
-                )
 
 
 def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, TakenResult]:

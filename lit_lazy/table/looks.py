@@ -10,7 +10,7 @@ All functions are pure in the declaration and the outcomes by row and seed.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -145,7 +145,7 @@ def _measure_parts(
         rows = [statement.holds.row, *(rival for rival in statement.rivals if rival not in unlearned)]
         by_seed = [{row: outcomes[row][seed] for row in statement.weights} for seed in seeds]
         given = [statement.given is None or statement.given.holds(x) for x in by_seed]
-        compared = [statement.holds.replace_row(statement.holds.row, row) for row in rows]
+        compared = [replace(statement.holds, row=row) for row in rows]
         met = [[part.holds(x) and present for x, present in zip(by_seed, given, strict=True)] for part in compared]
         return np.array([[not present for present in given], *met], dtype=float)
     if declaration.rule == "removed":

@@ -283,13 +283,6 @@ class ContrastRow:
     metrics: dict[str, Effect]
 
 
-def _are_twins(a: TableRow, b: TableRow, keys: Sequence[str]) -> bool:
-    """Whether two rows have the same values of these metrics in all seeds that they share, and share one."""
-    values = [(a.metrics[key].values, b.metrics[key].values) for key in keys]
-    pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
-    return bool(pairs) and all(old == new for old, new in pairs)
-
-
 @dataclass(frozen=True)
 class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
@@ -385,8 +378,14 @@ class Table:
         """Groups of rows that have the same losses, to the last bit, in all seeds that they share."""
         losses = [key for key in self.columns_by_key if key.startswith("loss/")]
         groups: list[list[TableRow]] = []
+
+        def are_twins(a: TableRow, b: TableRow) -> bool:
+            values = [(a.metrics[key].values, b.metrics[key].values) for key in losses]
+            pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
+            return bool(pairs) and all(old == new for old, new in pairs)
+
         for row in self.rows:
-            group = next((group for group in groups if _are_twins(group[0], row, losses)), None)
+            group = next((group for group in groups if are_twins(group[0], row)), None)
             groups.append([row]) if group is None else group.append(row)
         return [[row.variant for row in group] for group in groups if len(group) > 1]
 
@@ -453,16 +452,16 @@ def _drop_defaults(record: "Column | TableRow | Yardstick", **changes: Any) -> d
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:
     """CSV of cells. Text that a spreadsheet would read as a formula gets a leading apostrophe."""
+
+    def escape(text: str) -> str:
+        line = escape_controls(text.replace("\r", " "))  # csv with lineterminator "\n" does not quote a carriage return
+        return f"'{line}" if line.startswith(FORMULA) else line
+
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for line in lines:
-        writer.writerow(_escape_formula(value) if isinstance(value, str) else value for value in line)
+        writer.writerow(escape(value) if isinstance(value, str) else value for value in line)
     return out.getvalue()
-
-
-def _escape_formula(text: str) -> str:
-    line = escape_controls(text.replace("\r", " "))  # csv with lineterminator "\n" does not quote a carriage return
-    return f"'{line}" if line.startswith(FORMULA) else line
 
 
 def join_or_mixed(values: Iterable[str]) -> str:

@@ -85,8 +85,15 @@ def render_brief(table: Table) -> str:
     """The Markdown page that a person reads: findings, warnings, one table of the main columns, a line of caveats."""
     shown, compared = choose_columns(table)
     means = _build_means(table, shown, whole=False, compared=compared)
-    caveats = Paragraph(_describe_caveats(table, bool(compared)))
-    blocks = [_make_title(table), *_build_finding(table), *_build_warnings(table), means, caveats]
+    caveats = ["One seed a row: no interval, no test."] if max(row.n for row in table.rows) == 1 else []
+    if any(row.n > 1 for row in table.rows):
+        tested = f"; * differs from {table.baseline} (p < {ALPHA} after Holm)" if compared else ""
+        caveats = [f"Mean ± 95 % interval over seeds, = the same in every seed{tested}."]
+    if column := table.columns_by_key.get(table.primary or ""):
+        caveats.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
+    caveats.append(f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it.")
+    opening = [_make_title(table), *_build_finding(table), *_build_warnings(table)]
+    blocks = [*opening, means, Paragraph(" ".join(caveats))]
     return to_markdown(blocks, math.inf)
 
 
@@ -253,17 +260,6 @@ _MDE_LEGEND = (
     f"{ALPHA} divided by the number of rows compared. The same: two one-sided t tests find the difference within the "
     "margin (p < 0.05 after Holm)."
 )
-
-
-def _describe_caveats(table: Table, compared: bool) -> str:
-    """How to read the brief table, and where the rest is. compared: whether it shows differences to the baseline."""
-    found = ["One seed a row: no interval, no test."] if max(row.n for row in table.rows) == 1 else []
-    if any(row.n > 1 for row in table.rows):
-        tested = f"; * differs from {table.baseline} (p < {ALPHA} after Holm)" if compared else ""
-        found = [f"Mean ± 95 % interval over seeds, = the same in every seed{tested}."]
-    if column := table.columns_by_key.get(table.primary or ""):
-        found.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
-    return " ".join([*found, f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it."])
 
 
 def _describe_provenance(table: Table) -> str:

@@ -46,21 +46,16 @@ OWNER, OWNER_ID = "owner", "owner_id"
 def join_note(paragraphs: Sequence[str], whole: str) -> str:
     """The text of a description, at most as long as MLflow stores: it would cut a longer one anywhere.
 
-    The longest paragraphs are shortened first, after a row. whole: names the file with what does not fit.
+    The longest paragraphs are shortened first, after a row or a word. whole: names the file with what does not fit.
     """
     shown, share = list(paragraphs), MAX_TAG_VAL_LENGTH // len(paragraphs) - len(BETWEEN)
     while (excess := len(BETWEEN.join(shown)) - MAX_TAG_VAL_LENGTH) > 0:
         at = max(range(len(shown)), key=lambda index: len(shown[index]))
-        shown[at] = _shorten_paragraph(shown[at], max(len(shown[at]) - excess, share), whole)
+        rest = f" ... (shortened; the whole is in {whole})"
+        kept = shown[at][: max(len(shown[at]) - excess, share) - len(rest)]
+        end = max(kept.rfind(mark) for mark in (",", ";", "\n"))
+        shown[at] = kept[: end if end > 0 else max(kept.rfind(" "), 0) or len(kept)] + rest
     return BETWEEN.join(shown)
-
-
-def _shorten_paragraph(text: str, size: int, whole: str) -> str:
-    """The beginning of a text, up to the end of a row or else of a word, and where the whole is."""
-    rest = f" ... (shortened; the whole is in {whole})"
-    kept = text[: size - len(rest)]
-    end = max(kept.rfind(mark) for mark in (",", ";", "\n"))
-    return kept[: end if end > 0 else max(kept.rfind(" "), 0) or len(kept)] + rest
 
 
 @dataclass(frozen=True)

@@ -125,30 +125,27 @@ class SearchDriver:
         """
         with make_file_lock(self.work.folder / DRAWING):
             trials = self.study.get_trials(deepcopy=False)
-            for trial in trials:
-                if NUMBER not in trial.user_attrs and not trial.state.is_finished():  # its command died in here
-                    self.study.tell(trial.number, state=TrialState.FAIL)
-            known = self._newest().get(number)
-            if known is not None and (former is None or known.number != former.number):
+            for known in trials:
+                if NUMBER not in known.user_attrs and not known.state.is_finished():  # its command died in here
+                    self.study.tell(known.number, state=TrialState.FAIL)
+            newest = self._newest().get(number)
+            if newest is not None and (former is None or newest.number != former.number):
                 return None
-            return self._ask(number, sum(NUMBER in trial.user_attrs for trial in trials))
-
-    def _ask(self, number: int, drawn: int) -> Cell:
-        definition = self.definition
-        space: dict[str, BaseDistribution] = {
-            path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
-        }
-        seed = np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0]
-        self.study.sampler = optuna.samplers.TPESampler(
-            n_startup_trials=definition.startup, seed=int(seed), constant_liar=True
-        )
-        trial = self.study.ask(space)
-        cell = definition.make_cell(number, trial.params)
-        trial.set_user_attr(KEY, cell.key)
-        trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
-        clear_failure(locate_cell(self.work.folder, cell.key))
-        self._held[cell.key] = trial
-        return cell
+            definition, drawn = self.definition, sum(NUMBER in trial.user_attrs for trial in trials)
+            space: dict[str, BaseDistribution] = {
+                path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
+            }
+            seed = int(np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0])
+            self.study.sampler = optuna.samplers.TPESampler(
+                n_startup_trials=definition.startup, seed=seed, constant_liar=True
+            )
+            trial = self.study.ask(space)
+            cell = definition.make_cell(number, trial.params)
+            trial.set_user_attr(KEY, cell.key)
+            trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
+            clear_failure(locate_cell(self.work.folder, cell.key))
+            self._held[cell.key] = trial
+            return cell
 
     def _resume(self, number: int, frozen: FrozenTrial) -> Cell | None:
         """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
@@ -214,20 +211,22 @@ class SearchDriver:
 
     def points(self) -> list[Point]:
         """All points that were drawn, each from its newest trial."""
-        return [self._make_point(number, trial) for number, trial in sorted(self._newest().items())]
-
-    def _make_point(self, number: int, trial: FrozenTrial) -> Point:
-        attrs: dict[str, Any] = trial.user_attrs
-        complete = trial.state == TrialState.COMPLETE
-        return Point(
-            number=number,
-            run=attrs[KEY],
-            params={path: trial.params[path] for path in self.definition.axes},
-            state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
-            value=trial.value if complete else None,
-            reports={step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)},
-            reason="" if complete else attrs.get(REASON, ""),
-        )
+        found = []
+        for number, trial in sorted(self._newest().items()):
+            attrs: dict[str, Any] = trial.user_attrs
+            complete = trial.state == TrialState.COMPLETE
+            reports = {step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)}
+            point = Point(
+                number=number,
+                run=attrs[KEY],
+                params={path: trial.params[path] for path in self.definition.axes},
+                state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
+                value=trial.value if complete else None,
+                reports=reports,
+                reason="" if complete else attrs.get(REASON, ""),
+            )
+            found.append(point)
+        return found
 
     def importances(self) -> dict[str, float]:
         """Importances of the axes by dotted path, by PED-ANOVA (Watanabe et al., arXiv 2304.10255); sum to 1.

@@ -22,17 +22,10 @@ from lit_lazy.support.disk import write_atomically
 from lit_lazy.support.ids import read_id
 from lit_lazy.support.inside import join_name
 from lit_lazy.support.secrets import redact_url
+from lit_lazy.tracking import views
 from lit_lazy.tracking.client import create_artifact_folder, open_artifacts, open_store, translate_errors
 from lit_lazy.tracking.run_files import MetricRecord
 from lit_lazy.tracking.store import sqlite_file
-from lit_lazy.tracking.views import (
-    CHARTED_TAG,
-    CellRun,
-    build_run_views,
-    build_views,
-    encode_view,
-    find_outlier_rows,
-)
 
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
@@ -252,21 +245,21 @@ class Tracker:
         loss.
         """
         runs = self._find_newest("cell")
-        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
+        cells = [views.CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
         charted = ended and len(runs) < MOST_RUNS_SEEN
         if charted:
-            far = find_outlier_rows(cells)
+            far = views.find_outlier_rows(cells)
             for run, cell in zip(runs, cells, strict=True):
                 value = "no" if cell.variant in far else "yes"
-                if run.data.tags.get(CHARTED_TAG) != value:
-                    self.client.set_tag(run.info.run_id, CHARTED_TAG, value)
-        self._write_views(build_views(axes, columns, columns if main is None else main, cells, charted))
+                if run.data.tags.get(views.CHARTED_TAG) != value:
+                    self.client.set_tag(run.info.run_id, views.CHARTED_TAG, value)
+        self._write_views(views.build_views(axes, columns, columns if main is None else main, cells, charted))
 
     def save_run_views(self) -> None:
         """Save the views of a `lit-lazy train` experiment for its newest runs."""
         runs = self._find_newest("run")
-        shown = [CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
-        self._write_views(build_run_views(shown))
+        shown = [views.CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
+        self._write_views(views.build_run_views(shown))
 
     def _find_newest(self, kind: str) -> list[Run]:
         newest = ["start_time DESC"]
@@ -276,7 +269,7 @@ class Tracker:
 
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():
-            self.client.set_experiment_tag(self.experiment_id, *encode_view(name, state))
+            self.client.set_experiment_tag(self.experiment_id, *views.encode_view(name, state))
 
     def remove_experiment(self) -> None:
         """Move the experiment and its runs to MLflow's deleted ones, and free its name for a new experiment."""

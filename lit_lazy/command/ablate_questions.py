@@ -102,9 +102,8 @@ def _estimate_seconds(grid: "Grid") -> float:
     from lit_lazy.training.execution import ONE_DEVICE
     from lit_lazy.training.prepare import load_outline
     from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import locate_cell
 
-    missing = [cell for cell in grid.cells if not (locate_cell(grid.folder, cell.key) / RESULT).exists()]
+    missing = [cell for cell in grid.cells if not (grid.locate(cell.key) / RESULT).exists()]
     variants = {cell.variant: cell for cell in missing}
     seconds = {}
     for variant, cell in variants.items():

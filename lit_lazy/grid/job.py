@@ -16,6 +16,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.inside import join_name
 from lit_lazy.training.devices import find_missing_backend, select_training_device
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.run_folder import locate_cell
 
 
 def is_over(until: float | None) -> bool:
@@ -40,6 +41,10 @@ class Work:
     def folder(self) -> Path:
         """The folder of the results."""
         return join_name(self.runs, self.id)
+
+    def locate(self, key: str) -> Path:
+        """The run folder of a cell."""
+        return locate_cell(self.folder, key)
 
 
 @dataclass(frozen=True)

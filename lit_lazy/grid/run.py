@@ -124,7 +124,7 @@ class GridDriver:
         self.work, self.study = work, GridStudy(storage, work.folder)
         self.cells = {cell.key: cell for cell in work.cells}
         for key in self.cells:
-            RunResult.read(locate_cell(work.folder, key))  # a damaged one is put aside, and its cell waits again
+            RunResult.read(work.locate(key))  # a damaged one is put aside, and its cell waits again
         self._states: dict[str, State] = {}
         self._next_look = 0.0
         self._held: set[str] = set()
@@ -143,7 +143,7 @@ class GridDriver:
     def _look(self, key: str) -> State:
         """The state of a cell now."""
         if self._states.get(key) != "complete":
-            folder = locate_cell(self.work.folder, key)
+            folder = self.work.locate(key)
             self._states[key] = "running" if key in self._held else read_state(folder)
             if self._states[key] == "complete":
                 clear_leftovers(folder)
@@ -165,7 +165,7 @@ class GridDriver:
 
     def record(self, ending: Ending) -> None:
         self._held.discard(ending.key)
-        folder = locate_cell(self.work.folder, ending.key)
+        folder = self.work.locate(ending.key)
         if ending.files and not (folder / RESULT).exists():  # from another machine; the result comes last
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in ending.files.items():
@@ -178,7 +178,7 @@ class GridDriver:
 
     def retry(self, key: str) -> None:
         """Let a failed cell wait again."""
-        clear_failure(locate_cell(self.work.folder, key))
+        clear_failure(self.work.locate(key))
         self._look(key)
 
     def judge(self, key: str, step: int, value: float) -> str:  # noqa: ARG002
@@ -374,7 +374,7 @@ def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Co
 
     Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps.
     """
-    place = {cell.key: locate_cell(grid.folder, cell.key) for cell in grid.cells}
+    place = {cell.key: grid.locate(cell.key) for cell in grid.cells}
     untrained = [cell for cell in grid.cells if read_state(place[cell.key]) in ("waiting", "failed")]
     taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
     if untrained and not launch.mixed and keeps_another_backend(compiled):
@@ -415,7 +415,7 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
 
 def count_waiting(work: Work) -> int:
     """The number of cells that wait, as a time limit leaves them."""
-    return sum(read_state(locate_cell(work.folder, cell.key)) == "waiting" for cell in work.cells)
+    return sum(read_state(work.locate(cell.key)) == "waiting" for cell in work.cells)
 
 
 class Supervisor:

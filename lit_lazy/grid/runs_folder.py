@@ -70,14 +70,12 @@ class RunsEntry:
     @property
     def state(self) -> str:
         """One or two words for a list."""
-        done, total = self.progress
-        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
-        if self.kind == "other":
-            return "other files"
-        if self.kind == "diagnosis":
-            return "runs in MLflow" if self.tracked else "files"
+        if self.kind in ("other", "diagnosis"):
+            return "other files" if self.kind == "other" else "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
+        done, total = self.progress
+        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
         return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
 
     @cached_property
@@ -166,8 +164,8 @@ class RunsFolder:
     def require_removable(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if an entry is in use, or something in the way of its removal."""
         self.require_unused(entry)
-        require_deletable(entry.folder, self.path)
-        require_deletable(entry.artifacts, self.path)
+        for folder in (entry.folder, entry.artifacts):
+            require_deletable(folder, self.path)
 
     def require_unused(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if a living process uses an entry."""

@@ -101,15 +101,11 @@ class ActiveRun:
         if (kept := self.folder / DIAGNOSTICS).exists():
             self.tracker.log_files(self.get_run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
-        tags = {**result.labels, "git_sha": result.environment["git_sha"]}
-        tags["environment"] = result.made_in
-        if result.taken_from:
-            tags["taken_from"] = result.taken_from
-        if result.execution:
-            tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
-        self.tracker.finish(
-            self.get_run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"]
-        )
+        execution = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
+        tags = {**result.labels, "git_sha": result.environment["git_sha"], "environment": result.made_in}
+        tags |= {k: v for k, v in {"taken_from": result.taken_from, "execution": execution}.items() if v}
+        steps = result.config["train"]["steps"]
+        self.tracker.finish(self.get_run_id(), {**result.metrics, **timings}, tags, step=steps)
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
         """Mark the MLflow run as failed, or as interrupted (KILLED). Raises TrackingError."""

@@ -140,10 +140,8 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
 
 def identify_file(file: Path | None) -> tuple[int, int] | None:
     """What stays the same while a file is written, and changes when another takes its place; None without a file."""
-    if file is None or not file.exists():
-        return None
-    found = file.stat()
-    return found.st_dev, found.st_ino
+    found = file.stat() if file is not None and file.exists() else None
+    return None if found is None else (found.st_dev, found.st_ino)
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

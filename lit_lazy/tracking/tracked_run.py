@@ -152,8 +152,7 @@ def train_tracked(
         if known and keep_checkpoint:
             require_checkpoint(folder)
         try:
-            watched = nullcontext() if known else active.send_in_background()
-            with Interrupts() as interrupts, watched:
+            with Interrupts() as interrupts, nullcontext() if known else active.send_in_background():
                 result = train_logged(
                     cfg,
                     folder,

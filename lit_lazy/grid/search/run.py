@@ -102,7 +102,7 @@ class SearchDriver:
         state = STATES[trial.state.name]
         if state == "running":
             key = trial.user_attrs.get(KEY, "")
-            return "running" if key in self._held or is_locked(locate_cell(self.work.folder, key)) else "waiting"
+            return "running" if key in self._held or is_locked(self.work.locate(key)) else "waiting"
         if state == "failed":
             return "failed" if number in self._failed else "waiting"
         return "diverged" if trial.user_attrs.get(DIVERGED) else state
@@ -143,7 +143,7 @@ class SearchDriver:
             cell = definition.make_cell(number, trial.params)
             trial.set_user_attr(KEY, cell.key)
             trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
-            clear_failure(locate_cell(self.work.folder, cell.key))
+            clear_failure(self.work.locate(cell.key))
             self._held[cell.key] = trial
             return cell
 
@@ -151,7 +151,7 @@ class SearchDriver:
         """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
         trial = Trial(self.study, frozen._trial_id)
         cell = self.definition.make_cell(number, trial.params)
-        folder = locate_cell(self.work.folder, cell.key)
+        folder = self.work.locate(cell.key)
         if reason := read_failure(folder):  # its command died before it told
             self._fail(trial, cell.key, reason, is_final(folder))
             return None
@@ -168,7 +168,7 @@ class SearchDriver:
             self._failed.add(trial.user_attrs[NUMBER])
             self._tell(trial, TrialState.FAIL, {REASON: reason})
             return
-        folder, diverged = locate_cell(self.work.folder, key), HOPELESS not in reason
+        folder, diverged = self.work.locate(key), HOPELESS not in reason
         write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
         told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
         self._tell(trial, TrialState.PRUNED, told)
@@ -186,7 +186,7 @@ class SearchDriver:
 
     def record(self, ending: Ending) -> None:
         trial, key = self._held[ending.key], ending.key
-        result = RunResult.peek(locate_cell(self.work.folder, key)) if ending.kind == "done" else None
+        result = RunResult.peek(self.work.locate(key)) if ending.kind == "done" else None
         if result is not None:
             self._tell(trial, TrialState.COMPLETE, {}, result.metrics[self.definition.objective])
         elif ending.kind in ("pruned", "failed"):

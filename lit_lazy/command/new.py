@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.config.field_docs import list_fields
+    from lit_lazy.config.overrides import list_fields
     from lit_lazy.config.user_files import load_experiment
     from lit_lazy.support.named_files import find
 

@@ -112,8 +112,6 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
     execution = make_execution(options)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.results and options.keep_checkpoint:
         raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
     if options.results and options.dry_run:
@@ -465,7 +463,9 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
 
 def check_launcher(options: argparse.Namespace) -> None:
-    """Raise ValueError if an option needs --launcher ray, or Ray is not installed."""
+    """Raise ValueError under torchrun, if an option needs --launcher ray, or if Ray is not installed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.launcher == "local":
         check_workers(options)
         for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):

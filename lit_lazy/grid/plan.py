@@ -211,21 +211,7 @@ class Plan:
                 "keys; --fresh moves its results away, another --runs folder keeps both; `lit-lazy ablate table` still "
                 "shows them"
             )
-        named = {definition: name for name, definition in self.definitions.items()}
-        changes: dict[str, str] = {}
-        for row in (row for row in former.rows if row.variant not in former.replaced):
-            renamed = named.get(former.definitions.get(row.variant, ""))
-            if row.variant not in self.definitions and renamed is not None:
-                raise ValueError(
-                    f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
-                    "cells over, --fresh moves them away"
-                )
-            if row.variant not in order:
-                changes[row.variant] = GONE
-            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
-                change := find_changes(row.variant)
-            ):
-                changes[row.variant] = change
+        changes = self._collect_changes(former, order, find_changes)
         if changes and (finished is None or GONE in changes.values()):
             raise ChangedRowError(changes)
         untrained = changes.keys() - self.keys.keys()  # stay what they were
@@ -254,6 +240,27 @@ class Plan:
             axis_values={name: self.axis_values.get(name, {}) | former.axis_values.get(name, {}) for name in rows},
             compiled=self.compiled if former.compiled is None else former.compiled,
         )
+
+    def _collect_changes(
+        self, former: "Plan", order: Sequence[str], find_changes: Callable[[str], str]
+    ) -> dict[str, str]:
+        """What changed in each row of a former plan that was not set aside. Raises ValueError if one was renamed."""
+        named = {definition: name for name, definition in self.definitions.items()}
+        changes: dict[str, str] = {}
+        for row in (row for row in former.rows if row.variant not in former.replaced):
+            renamed = named.get(former.definitions.get(row.variant, ""))
+            if row.variant not in self.definitions and renamed is not None:
+                raise ValueError(
+                    f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
+                    "cells over, --fresh moves them away"
+                )
+            if row.variant not in order:
+                changes[row.variant] = GONE
+            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
+                change := find_changes(row.variant)
+            ):
+                changes[row.variant] = change
+        return changes
 
     def _set_aside(self, changes: Mapping[str, str], now: "Plan", finished: Collection[str]) -> "Plan":
         """This plan with the finished cells of changed rows, of those that `now` trains, in rows of other names.

@@ -314,6 +314,17 @@ def list_regions(declaration: Declaration) -> tuple[list[Region], list[Region]]:
     }.get(declaration.rule, ([(SHARE_CLAIMED, 1.0)], [(0.0, SHARE_DENIED)]))
 
 
+def _measure_open(
+    declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """What the rule reads of each undecided contrast, and those of which a row did not learn the task."""
+    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
+    unlearned = _find_unlearned(failures, seeds)
+    names = [name for name in declaration.contrasts if name not in decided]
+    parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
+    return parts, {name for name in names if describe_dead(declaration, name, unlearned)}
+
+
 def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures) -> bool:
     """Whether, from the second look on, no look that is left would decide the claim if means and spreads stay.
 
@@ -321,14 +332,7 @@ def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcome
     """
     if len(looks) < 2:
         return False
-    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
-    unlearned = _find_unlearned(failures, seeds)
-    parts = {
-        name: _measure_parts(declaration, name, outcomes, seeds, unlearned)
-        for name in declaration.contrasts
-        if name not in decided
-    }
-    dead = {name for name in parts if describe_dead(declaration, name, unlearned)}
+    parts, dead = _measure_open(declaration, looks, outcomes, failures)
     kept: set[str] = set()
     for number in range(len(looks), len(declaration.looks)):
         critical = compute_critical(declaration, number)
@@ -362,14 +366,10 @@ def compute_chances(
     spreads: multivariate t around a mean drawn from its own distribution; for statements, a Bayesian bootstrap (Rubin
     1981) of the seeds so far with half a seed more in which all hold, and half a seed in which none does.
     """
-    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
-    unlearned = _find_unlearned(failures, seeds)
-    undecided = [name for name in declaration.contrasts if name not in decided]
-    names = [name for name in undecided if not describe_dead(declaration, name, unlearned)]
-    supportable = names == undecided
-    if not names:
+    measured, dead = _measure_open(declaration, looks, outcomes, failures)
+    parts = {name: own for name, own in measured.items() if name not in dead}
+    if not parts:
         return ()
-    parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
     future = _draw(np.concatenate(list(parts.values())), declaration, np.random.default_rng(0))
     ends = np.cumsum([len(own) for own in parts.values()])[:-1]
     drawn = dict(zip(parts, np.split(future, ends, axis=1), strict=True))
@@ -379,7 +379,7 @@ def compute_chances(
         return float(np.mean((at > 0) & (at <= n)))
 
     return tuple(
-        Chance(n, share_decided(supported, n) if supportable else 0.0, share_decided(refuted, n))
+        Chance(n, 0.0 if dead else share_decided(supported, n), share_decided(refuted, n))
         for n in declaration.looks[len(looks) :]
     )
 

@@ -3,14 +3,14 @@
 import logging
 import shlex
 import zipfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
 import torch
-from filelock import Timeout
+from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 
 from lit_lazy.attention import NoBias
 from lit_lazy.config.key import cell_key, require_unedited_code
@@ -142,36 +142,25 @@ def train_tracked(
     if line := describe_leases(folder):
         log.warning("%s", line)
     lock, begin = make_lock(folder), _Begin(cfg.train.steps)
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
-        held = lock.acquire()
-    with held:
+    with _acquire(lock, folder):
         known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
-        try:
-            with Interrupts() as interrupts, nullcontext() if known else active.send_in_background():
-                result = train_logged(
-                    cfg,
-                    folder,
-                    experiment,
-                    active.name,
-                    loggers,
-                    interrupts=interrupts,
-                    callbacks=[begin],
-                    show_progress=True,
-                    keep_checkpoint=keep_checkpoint is not False,
-                    execution=execution,
-                    lock=lock,
-                )
-        except BaseException as error:
-            try:
-                active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-            except TrackingError as away:
-                log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
-            raise
+        watched = nullcontext() if known else active.send_in_background()
+        with _show_failure(active), Interrupts() as interrupts, watched:
+            result = train_logged(
+                cfg,
+                folder,
+                experiment,
+                active.name,
+                loggers,
+                interrupts=interrupts,
+                callbacks=[begin],
+                show_progress=True,
+                keep_checkpoint=keep_checkpoint is not False,
+                execution=execution,
+                lock=lock,
+            )
         try:
             active.finish(result)
             tracker.save_run_views()
@@ -181,6 +170,27 @@ def train_tracked(
                 "sends it"
             ) from error
     return FinishedTraining(experiment, result, folder, runs, begin.step)
+
+
+def _acquire(lock: BaseFileLock, folder: Path) -> AcquireReturnProxy:
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
+        return lock.acquire()
+
+
+@contextmanager
+def _show_failure(active: ActiveRun) -> Iterator[None]:
+    """Mark the MLflow run of a training that fails or is interrupted."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        except TrackingError as away:
+            log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
+        raise
 
 
 def format_run_name(name: str, cfg: RunConfig) -> str:

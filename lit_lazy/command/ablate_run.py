@@ -140,20 +140,10 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     console = plain_console()
     with follow(GridMirror(grid.folder), console):
         with allocate_workers(options) as (workers, gpus):
-            launch = LaunchOptions(
-                workers=workers,
-                threads=options.threads,
-                fresh=options.fresh,
-                keep_checkpoints=options.keep_checkpoint,
-                storage=options.storage,
-                retry_failed=options.retry_failed,
-                launcher=options.launcher,
-                gpus=gpus,
-                execution=execution,
-                loggers=tuple(options.loggers),
-                mixed=options.mixed,
-                until=until,
-            )
+            same = ("threads", "fresh", "storage", "retry_failed", "launcher", "mixed")
+            given = {name: getattr(options, name) for name in same} | {"loggers": tuple(options.loggers)}
+            keep = options.keep_checkpoint
+            launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
             table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
             while has_looks(request.question, options) and finished and find_next_look(table, options.looks, made):

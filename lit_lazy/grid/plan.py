@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from glob import escape
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.facts import compute_learned_nats, list_doubts
@@ -53,6 +53,8 @@ MOST_CHANGES = 3
 """Changed settings that a message shows."""
 VERSION_DIGITS = 6
 """Digits by which a table tells what a changed row trained before and now."""
+QUEUE = "queue.db"
+"""File in the runs folder, in which versions before plan.json was kept in a grid's folder had its cells."""
 CELLS_OF_GRID = (
     "SELECT a.value_json FROM trial_user_attributes a JOIN trials t ON t.trial_id = a.trial_id "
     "JOIN studies s ON s.study_id = t.study_id WHERE a.key = 'cell' AND s.study_name = ?"
@@ -337,31 +339,27 @@ def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> 
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
 
 
-class FormerPlan(NamedTuple):
-    """The newest artifact of a grid's plan, and what the queue in the runs folder has of its cells."""
+def find_former_plan(folder: Path) -> Path | None:
+    """The plan of a grid that a version before plan.json was kept in the grid's folder began: an artifact of MLflow's.
 
-    artifact: Path
-    keys: dict[str, dict[str, str]]
-    """Keys of the cells by row and seed."""
-    axis_values: dict[str, dict[str, str]]
-    """Values of the axes by row."""
-
-
-def find_former_plan(file: Path) -> FormerPlan | None:
-    """What replaces the missing plan file of a grid; None if no former version trained cells in its folder.
-
-    Raises a one-line ValueError if the queue is damaged.
+    None if no such version trained cells there.
     """
-    folder, queue = file.parent, file.parents[1] / "queue.db"
-    if not ((folder / CELLS).is_dir() and queue.exists()):
+    if not ((folder / CELLS).is_dir() and (folder.parent / QUEUE).exists()):
         return None
     from lit_lazy.tracking.store import ARTIFACTS
 
-    found = list((folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{file.name}"))
-    if not found:
-        return None
+    found = (folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{PLAN}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def add_queued_keys(plan: Plan, folder: Path) -> Plan:
+    """Such a plan with the keys and axes of its cells, which the queue in the runs folder has.
+
+    Raises a one-line ValueError if the queue is damaged.
+    """
     keys: dict[str, dict[str, str]] = {}
     axes: dict[str, dict[str, str]] = {}
+    queue = folder.parent / QUEUE
     try:
         with closing(sqlite3.connect(f"{queue.resolve().as_uri()}?mode=ro", uri=True)) as database:
             cells = [json.loads(text) for (text,) in database.execute(CELLS_OF_GRID, (folder.name,))]
@@ -370,7 +368,7 @@ def find_former_plan(file: Path) -> FormerPlan | None:
     for cell in cells:
         keys.setdefault(cell["variant"], {})[str(cell["seed"])] = cell["key"]
         axes[cell["variant"]] = cell["axes"]
-    return FormerPlan(max(found, key=lambda path: path.stat().st_mtime), keys, axes)
+    return replace(plan, keys=keys, axis_values=axes)
 
 
 @dataclass(frozen=True)
@@ -457,20 +455,18 @@ class GridFolder:
     def read(cls, path: Path) -> "GridFolder | None":
         """The grid in a folder; None if it has no plan. Raises a one-line ValueError if the plan is damaged."""
         file = path / PLAN
-        former = None if file.exists() else find_former_plan(file)
-        file = file if former is None else former.artifact
+        former = None if file.exists() else find_former_plan(path)
+        file = former or file
         if not file.exists():
             return None
         try:
             plan = Plan.from_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DamagedPlanError(file, one_line(error)) from None
-        if former is not None:
-            plan = replace(plan, keys=former.keys, axis_values=former.axis_values)
-        grid = cls(path, plan)
         if former is None:
-            return grid
-        return cls(path, replace(plan, compiled=was_compiled(cell.result for cell in grid.cells)))
+            return cls(path, plan)
+        grid = cls(path, add_queued_keys(plan, path))
+        return replace(grid, plan=replace(grid.plan, compiled=was_compiled(cell.result for cell in grid.cells)))
 
     @cached_property
     def cells(self) -> list[CellRecord]:
@@ -509,7 +505,7 @@ def read_grid_id(folder: Path) -> str:
 def list_grids(runs: Path) -> list[str]:
     """Names of the grids in a runs folder, without those that `--fresh` moved aside."""
     folders = [folder for folder in runs.iterdir() if ASIDE not in folder.name] if runs.is_dir() else []
-    return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder / PLAN))
+    return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder))
 
 
 def group_keys(cells: "Iterable[Cell]") -> dict[str, dict[str, str]]:

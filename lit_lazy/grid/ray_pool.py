@@ -77,11 +77,6 @@ class Cluster:
         return any(gpus >= 1 for _, gpus in self._sizes)
 
     @property
-    def other_machines(self) -> list[str]:
-        """Names of the other machines."""
-        return sorted({machine["NodeManagerHostname"] for machine in self.machines} - {socket.gethostname()})
-
-    @property
     def _sizes(self) -> list[tuple[float, float]]:
         found = [machine["Resources"] for machine in self.machines]
         return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]

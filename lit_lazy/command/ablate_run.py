@@ -125,7 +125,12 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
     request = parse_request(options, overrides)
-    if options.launcher == "local" and (options.fresh or options.changed or lacks_results(request, options.runs)):
+    from lit_lazy.training.result import RESULT
+    from lit_lazy.training.run_folder import CELLS
+
+    found = len(list((options.runs / request.grid / CELLS).glob(f"*/{RESULT}")))
+    lacks_results = found < sum(len(seeds) for _, seeds in request.chosen)
+    if options.launcher == "local" and (options.fresh or options.changed or lacks_results):
         from lit_lazy.grid.pool import start_fork_server
 
         start_fork_server()  # now: it takes as long as the checks of rows and data
@@ -252,15 +257,6 @@ class GridRequest(NamedTuple):
 def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
-
-
-def lacks_results(request: GridRequest, runs: Path) -> bool:
-    """Whether a grid's folder has fewer results than a request asks for."""
-    from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import CELLS
-
-    found = len(list((runs / request.grid / CELLS).glob(f"*/{RESULT}")))
-    return found < sum(len(seeds) for _, seeds in request.chosen)
 
 
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:

@@ -110,7 +110,11 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
             draw_interval(axes, y, left, right, colour, width, style)
         face = colour if effect.separated or dead else "white"
         if not low <= x <= high:
-            _draw_far_point(axes, high if x > high else low, y, column.format(effect.mean, sign="+"), colour, face)
+            # An arrow at the panel's edge, with the value inside.
+            edge, arrow, offset, align = (high, ">", -8, "right") if x > high else (low, "<", 8, "left")
+            axes.plot(edge, y, arrow, color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
+            place = {"xytext": (offset, 0), "textcoords": "offset points", "ha": align, "va": "center"}
+            axes.annotate(column.format(effect.mean, sign="+"), (edge, y), color=colour, **place)
             continue
         shape = "X" if dead else "s" if colour == WORSE else "o"
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
@@ -146,15 +150,6 @@ def draw_interval(
     for edge, cut, marker in ((low, left < low, "<"), (high, right > high, ">")):
         if cut:
             axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
-
-
-def _draw_far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
-    """Draw a point beyond the panel as an arrow at its edge, with the value inside."""
-    right = edge == axes.get_xlim()[1]
-    axes.plot(edge, y, ">" if right else "<", color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
-    offset, align = (-8, "right") if right else (8, "left")
-    place = {"xytext": (offset, 0), "textcoords": "offset points", "ha": align, "va": "center"}
-    axes.annotate(value, (edge, y), color=colour, **place)
 
 
 def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

@@ -147,6 +147,8 @@ class Mirror(ABC):
 
     def _open_parent(self, final: bool) -> str:
         """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
+        from lit_lazy.tracking.tracker import PARENT
+
         grid_id = read_grid_id(self.folder)
         tags, params, config = self.make_parent()
         begun = self.tracker.find({"grid": grid_id, "kind": self.kind})
@@ -158,7 +160,7 @@ class Mirror(ABC):
             self.show(self.tracker, parent_id, ended=False)
             if not final:
                 self.tracker.set_running(parent_id)
-            children = [run for run in self.tracker.find_children(parent_id) if run.state != "running"]
+            children = [run for run in self.tracker.find({PARENT: parent_id}) if run.state != "running"]
             self._shown = {
                 run.tags["cell"]: ((run.state, run.tags.get("reason", "")), run.params.keys()) for run in children
             }

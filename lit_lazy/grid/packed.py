@@ -91,7 +91,11 @@ class Pack:
         option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
-                header, *lines = map(parse_json, _decompress(file.read()).splitlines())
+                stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
+                content = stream.decompress(file.read(), MOST_BYTES)
+            if not stream.eof:
+                raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
+            header, *lines = map(parse_json, content.splitlines())
             kind, _, number = header["format"].rpartition(" ")
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
@@ -111,15 +115,6 @@ class Pack:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None
-
-
-def _decompress(content: bytes) -> bytes:
-    """Raises LZMAError if the content is truncated, or expands to more than MOST_BYTES."""
-    stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
-    found = stream.decompress(content, MOST_BYTES)
-    if not stream.eof:
-        raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
-    return found
 
 
 def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:

@@ -120,7 +120,10 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
         metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
     files = write_results(measured, metrics, sources, request)
-    console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
+    sample = f"means over {measured.arrays['sample'][0]} of {len(sources[''].validation)} validation sequences"
+    of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
+    how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
+    console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
@@ -240,13 +243,6 @@ class _Progress:
             left = format_duration(self.left * self.seconds / self.tokens)
             speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{'' if self.others else f', {left} left'})"
         self.console(f"measuring {self.number} of {self.total}, {text}{speed}")
-
-
-def describe_sample(measured: Diagnostics, source: DataSource) -> str:
-    """What the metrics are means over, and how those of `lit-lazy evaluate` differ."""
-    sample = f"means over {measured.arrays['sample'][0]} of {len(source.validation)} validation sequences"
-    of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
-    return f"{sample}; `lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
 
 
 def write_results(

@@ -77,33 +77,27 @@ def compare_tables(
     if not shared:
         listed = "; ".join(f"{name} has {', '.join(of)}" for name, of in zip(names, rows, strict=True))
         raise ValueError(f"{names[0]!r}, {names[1]!r}: share no row; {listed}")
+    known = [key for key in tables[0].columns_by_key if key in tables[1].columns_by_key]
+    for key in asked:
+        if key not in known:
+            near = did_you_mean(key, known)
+            raise ValueError(f"--columns {key!r}: is not in both tables{near}; both have {', '.join(known)}")
+    primary = [key for key in known if key in (tables[0].primary, tables[1].primary)]
+    main = [column.key for column in tables[0].main_columns if column.key in known]
+    columns = list(asked) or primary or main or known
+    if not columns:
+        raise ValueError(f"{tables[0].ablation!r}, {tables[1].ablation!r}: their tables share no column")
     first, second = map(_list_facts, tables)
     return TableComparison(
         names=names,
         tables=tables,
         columns={
-            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared]
-            for key in _choose_columns(tables, asked)
+            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared] for key in columns
         },
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
         facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
-
-
-def _choose_columns(tables: tuple[Table, Table], asked: Sequence[str]) -> list[str]:
-    shared = [key for key in tables[0].columns_by_key if key in tables[1].columns_by_key]
-    for key in asked:
-        if key not in shared:
-            raise ValueError(
-                f"--columns {key!r}: is not in both tables{did_you_mean(key, shared)}; both have {', '.join(shared)}"
-            )
-    primary = [key for key in shared if key in (tables[0].primary, tables[1].primary)]
-    main = [column.key for column in tables[0].main_columns if column.key in shared]
-    found = list(asked) or primary or main or shared
-    if not found:
-        raise ValueError(f"{tables[0].ablation!r}, {tables[1].ablation!r}: their tables share no column")
-    return found
 
 
 def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, TableRow]) -> RowComparison:

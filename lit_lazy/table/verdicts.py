@@ -46,7 +46,18 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
         futile = is_futile(declaration, looks, values, failures)
         verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
-    return replace(verdict, sentence=_format_sentence(declaration, verdict))
+    made, planned = len(looks), len(declaration.looks)
+    at = f" at look {made} of {planned}" if planned > 1 else ""
+    agreeing = sum(part.status == verdict.status for part in parts)
+    count = f", {agreeing} of {len(parts)} contrasts {verdict.status}" if len(parts) > 1 else ""
+    text = f"{verdict.status.capitalize()}{at} (n = {n}{count}): {declaration.claim}"
+    if verdict.futile:
+        text += " Futile to continue: if means and spreads stay, no look that is left decides it."
+    elif verdict.chances:
+        text += f" {describe_chances(verdict)}."
+    if verdict.exploratory:
+        text += f" Exploratory: {'; '.join(verdict.exploratory)}."
+    return replace(verdict, sentence=text)
 
 
 def describe_missing(declaration: Declaration, table: Table) -> str:
@@ -68,22 +79,6 @@ def find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, list
         row: [seed for seed in seeds if str(seed) not in known.get(row, {})] for row in find_open_rows(declaration, ())
     }
     return {row: seeds for row, seeds in lacking.items() if seeds}
-
-
-def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Supported at look 2 of 4 (n = 20): claim`, then the chances of the looks that are left."""
-    made, planned = len(verdict.looks), len(declaration.looks)
-    at = f" at look {made} of {planned}" if planned > 1 else ""
-    agreeing = sum(part.status == verdict.status for part in verdict.parts)
-    count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
-    text = f"{verdict.status.capitalize()}{at} (n = {verdict.n}{count}): {declaration.claim}"
-    if verdict.futile:
-        text += " Futile to continue: if means and spreads stay, no look that is left decides it."
-    elif verdict.chances:
-        text += f" {describe_chances(verdict)}."
-    if verdict.exploratory:
-        text += f" Exploratory: {'; '.join(verdict.exploratory)}."
-    return text
 
 
 def _format_thresholds(declaration: Declaration, column: Column) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.tracking.run_files import read_lines, read_run_id, write_run_address
-from lit_lazy.tracking.tracker import OWNER, Tracker, read_owner
+from lit_lazy.tracking.tracker import OWNER, PARENT, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
 
 SEND_SECONDS = 5.0
@@ -57,7 +57,7 @@ class ActiveRun:
         """
         same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
         if self.parent_id:
-            mark = {"mlflow.parentRunId": self.parent_id}
+            mark = {PARENT: self.parent_id}
             begun, *others = self.tracker.find({**same, **mark}) or [None]
         else:
             mark = {OWNER: read_owner(self.tracker.runs)}

@@ -32,6 +32,7 @@ MOST_RUNS_SEEN = 1000
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run or of an experiment."""
 BETWEEN = "\n\n"
+PARENT = "mlflow.parentRunId"
 OWNER, OWNER_ID = "owner", "owner_id"
 """Tag of a training's run, and the file with its value in the runs folder that started it."""
 
@@ -200,10 +201,6 @@ class Tracker:
         unsaid = owner if database and database.resolve().parent == self.runs.resolve() else ""
         return [run for run in self.find(tags) if run.tags.get(OWNER, unsaid) == owner]
 
-    def find_children(self, parent_id: str) -> list[TrackedRun]:
-        """The child runs of a parent run, oldest first."""
-        return self.find({"mlflow.parentRunId": parent_id})
-
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Store a text as an artifact of a run."""
         self._log_artifact(run_id, name, text.encode())
@@ -281,7 +278,7 @@ class Tracker:
 
         The parent goes first: an active parent then has all its children, even after a kill in between.
         """
-        children = self.find_children(run_id)
+        children = self.find({PARENT: run_id})
         self.client.delete_run(run_id)
         for child in children:
             self.client.delete_run(child.run_id)

@@ -254,30 +254,26 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
     """Execute the missing points of a search; returns whether every point is finished."""
     work = driver.work
     with open_folder(work, launch, console):
-        _require_same(work)
+        file = work.folder / DEFINITION
+        try:
+            known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
+        except ValueError as error:
+            fix = "put a copy back, or start again by --fresh"
+            raise ValueError(f"{str(file)!r}: is damaged ({error}); {fix}") from None
+        if changed := work.definition.find_differences(known):
+            raise ValueError(
+                f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former "
+                "results away, another name of the search, or another --runs folder, keeps both"
+            )
+        write_text(file, work.definition.to_json())
         compiled = driver.study.user_attrs.get(COMPILED)
         if compiled is None:
-            known = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
-            compiled = find_obstacle() is None if known is None else known
+            before = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
+            compiled = find_obstacle() is None if before is None else before
             driver.study.set_user_attr(COMPILED, compiled)
         monitored = MONITORED[work.definition.objective]
         execute_cells(work, launch, driver, console, driver.describe_best, compiled=compiled, monitored=monitored)
         return is_finished(driver.states())
-
-
-def _require_same(work: SearchWork) -> None:
-    """Store the definition of a search in its folder. Raises ValueError if another one began it."""
-    file = work.folder / DEFINITION
-    try:
-        known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r}: is damaged ({error}); put a copy back, or start again by --fresh") from None
-    if changed := work.definition.find_differences(known):
-        raise ValueError(
-            f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former results "
-            "away, another name of the search, or another --runs folder, keeps both"
-        )
-    write_text(file, work.definition.to_json())
 
 
 class SearchMirror(Mirror):

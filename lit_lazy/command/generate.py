@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
+    from lit_lazy.support.disk import open_file
     from lit_lazy.support.errors import naming
     from lit_lazy.support.memory import require_memory
     from lit_lazy.training import checkpoints
@@ -73,7 +75,16 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
     prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
-    texts = read_prompts(options)
+    if options.prompt_file.count(Path("-")) > 1:
+        raise ValueError("--prompt-file -: given twice; standard input is one text")
+    texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
+    for file in options.prompt_file:
+        option = f"--prompt-file {str(file)!r}"
+        try:
+            with nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened:
+                texts.append((option, opened.read()))
+        except OSError as error:
+            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
@@ -87,26 +98,6 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     return 0
-
-
-def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """Option and text of each prompt. Raises ValueError if one cannot be read."""
-    from lit_lazy.support.disk import open_file
-
-    if options.prompt_file.count(Path("-")) > 1:
-        raise ValueError("--prompt-file -: given twice; standard input is one text")
-    texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
-    for file in options.prompt_file:
-        option = f"--prompt-file {str(file)!r}"
-        try:
-            if str(file) == "-":
-                texts.append((option, sys.stdin.buffer.read()))
-            else:
-                with open_file(file) as opened:
-                    texts.append((option, opened.read()))
-        except OSError as error:
-            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
-    return texts
 
 
 def print_generation(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:

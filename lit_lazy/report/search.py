@@ -97,26 +97,11 @@ class SearchReport:
         names = self.definition.names
         axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
         origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
-        blocks = [
-            Heading(self.id, 2),
-            Paragraph(f"{states}. Axes: {axes}. {origin} Made by: {self.command}"),
-            self._build_grid(),
-            Paragraph(
-                "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
-                "objective at the last validation, after the given number of steps."
-            ),
-        ]
-        if len(self.points) > SHOWN:
-            blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
-        return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
-
-    def _build_grid(self) -> Tabular:
-        axes, objective = self.definition.axes, f"{TITLES[self.definition.objective]} ↓"
-        header = ("Point", *self.definition.names.values(), objective, "steps", "last", "state", "n")
+        header = ("Point", *names.values(), f"{TITLES[self.definition.objective]} ↓", "steps", "last", "state", "n")
         rows = [
             (
                 str(point.number),
-                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in axes),
+                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in names),
                 NOT_DEFINED if point.value is None else f"{point.value:.5f}",
                 str(self._count_steps(point)),
                 f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
@@ -125,7 +110,18 @@ class SearchReport:
             )
             for point in self.ranking[:SHOWN]
         ]
-        return Tabular(header, tuple(rows), 1)
+        blocks = [
+            Heading(self.id, 2),
+            Paragraph(f"{states}. Axes: {axes}. {origin} Made by: {self.command}"),
+            Tabular(header, tuple(rows), 1),
+            Paragraph(
+                "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
+                "objective at the last validation, after the given number of steps."
+            ),
+        ]
+        if len(self.points) > SHOWN:
+            blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
+        return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
 
     def _count_steps(self, point: Point) -> int:
         return self.definition.steps if point.state == "complete" else point.last_step

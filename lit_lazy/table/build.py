@@ -182,15 +182,12 @@ def _compute_effects(
 
 def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str, Effect]) -> dict[str, float]:
     """Holm's adjusted p values; the family are all effects that could be compared."""
-    return holm({name: p for name, p in p_values.items() if p is not None}, family=_count_compared(effects))
-
-
-def _count_compared(effects: Mapping[str, Effect]) -> int:
-    return sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
+    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
+    return holm({name: p for name, p in p_values.items() if p is not None}, family=compared)
 
 
 def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -> Summary:
-    compared = _count_compared(effects)
+    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
     tested = [effect for effect in effects.values() if effect.test == "t"]
 
     def median_mde(alpha: float, n: int) -> float:

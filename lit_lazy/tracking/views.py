@@ -104,8 +104,15 @@ def build_views(
     near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
     without = f", without {', '.join(far)}" if far else ""
     charts = {
-        RESULTS + without: [_bar(name) for name in shown],
-        TRADE_OFFS: [_scatter(name, shown[0]) for name in select_measured(EXTRA) if name != shown[0]],
+        RESULTS + without: [_chart("BAR", f"bar {name}", metricKey=name) for name in shown],
+        TRADE_OFFS: [
+            _chart(
+                "SCATTER", f"scatter {x} {y}", xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"}
+            )
+            for y in shown[:1]
+            for x in select_measured(EXTRA)
+            if x != y
+        ],
         TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
     }
     axis_sets = _find_axis_sets(axes, cells) if shown else {}
@@ -145,7 +152,9 @@ def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
     curves = [_line(name) for name in ("train/loss", *_select_curves(select_measured, logged))]
     return {
         CHARTS_VIEW: _build_run_list("run", shown, settings)
-        | _sections({TRAINING: curves, "Results": [_bar(name) for name in shown]}, logged),
+        | _sections(
+            {TRAINING: curves, "Results": [_chart("BAR", f"bar {name}", metricKey=name) for name in shown]}, logged
+        ),
         RUNS_VIEW: _build_run_list("run", shown, settings),
     }
 
@@ -217,10 +226,6 @@ def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, 
     return dict(list(found.items())[:MOST_AXES_CHARTS])
 
 
-def _bar(metric: str) -> dict[str, Any]:
-    return _chart("BAR", f"bar {metric}", metricKey=metric)
-
-
 def _line(metric: str) -> dict[str, Any]:
     """A curve without MLflow's default smoothing."""
     return _chart(
@@ -234,10 +239,6 @@ def _line(metric: str) -> dict[str, Any]:
         lineSmoothness=0,
         displayPoints=False,
     )
-
-
-def _scatter(x: str, y: str) -> dict[str, Any]:
-    return _chart("SCATTER", f"scatter {x} {y}", xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"})
 
 
 def _chart(kind: str, known_as: str, **options: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import hashlib
 import re
 import shlex
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -135,11 +135,14 @@ def default_workers(threads: int, devices: int = 1) -> int:
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
 
 
-def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
-    """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
+def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
+    """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
+    name, where = options.ablation, options.runs
+    require_results(where, name)
+    from lit_lazy.grid.plan import list_grids, read_grid
     from lit_lazy.support.named_files import find
 
-    name = options.ablation
+    known = list_grids(where)
     if not known:
         raise ValueError(f"ablation {name!r}: {where} holds no grids; `lit-lazy ablate run` creates them")
     if name in known and options.base:
@@ -150,7 +153,7 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
         except ValueError:
             same = find_grids(name, known)
             if len(same) == 1 and not options.base:
-                return same[0]
+                return read_grid(where / same[0])
             near = did_you_mean(name, [*known, *list_available("ablations")])
             fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
             raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
@@ -159,20 +162,9 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
         ablation, _ = load_ablation_or_question(file)
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
-        raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid{did_you_mean(name, known)}; it has {', '.join(known)}; "
-            "`lit-lazy ablate run` creates it"
-        )
-    return name
-
-
-def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
-    """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
-    require_results(options.runs, options.ablation)
-    from lit_lazy.grid.plan import list_grids, read_grid
-
-    name = resolve_grid_name(options, list_grids(options.runs), str(options.runs))
-    return read_grid(options.runs / name)
+        listed = f"{did_you_mean(name, known)}; it has {', '.join(known)}; `lit-lazy ablate run` creates it"
+        raise ValueError(f"ablation {name!r}: {where} holds no such grid{listed}")
+    return read_grid(where / name)
 
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:

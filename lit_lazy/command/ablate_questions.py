@@ -96,18 +96,10 @@ def _make_run_options(options: Namespace, name: str, limit: float | None = None)
 
 def _estimate_seconds(grid: "Grid") -> float:
     """Training time of a grid's missing cells on one worker and device."""
-    from lit_lazy.config.schema import RunConfig
-    from lit_lazy.config.serialisation import from_dict
-    from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-    from lit_lazy.training.execution import ONE_DEVICE
-    from lit_lazy.training.prepare import load_outline
+    from lit_lazy.grid.estimate import estimate_training
     from lit_lazy.training.result import RESULT
 
     missing = [cell for cell in grid.cells if not (grid.locate(cell.key) / RESULT).exists()]
-    variants = {cell.variant: cell for cell in missing}
-    seconds = {}
-    for variant, cell in variants.items():
-        config = from_dict(RunConfig, cell.config)
-        data = load_outline(config.data)
-        seconds[variant], _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
+    configs = {cell.variant: cell.config for cell in missing}
+    seconds = {variant: estimate_training(config) for variant, config in configs.items()}
     return sum(seconds[cell.variant] for cell in missing)

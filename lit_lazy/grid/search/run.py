@@ -16,10 +16,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import clear_leftovers
+from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import Mirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
@@ -30,9 +29,6 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
-from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-from lit_lazy.training.execution import ONE_DEVICE
-from lit_lazy.training.prepare import load_outline
 from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import (
     CELLS,
@@ -321,9 +317,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
 
     torch.set_num_threads(threads)
     definition = work.definition
-    config = from_dict(RunConfig, definition.base)
-    data = load_outline(config.data)
-    seconds, _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
+    seconds = estimate_training(definition.base)
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)

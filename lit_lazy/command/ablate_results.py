@@ -225,8 +225,7 @@ def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.findings import collect_answers, fill_page
-    from lit_lazy.report.verdicts import format_summary, read_questions
+    from lit_lazy.report.findings import collect_answers, fill_page, format_summary, read_questions
     from lit_lazy.support.disk import check_writable_file, write_text
 
     for file in options.insert:

@@ -140,8 +140,18 @@ def _make_title(table: Table) -> Heading:
 
 
 def _build_opening(table: Table) -> list[Block]:
-    """The finding, of a question what was declared, and the warnings."""
-    return [*_build_finding(table), *_build_declared(table), *_build_warnings(table)]
+    """The finding, of a question with a verdict what was declared, and the warnings."""
+    declared, found = table.declaration, _build_finding(table)
+    if declared is not None and table.verdict is not None:
+        column = table.columns_by_key[declared.primary]
+        where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
+        about = (
+            f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
+            f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
+            f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
+        )
+        found.append(Paragraph(about))
+    return [*found, *_build_warnings(table)]
 
 
 def _build_warnings(table: Table) -> list[Block]:
@@ -191,21 +201,6 @@ def _build_finding(table: Table) -> list[Block]:
     """The finding; of a question, its verdict."""
     declared = table.declaration
     return [*map(Paragraph, describe_findings(table))] if declared is None else build_verdict(declared, table)
-
-
-def _build_declared(table: Table) -> list[Block]:
-    """What was declared of a question that has a verdict."""
-    declared = table.declaration
-    if declared is None or table.verdict is None:
-        return []
-    column = table.columns_by_key[declared.primary]
-    where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
-    about = (
-        f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
-        f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
-        f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
-    )
-    return [Paragraph(about)]
 
 
 def build_verdict(declared: Declaration, table: Table) -> list[Block]:
@@ -292,7 +287,7 @@ def _build_means(
         if any(row.base != table.base for row in rows):
             words.append(("Base", *(row.base for row in rows)))
         words += [(label, *(row.labels[label] for row in rows)) for label in rows[0].labels]
-    numbers = [("n", *map(_format_n, rows))]
+    numbers = [("n", *(str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}" for row in rows))]
     for column in columns:
         numbers.append((column.heading, *(_format_mean(table, row, column) for row in rows)))
         if column in compared:
@@ -311,10 +306,6 @@ def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Se
     return Tabular(header, tuple((name, *line) for name, line in cells.items()), 1)
 
 
-def _format_n(row: TableRow) -> str:
-    return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
-
-
 def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     m = row.metrics[column.key]
     if m.mean is None and not row.n:
@@ -325,23 +316,17 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     return text + "*" * (m.difference.separated and not table.is_void(row.variant, column.key))
 
 
-def _format_interval(column: Column, mean: float, half_width: float, values: Collection[float]) -> str:
-    """` ±0.2`, ` [99.1, 100.0]` where that would cross a bound of the metric, ` =` if all seeds have the mean."""
-    if not half_width:
-        return " ="
-    low, high = column.clip_interval(mean, half_width, values)
-    if (low, high) == (mean - half_width, mean + half_width):
-        return f" ±{column.format(half_width)}"
-    return f" [{column.format(low)}, {column.format(high)}]"
-
-
 def format_estimate(m: Measure, column: Column) -> str:
     """The mean with its 95 % half-width, with `=` if all seeds agree, or with the range of values without a spread."""
     if m.mean is None:
         return NOT_DEFINED
     text = column.format(drop_rounding(m.mean, m.ci95 or 0.0))
+    if m.ci95 == 0:
+        return f"{text} ="
     if m.ci95 is not None:
-        return text + _format_interval(column, m.mean, m.ci95, m.values.values())
+        low, high = column.clip_interval(m.mean, m.ci95, m.values.values())
+        cut = (low, high) != (m.mean - m.ci95, m.mean + m.ci95)  # at a bound of the metric
+        return text + (f" [{column.format(low)}, {column.format(high)}]" if cut else f" ±{column.format(m.ci95)}")
     if m.n > 1:
         text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     return text

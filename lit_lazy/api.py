@@ -36,7 +36,7 @@ from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_brief
-from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM

@@ -1,1 +1,1 @@
-"""The command line: one file per command, its parser and its action together."""
+"""The command line: the options of each command and its action together."""

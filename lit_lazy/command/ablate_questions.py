@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
 from lit_lazy.command.grid_helpers import default_workers
-from lit_lazy.command.options import Commands, add_command, duration
+from lit_lazy.command.options import Commands, add_command, add_options
 
 if TYPE_CHECKING:
     from lit_lazy.grid.run import Grid
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     summary = "run the missing cells of every question, the cheapest question first"
     parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True, resumes=True)
-    parser.add_argument(
-        "--limit",
-        metavar="90m",
-        type=duration,
-        help="skip questions that by the estimate would not finish in this time, in m or h, and start no cell after it",
+    add_options(
+        parser,
+        {
+            "--limit 90m": "skip questions that by the estimate would not finish in this time, in m or h, and start "
+            "no cell after it"
+        },
     )
     add_run_options(parser)
 
@@ -95,19 +96,10 @@ def _make_run_options(options: Namespace, name: str, limit: float | None = None)
 
 def _estimate_seconds(grid: "Grid") -> float:
     """Training time of a grid's missing cells on one worker and device."""
-    from lit_lazy.config.schema import RunConfig
-    from lit_lazy.config.serialisation import from_dict
-    from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-    from lit_lazy.training.execution import ONE_DEVICE
-    from lit_lazy.training.prepare import load_outline
+    from lit_lazy.grid.estimate import estimate_training
     from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import locate_cell
 
-    missing = [cell for cell in grid.cells if not (locate_cell(grid.folder, cell.key) / RESULT).exists()]
-    variants = {cell.variant: cell for cell in missing}
-    seconds = {}
-    for variant, cell in variants.items():
-        config = from_dict(RunConfig, cell.config)
-        data = load_outline(config.data)
-        seconds[variant], _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
+    missing = [cell for cell in grid.cells if not (grid.locate(cell.key) / RESULT).exists()]
+    configs = {cell.variant: cell.config for cell in missing}
+    seconds = {variant: estimate_training(config) for variant, config in configs.items()}
     return sum(seconds[cell.variant] for cell in missing)

@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,15 +17,8 @@ from lit_lazy.command.options import (
     add_command,
     add_execution,
     add_options,
-    append_init_from,
-    duration,
-    int_list,
     make_execution,
-    name_list,
-    of_kind,
-    path,
 )
-from lit_lazy.support.checks import PositiveInt
 from lit_lazy.support.errors import did_you_mean
 
 MOST_LISTED = 3
@@ -38,88 +31,87 @@ if TYPE_CHECKING:
     from lit_lazy.grid.run import Grid
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
+    from lit_lazy.training.execution import Execution
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True, resumes=True
     )
-    parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a name in ablations/ or a .py file")
-    parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
-    parser.add_argument("--baseline", metavar="ROW", help="the row to compare with (default: the ablation's baseline)")
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        type=path,
-        action="append",
-        default=[],
-        help="take finished cells from this file of `ablate pack` and train only what it lacks; repeatable",
-    )
-    parser.add_argument(
-        "--mixed",
-        action="store_true",
-        help="also take cells of another backend, torch or Python, from --results and from other grids of --runs: "
-        "their rounding differs",
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="90m",
-        type=duration,
-        help="start no cell after this time, in m or h, from the command's start; those that run are finished, and the "
-        "same command resumes; each worker starts at least one, however long the preparation took",
+    add_options(
+        parser,
+        {
+            "ablation NAME": ("a name in ablations/ or a .py file", {"type": ablation_name}),
+            "--rows A,B": "only these rows",
+            "--baseline ROW": "the row to compare with (default: the ablation's baseline)",
+            "--results FILE ...": "take finished cells from this file of `ablate pack` and train only what it lacks; "
+            "repeatable",
+            "--mixed": "also take cells of another backend, torch or Python, from --results and from other grids of "
+            "--runs: their rounding differs",
+            "--limit 90m": "start no cell after this time, in m or h, from the command's start; those that run are "
+            "finished, and the same command resumes; each worker starts at least one, however long the preparation "
+            "took",
+        },
     )
     add_run_options(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a grid's experiment, seeds and execution."""
-    add_options(parser, "--base")
-    parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="run every row with these seeds")
-    add_options(parser, "--workers")
+    add_options(parser, "--base", {"--seeds 0,1": "run every row with these seeds"}, "--workers")
     add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
-    add_options(parser, "--launcher", "--gpus", "--ray-address")
-    parser.add_argument(
-        "--looks",
-        metavar="N",
-        type=of_kind(PositiveInt),
-        help="make at most N further looks of a question that has looks, also if it is futile to continue (default: "
-        "until it is decided or futile)",
+    add_options(
+        parser,
+        "--launcher",
+        "--gpus",
+        "--ray-address",
+        {
+            "--looks N": "make at most N further looks of a question that has looks, also if it is futile to "
+            "continue (default: until it is decided or futile)",
+            "--dry-run": "list the cells and estimate their time; create nothing",
+        },
     )
-    parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
     former = parser.add_mutually_exclusive_group()
-    former.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
-    former.add_argument(
-        "--changed",
-        action="store_true",
-        help="train rows anew whose code, settings or data changed, and keep their former cells beside them",
+    add_options(
+        former,
+        {
+            "--fresh": "move earlier results aside and start again",
+            "--changed": "train rows anew whose code, settings or data changed, and keep their former cells beside "
+            "them",
+        },
     )
-    parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
+    add_options(parser, {"--keep-checkpoint": "keep each cell's trained model, final.ckpt"})
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--brief", action="store_true", help="print only the verdict and the table's path")
-    output.add_argument("--verbose", action="store_true", help="print the whole table, not only its primary column")
-    parser.add_argument(
-        "--retry-failed",
-        metavar="N",
-        nargs="?",
-        type=of_kind(PositiveInt),
-        const=1,
-        default=0,
-        help="retry a failed cell immediately, up to N times (default 1), unless it diverged",
+    add_options(
+        output,
+        {
+            "--brief": "print only the verdict and the table's path",
+            "--verbose": "print the whole table, not only its primary column",
+        },
     )
-    add_options(parser, "--storage", "--runs", "--init-from", "--logger")
+    add_options(
+        parser,
+        {
+            "--retry-failed N": (
+                "retry a failed cell immediately, up to N times (default 1), unless it diverged",
+                {"nargs": "?", "const": 1, "default": 0},
+            )
+        },
+        "--storage",
+        "--runs",
+        "--init-from",
+        "--logger",
+    )
     add_execution(parser)
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.support.console import plain_console, text_width
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
     execution = make_execution(options)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.results and options.keep_checkpoint:
         raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
     if options.results and options.dry_run:
@@ -127,68 +119,36 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(f"--results, --dry-run: {why}; leave one of the two out")
     import torch
 
-    from lit_lazy.grid.job import LaunchOptions
-    from lit_lazy.grid.packed import read_row_settings
-
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
     if options.dry_run:
-        from lit_lazy.grid.ablation import apply_rows
-        from lit_lazy.grid.estimate import print_estimate
+        return _dry_run(options, overrides, execution)
+    from lit_lazy.support.console import plain_console
 
-        request = parse_request(options, overrides)
-        table = None if options.fresh else _read_looks(request, options)
-        if table is not None:
-            if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
-                print(f"{table.verdict.sentence}\nThere is no look to make.")
-                return 0
-            request = parse_request(options, overrides, table.verdict)
-        configs = apply_rows(request.chosen, request.base, request.overridden)
-        left = request.chosen
-        if not options.fresh:
-            if not options.changed:
-                check_settings(request, read_row_settings(options.runs / request.grid) or {})
-            verdict = None if table is None else table.verdict
-            left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
-        if not left:
-            return 0
-        workers = options.workers or default_workers(options.threads, execution.devices)
-        launch = LaunchOptions(workers, options.threads, execution=execution)
-        print_estimate(request.grid, left, configs, launch, plain_console())
-        if request.question is not None and has_looks(request.question, options):
-            number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
-            listed = ", ".join(map(str, request.question.all_looks))
-            print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
-        return 0
     request = parse_request(options, overrides)
-    if options.launcher == "local" and (options.fresh or options.changed or lacks_results(request, options.runs)):
+    from lit_lazy.training.result import RESULT
+    from lit_lazy.training.run_folder import CELLS
+
+    found = len(list((options.runs / request.grid / CELLS).glob(f"*/{RESULT}")))
+    lacks_results = found < sum(len(seeds) for _, seeds in request.chosen)
+    if options.launcher == "local" and (options.fresh or options.changed or lacks_results):
         from lit_lazy.grid.pool import start_fork_server
 
         start_fork_server()  # now: it takes as long as the checks of rows and data
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
+    from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.mirror import GridMirror, follow
     from lit_lazy.grid.run import count_waiting, run_grid
-    from lit_lazy.table.render import DETAILS, render_summary, render_text
 
     check_destinations(options)
     console = plain_console()
     with follow(GridMirror(grid.folder), console):
         with allocate_workers(options) as (workers, gpus):
-            launch = LaunchOptions(
-                workers=workers,
-                threads=options.threads,
-                fresh=options.fresh,
-                keep_checkpoints=options.keep_checkpoint,
-                storage=options.storage,
-                retry_failed=options.retry_failed,
-                launcher=options.launcher,
-                gpus=gpus,
-                execution=execution,
-                loggers=tuple(options.loggers),
-                mixed=options.mixed,
-                until=until,
-            )
+            same = ("threads", "fresh", "storage", "retry_failed", "launcher", "mixed")
+            given = {name: getattr(options, name) for name in same} | {"loggers": tuple(options.loggers)}
+            keep = options.keep_checkpoint
+            launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
             table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
             while has_looks(request.question, options) and finished and find_next_look(table, options.looks, made):
@@ -196,42 +156,73 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
-        if options.brief:
-            verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
-            print(f"\n{format_progress(grid.id, table)}\n{verdict}{grid.folder / 'table.md'}")
-        else:
-            render = render_text if options.verbose else render_summary
-            print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
-        if not has_looks(request.question, options) and (others := list_others(table, grid)):
-            more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
-            print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
+        _print_table(options, request.question, grid, table)
         if not finished and until is not None and (waiting := count_waiting(grid)):
             print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
-        print(f"report:     {draw_changed_report(grid.folder, table, made > 0)}", flush=True)
+        report, saved = grid.folder / "report.html", grid.folder / "table.json"
+        if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
+            from lit_lazy.report.publish import draw_report
+
+            draw_report(grid.folder, table)
+        print(f"report:     {report}", flush=True)
     return 0 if finished else 1
 
 
-def draw_changed_report(folder: Path, table: "Table", is_new: bool) -> Path:
-    """Draw the report of a grid, unless it shows the table already; returns its file. is_new: cells were executed."""
-    file, saved = folder / "report.html", folder / "table.json"
-    if is_new or not file.exists() or file.stat().st_mtime_ns < saved.stat().st_mtime_ns:
-        from lit_lazy.report.publish import draw_report
+def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
+    """Print what a command would train, and its cost."""
+    from lit_lazy.grid.ablation import apply_rows
+    from lit_lazy.grid.estimate import print_estimate
+    from lit_lazy.grid.job import LaunchOptions
+    from lit_lazy.grid.packed import read_row_settings
+    from lit_lazy.support.console import plain_console
 
-        draw_report(folder, table)
-    return file
+    request = parse_request(options, overrides)
+    table = None if options.fresh else _read_looks(request, options)
+    if table is not None:
+        if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
+            print(f"{table.verdict.sentence}\nThere is no look to make.")
+            return 0
+        request = parse_request(options, overrides, table.verdict)
+    configs = apply_rows(request.chosen, request.base, request.overridden)
+    left = request.chosen
+    if not options.fresh:
+        if not options.changed:
+            check_settings(request, read_row_settings(options.runs / request.grid) or {})
+        verdict = None if table is None else table.verdict
+        left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
+    if not left:
+        return 0
+    workers = options.workers or default_workers(options.threads, execution.devices)
+    launch = LaunchOptions(workers, options.threads, execution=execution)
+    print_estimate(request.grid, left, configs, launch, plain_console())
+    if request.question is not None and has_looks(request.question, options):
+        number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
+        listed = ", ".join(map(str, request.question.all_looks))
+        print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
+    return 0
 
 
-def list_others(table: "Table", grid: "Grid") -> list[str]:
-    """The rows of a table with the seeds that this command did not ask for."""
+def _print_table(options: argparse.Namespace, question: "Question | None", grid: "Grid", table: "Table") -> None:
+    """Print a grid's table, and which of its rows and seeds this command did not ask for."""
+    from lit_lazy.support.console import text_width
+    from lit_lazy.table.render import DETAILS, render_summary, render_text
+
+    if options.brief:
+        verdict = "" if table.verdict is None else f"{table.verdict.sentence}\n"
+        done, cells = table.count_cells()
+        print(f"\n{done} of {cells} cells of {grid.id} are trained; their table, figures and report are saved.")
+        print(f"{verdict}{grid.folder / 'table.md'}")
+    else:
+        render = render_text if options.verbose else render_summary
+        print_results(render(table, grid.folder / DETAILS, text_width()), grid.folder, options.runs)
     asked = {row.variant: {*row.seeds} for row in grid.plan.rows}
-    others = {row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows}
-    return [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in others.items() if seeds]
-
-
-def format_progress(grid: str, table: "Table") -> str:
-    """The number of trained cells in one sentence."""
-    done, cells = table.count_cells()
-    return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are saved."
+    unasked = {
+        row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows
+    }
+    others = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in unasked.items() if seeds]
+    if not has_looks(question, options) and others:
+        more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
+        print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
 
 
 class GridRequest(NamedTuple):
@@ -268,15 +259,6 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
-def lacks_results(request: GridRequest, runs: Path) -> bool:
-    """Whether a grid's folder has fewer results than a request asks for."""
-    from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import CELLS
-
-    found = len(list((runs / request.grid / CELLS).glob(f"*/{RESULT}")))
-    return found < sum(len(seeds) for _, seeds in request.chosen)
-
-
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
     """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
 
@@ -284,7 +266,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
-    from lit_lazy.grid.changed_rows import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
@@ -322,10 +304,10 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import check_unchanged, describe_measurable, find_measurable
+    from lit_lazy.grid.run import describe_measurable, find_measurable, merge_plan
 
     grid = make()
-    check_unchanged(grid)
+    merge_plan(grid)
     finished = {cell.key for cell in known.cells if cell.status == "complete"}
     done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
     measurable = find_measurable(grid)
@@ -380,7 +362,14 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
-    ablation = choose_baseline(ablation, options.baseline, options.rows)
+    if options.baseline is not None:
+        names = options.rows or [row.name for row in ablation.all_rows]
+        if options.baseline not in names:
+            near = did_you_mean(options.baseline, names)
+            raise ValueError(
+                f"--baseline {options.baseline!r}: is not among the rows{near}; they are {', '.join(names)}"
+            )
+        ablation = replace(ablation, baseline=options.baseline)
     if options.looks is not None and not has_looks(question, options):
         why = (
             "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
@@ -390,28 +379,14 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
         raise ValueError(
             f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
         )
-    found = make_base(options, ablation, append_init_from(options, overrides), ablation.name)
+    found = make_base(options, ablation, overrides, ablation.name)
     if question is not None and has_looks(question, options):
         chosen = question.select_look(verdict)
     else:
-        chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
+        first = () if question is None or not question.all_looks else question.ablation.seeds[: question.all_looks[0]]
+        chosen = select_rows(ablation, options.rows, options.seeds or first)
     files = (file, found.file)
     return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
-
-
-def choose_baseline(ablation: "Ablation", name: str | None, rows: Sequence[str]) -> "Ablation":
-    """The ablation with the baseline that the user names. Raises ValueError if that is not among the rows."""
-    names = rows or [row.name for row in ablation.all_rows]
-    if name is not None and name not in names:
-        raise ValueError(
-            f"--baseline {name!r}: is not among the rows{did_you_mean(name, names)}; they are {', '.join(names)}"
-        )
-    return ablation if name is None else replace(ablation, baseline=name)
-
-
-def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
-    """The seeds of a question's first look; () without looks."""
-    return question.ablation.seeds[: question.all_looks[0]] if question is not None and question.all_looks else ()
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":
@@ -466,7 +441,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
-        base_config=to_dict(base),
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),
@@ -475,7 +449,9 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
 
 def check_launcher(options: argparse.Namespace) -> None:
-    """Raise ValueError if an option needs --launcher ray, or Ray is not installed."""
+    """Raise ValueError under torchrun, if an option needs --launcher ray, or if Ray is not installed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.launcher == "local":
         check_workers(options)
         for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):

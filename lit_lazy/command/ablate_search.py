@@ -4,8 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
-from lit_lazy.command.options import Commands, ablation_name, add_command, add_options, append_init_from, of_kind
-from lit_lazy.support.checks import PositiveInt
+from lit_lazy.command.options import Commands, ablation_name, add_command, add_options
 
 if TYPE_CHECKING:
     from lit_lazy.grid.search.run import SearchWork
@@ -20,19 +19,22 @@ def add_to(commands: Commands) -> None:
         takes_overrides=True,
         resumes=True,
     )
-    parser.add_argument("ablation", metavar="NAME", type=ablation_name, help="a search in ablations/ or a .py file")
-    add_options(parser, "--base")
-    parser.add_argument(
-        "--trials",
-        metavar="N",
-        type=of_kind(PositiveInt),
-        help="number of points to train (default: the number that the search names)",
+    add_options(
+        parser,
+        {"ablation NAME": ("a search in ablations/ or a .py file", {"type": ablation_name})},
+        "--base",
+        {"--trials N": "number of points to train (default: the number that the search names)"},
+        "--workers",
     )
-    add_options(parser, "--workers")
     add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
-    add_options(parser, "--storage", "--runs", "--init-from", "--logger")
+    add_options(
+        parser,
+        {"--dry-run": "print the plan; create nothing", "--fresh": "move earlier results aside and start again"},
+        "--storage",
+        "--runs",
+        "--init-from",
+        "--logger",
+    )
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -65,7 +67,6 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
     """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
-    from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import check_cell_count
     from lit_lazy.grid.search.definition import define, load_search
     from lit_lazy.support.named_files import find
@@ -73,7 +74,7 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)
     prefix = f"search-{search.name}"
-    base = make_base(options, search, append_init_from(options, overrides), prefix)
+    base = make_base(options, search, overrides, prefix)
     trials = options.trials or search.trials
     check_cell_count("--trials", trials)
     definition = define(search, base.config, base.overridden)
@@ -82,7 +83,6 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     return SearchWork(
         id=f"{prefix}-{base.name}",
         cells=[definition.make_placeholder(number) for number in range(trials)],
-        base_config=to_dict(base.config),
         runs=options.runs,
         files=(search_path, base.file),
         definition=definition,

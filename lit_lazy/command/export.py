@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lit_lazy.command.options import Commands, add_command, add_options, folder, import_classes
 
 if TYPE_CHECKING:
-    from lit_lazy.config.schema import RunConfig
     from lit_lazy.training.module import LitLM
 
 
@@ -17,8 +16,7 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "export", export, "export a trained model to a folder that transformers loads without lit-lazy"
     )
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument("out", metavar="OUT", type=folder, help="output folder, new or empty")
+    add_options(parser, "checkpoint", "--import", {"out OUT": ("output folder, new or empty", {"type": folder})})
 
 
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -61,8 +59,15 @@ def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
 
 def format_model_card(module: "LitLM", found: Mapping[str, Any] | None, has_text: bool) -> str:
     """The README of an exported model: settings, results, usage. Contains no path of this machine."""
+    from lit_lazy.data.text import Text
+
     cfg = module.cfg
     attention = cfg.model.attention
+    trained = (
+        f"{cfg.train.steps:,} steps of {cfg.train.batch_size} sequences on {type(cfg.data).__name__}, seed {cfg.seed}"
+    )
+    if isinstance(cfg.data, Text) and not (cfg.data.path or cfg.data.hub):  # the data are only a tokeniser
+        trained = "elsewhere, then imported"
     parts = {
         "normaliser": attention.normaliser,
         "bias": attention.bias,
@@ -76,7 +81,7 @@ def format_model_card(module: "LitLM", found: Mapping[str, Any] | None, has_text
         "vocabulary, context": f"{module.hparams['vocab_size']:,}, {module.hparams['context_length']:,}",
         **{name: f"`{part!r}`" for name, part in parts.items()},
         "window": attention.window or "none",
-        "trained": format_training(cfg),
+        "trained": trained,
     }
     if found is not None:
         sizes["lit-lazy commit, torch"] = ", ".join(
@@ -105,16 +110,6 @@ Attention. tau and biases stay float32 in every dtype.
 ```python
 {USE_OF_TEXT if has_text else USE_OF_NUMBERS}```
 """
-
-
-def format_training(cfg: "RunConfig") -> str:
-    """What a model was trained on; the data of an imported one are only a tokeniser."""
-    from lit_lazy.data.text import Text
-
-    if isinstance(cfg.data, Text) and not (cfg.data.path or cfg.data.hub):
-        return "elsewhere, then imported"
-    sequences = f"{cfg.train.steps:,} steps of {cfg.train.batch_size} sequences"
-    return f"{sequences} on {type(cfg.data).__name__}, seed {cfg.seed}"
 
 
 USE_OF_TEXT = """from transformers import AutoModelForCausalLM, AutoTokenizer

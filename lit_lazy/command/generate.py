@@ -5,11 +5,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
-from lit_lazy.support.checks import Bounds, NonNegativeFloat, NonNegativeInt
+from lit_lazy.support.checks import Bounds, NonNegativeInt
 from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
@@ -22,41 +23,34 @@ MOST_TOKENS = 10**7
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "generate", generate, "continue a text with a trained model")
-    add_options(parser, "checkpoint", "--import")
-    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; repeatable")
-    parser.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        type=prompt_file,
-        action="append",
-        default=[],
-        help="file with a text to continue, - for standard input; repeatable",
+    add_options(
+        parser,
+        "checkpoint",
+        "--import",
+        {
+            "--prompt TEXT ...": "text to continue; repeatable",
+            "--prompt-file FILE ...": (
+                "file with a text to continue, - for standard input; repeatable",
+                {"type": prompt_file},
+            ),
+            "--tokens N": (
+                "maximum number of tokens to add to each text (default 100)",
+                {"type": of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": 100},
+            ),
+            "--temperature T": (
+                "divide logits by T; 0 always takes the most probable token (default 1)",
+                {"default": 1.0},
+            ),
+            "--top-p P": (
+                "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
+                {"type": of_kind(Annotated[float, Bounds(gt=0, le=1)]), "default": 1.0},
+            ),
+            "--seed N": ("seed of sampling (default 0)", {"type": of_kind(NonNegativeInt), "default": 0}),
+        },
+        "--window",
+        "--first",
+        "--threads",
     )
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]),
-        default=100,
-        help="maximum number of tokens to add to each text (default 100)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=of_kind(NonNegativeFloat),
-        default=1.0,
-        help="divide logits by T; 0 always takes the most probable token (default 1)",
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=of_kind(Annotated[float, Bounds(gt=0, le=1)]),
-        default=1.0,
-        help="sample from the smallest set of tokens with total probability P (default 1: all tokens)",
-    )
-    parser.add_argument(
-        "--seed", metavar="N", type=of_kind(NonNegativeInt), default=0, help="seed of sampling (default 0)"
-    )
-    add_options(parser, "--window", "--first", "--threads")
 
 
 def prompt_file(text: str) -> Path:
@@ -71,7 +65,8 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
-    from lit_lazy.support.errors import one_line
+    from lit_lazy.support.disk import open_file
+    from lit_lazy.support.errors import naming
     from lit_lazy.support.machine import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
@@ -80,14 +75,21 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     prepare_process(options)
     module = checkpoints.load(options.checkpoint)
     prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
-    texts = read_prompts(options)
+    if options.prompt_file.count(Path("-")) > 1:
+        raise ValueError("--prompt-file -: given twice; standard input is one text")
+    texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
+    for file in options.prompt_file:
+        option = f"--prompt-file {str(file)!r}"
+        try:
+            with nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened:
+                texts.append((option, opened.read()))
+        except OSError as error:
+            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
-    try:
+    with naming(f"--tokens {options.tokens}"):
         generation = Generation(model, ids, options.tokens, sampling, prompts.special.ends, evict)
-    except ValueError as error:
-        raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
     require_memory({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
     try:
         with evaluation_mode(model):
@@ -96,26 +98,6 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     return 0
-
-
-def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """Option and text of each prompt. Raises ValueError if one cannot be read."""
-    from lit_lazy.support.disk import open_file
-
-    if options.prompt_file.count(Path("-")) > 1:
-        raise ValueError("--prompt-file -: given twice; standard input is one text")
-    texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
-    for file in options.prompt_file:
-        option = f"--prompt-file {str(file)!r}"
-        try:
-            if str(file) == "-":
-                texts.append((option, sys.stdin.buffer.read()))
-            else:
-                with open_file(file) as opened:
-                    texts.append((option, opened.read()))
-        except OSError as error:
-            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
-    return texts
 
 
 def print_generation(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:

@@ -5,11 +5,12 @@ import hashlib
 import re
 import shlex
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from lit_lazy.command.options import append_init_from
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
 
@@ -43,7 +44,7 @@ class Base(NamedTuple):
 
 
 def make_base(options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str], prefix: str) -> Base:
-    """The experiment under an ablation or a search, with the command's overrides.
+    """The experiment under an ablation or a search, with the command's overrides and `--init-from`.
 
     prefix: what precedes its name in that of the results. Results of a version that named overrides by a hash keep
     their name.
@@ -56,27 +57,20 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
-    base, overridden = apply_overrides(experiment, overrides)
+    base, overridden = apply_overrides(experiment, append_init_from(options, overrides))
     changes = list_changes(experiment, base)
-    name, former = _join_changes(path.stem, changes, _make_nameable), f"{path.stem}-{settings_key(base)}"
+
+    def join_changes(spell: Callable[[str], str]) -> str:
+        return "-".join([path.stem, *(f"{field}={spell(str(value))}" for field, value in changes.items())])
+
+    # In a name a value stands as it is, otherwise six digits of its hash.
+    name = join_changes(lambda v: v if NAMEABLE.fullmatch(v) else hashlib.sha256(v.encode()).hexdigest()[:6])
+    former = f"{path.stem}-{settings_key(base)}"
     is_former = (options.runs / f"{prefix}-{former}").is_dir() and not (options.runs / f"{prefix}-{name}").exists()
     if is_former or len(name.encode()) > LONGEST_NAME:
         name = former
-    title = name if is_former else _join_changes(path.stem, changes, _shorten)
+    title = name if is_former else join_changes(lambda v: v if len(v) <= LONGEST_NAME else f"{v[:LONGEST_NAME]}...")
     return Base(path, name, title, base, overridden)
-
-
-def _join_changes(name: str, changes: Mapping[str, Any], spell: Callable[[str], str]) -> str:
-    return "-".join([name, *(f"{field}={spell(str(value))}" for field, value in changes.items())])
-
-
-def _make_nameable(value: str) -> str:
-    """A value in the name of a folder and of an MLflow experiment: as it is, otherwise six digits of its hash."""
-    return value if NAMEABLE.fullmatch(value) else hashlib.sha256(value.encode()).hexdigest()[:6]
-
-
-def _shorten(value: str) -> str:
-    return value if len(value) <= LONGEST_NAME else f"{value[:LONGEST_NAME]}..."
 
 
 def check_destinations(options: argparse.Namespace) -> None:
@@ -141,11 +135,14 @@ def default_workers(threads: int, devices: int = 1) -> int:
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
 
 
-def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
-    """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
+def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
+    """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
+    name, where = options.ablation, options.runs
+    require_results(where, name)
+    from lit_lazy.grid.plan import list_grids, read_grid
     from lit_lazy.support.named_files import find
 
-    name = options.ablation
+    known = list_grids(where)
     if not known:
         raise ValueError(f"ablation {name!r}: {where} holds no grids; `lit-lazy ablate run` creates them")
     if name in known and options.base:
@@ -156,7 +153,7 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
         except ValueError:
             same = find_grids(name, known)
             if len(same) == 1 and not options.base:
-                return same[0]
+                return read_grid(where / same[0])
             near = did_you_mean(name, [*known, *list_available("ablations")])
             fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
             raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
@@ -165,20 +162,9 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
         ablation, _ = load_ablation_or_question(file)
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
-        raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid{did_you_mean(name, known)}; it has {', '.join(known)}; "
-            "`lit-lazy ablate run` creates it"
-        )
-    return name
-
-
-def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
-    """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
-    require_results(options.runs, options.ablation)
-    from lit_lazy.grid.plan import list_grids, read_grid
-
-    name = resolve_grid_name(options, list_grids(options.runs), str(options.runs))
-    return read_grid(options.runs / name)
+        listed = f"{did_you_mean(name, known)}; it has {', '.join(known)}; `lit-lazy ablate run` creates it"
+        raise ValueError(f"ablation {name!r}: {where} holds no such grid{listed}")
+    return read_grid(where / name)
 
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:

@@ -3,13 +3,12 @@
 import argparse
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.command.options import Commands, add_command, add_options, path
 from lit_lazy.model.import_ import KINDS, is_hub_name
+from lit_lazy.support.errors import naming
 
 if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
@@ -19,19 +18,15 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "import", import_model, "make a checkpoint of a published model, of the form of Llama"
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=find_source,
-        help=KINDS,
+    add_options(
+        parser,
+        {
+            "source SOURCE": (KINDS, {"type": find_source}),
+            "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
+            "--unchecked": "do not compare the new model's logits with those of transformers",
+            "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
+        },
     )
-    parser.add_argument(
-        "out", metavar="OUT", type=path, help="checkpoint to write, such as model.ckpt; tokenizer.json goes beside it"
-    )
-    parser.add_argument(
-        "--unchecked", action="store_true", help="do not compare the new model's logits with those of transformers"
-    )
-    parser.add_argument("--sha256", metavar="HEX", type=digest, help="what SOURCE, one file, must have as its SHA-256")
 
 
 def find_source(text: str) -> Path:
@@ -106,15 +101,6 @@ def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
         for token in (settings.bos_token_id, settings.pad_token_id, *(given if isinstance(given, list) else [given]))
     )
     return SpecialTokens(begin, tuple(token for token in ends if token is not None), pad)
-
-
-@contextmanager
-def naming(option: str) -> Iterator[None]:
-    """Names the option in a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def check_out(out: Path, beside: Path, tokenizer: str, size: int) -> None:

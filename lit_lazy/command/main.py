@@ -3,49 +3,50 @@
 Commands import heavy packages only when they run, so that help is instant.
 """
 
+import argparse
 import atexit
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lit_lazy import __version__
 from lit_lazy.command import (
-    ablate_compare,
-    ablate_list,
-    ablate_pack,
     ablate_questions,
-    ablate_rates,
+    ablate_results,
     ablate_run,
     ablate_search,
-    ablate_status,
-    ablate_table,
-    ablate_verdicts,
-    completion,
     dashboard,
-    diagnose,
     doctor,
-    evaluate,
     export,
-    fields,
     generate,
     import_,
-    lm_eval,
-    mirror,
+    measure,
     new,
     report,
     runs,
-    tokenise,
     train,
 )
-from lit_lazy.command.field_names import check_field_names
-from lit_lazy.command.options import Parser
+from lit_lazy.command.options import (
+    Commands,
+    Parser,
+    add_command,
+    check_field_names,
+    checkpoint,
+    folder,
+    json_file,
+    path,
+)
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
 from lit_lazy.support.secrets import hide_passwords
 from lit_lazy.support.streams import prepare_streams
+
+SHELLS = ("bash", "zsh", "tcsh")
+ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
+"""Metavar -> folder whose files it completes."""
 
 
 def make_parser() -> Parser:
@@ -53,27 +54,51 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (tokenise, train, evaluate, diagnose, lm_eval, generate, export, import_, fields, new):
+    for part in (train, measure, generate, export, import_, new):
         part.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (
-        ablate_run,
-        ablate_questions,
-        ablate_search,
-        ablate_status,
-        ablate_table,
-        ablate_compare,
-        ablate_pack,
-        ablate_rates,
-        ablate_verdicts,
-        ablate_list,
-    ):
+    for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, mirror, runs, doctor):
+    for part in (report, dashboard, runs, doctor):
         part.add_to(commands)
-    completion.add_to(commands, parser)
+    _add_completion(commands, parser)
     return parser
+
+
+def _add_completion(commands: Commands, root: argparse.ArgumentParser) -> None:
+    """root: the parser of all commands."""
+    parser = add_command(commands, "completion", completion, "print a shell's completion script")
+    parser.epilog = (
+        "Write it to the folder from which the shell loads completions, for example\n"
+        "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+    parser.set_defaults(root=root)
+
+
+def completion(options: argparse.Namespace, _rest: list[str]) -> int:
+    import shtab
+
+    from lit_lazy.support.named_files import list_available
+
+    for action in _iter_actions(options.root):
+        if action.type in (path, folder, json_file, checkpoint):
+            action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
+            action.choices = list_available(ROOMS[action.metavar])  # type: ignore[index]
+    print(shtab.complete(options.root, options.shell))
+    return 0
+
+
+def _iter_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The options and arguments of a parser and of its subparsers."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _iter_actions(below)
+        else:
+            yield action
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:

@@ -1,4 +1,4 @@
-"""`lit-lazy new`"""
+"""`lit-lazy fields` and `lit-lazy new`."""
 
 import argparse
 import importlib.util
@@ -9,8 +9,35 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command, path
+from lit_lazy.command.options import Commands, add_command, add_options
 from lit_lazy.support.named_files import require_usable_name
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "fields", fields, "list an experiment's fields that can be overridden")
+    add_options(parser, "experiment", {"--all": "also those of the classes that it does not use"})
+    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
+    parser = add_command(commands, "new", new, summary)
+    add_options(
+        parser,
+        {
+            "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
+            "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
+            "--out FILE.py": "file to write (default: NAME.py)",
+        },
+    )
+
+
+def fields(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.config.overrides import list_fields
+    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.support.named_files import find
+
+    print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)), options.all)))
+    if not options.all:
+        print("\n--all lists the fields of all other classes too.")
+    return 0
+
 
 COMMANDS = {
     "ablation": ("ablate", "run"),
@@ -21,14 +48,6 @@ COMMANDS = {
     "metric": ("train",),
 }
 """The command that runs a file, by its kind. `templates/` has a file of each kind."""
-
-
-def add_to(commands: Commands) -> None:
-    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
-    parser = add_command(commands, "new", new, summary)
-    parser.add_argument("kind", metavar="KIND", choices=[*COMMANDS], help=", ".join(COMMANDS))
-    parser.add_argument("identifier", metavar="NAME", type=identifier, help="its name, a Python identifier")
-    parser.add_argument("--out", metavar="FILE.py", type=path, help="file to write (default: NAME.py)")
 
 
 def identifier(text: str) -> str:
@@ -48,7 +67,14 @@ def new(options: argparse.Namespace, _rest: list[str]) -> int:
 
     file = options.out or Path(f"{options.identifier}.py")
     option = "--out" if options.out else "NAME"
-    _check_new_file(option, file)
+    named = f"{option} {str(file)!r}"
+    if file.suffix != ".py" or not file.stem:
+        raise ValueError(f"{named}: must end in .py")
+    if os.path.lexists(file):
+        raise ValueError(f"{named}: exists already; give another name, or another file by --out")
+    require_usable_name(file)
+    if (place := _find_installed(file.stem)) is not None:  # files that import that module would be refused
+        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({place}); give another")
     check_writable_folder(option, file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, fill_template(options.kind, options.identifier))
@@ -63,18 +89,6 @@ def fill_template(kind: str, name: str) -> str:
     # No class of this project begins with My, so a file called elastic.py does not define a second Elastic.
     of_class = "My" + "".join(part[:1].upper() + part[1:] for part in name.removeprefix("my_").split("_"))
     return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", of_class)
-
-
-def _check_new_file(option: str, file: Path) -> None:
-    """Raise a one-line ValueError unless the file is new and lit-lazy can import it."""
-    named = f"{option} {str(file)!r}"
-    if file.suffix != ".py" or not file.stem:
-        raise ValueError(f"{named}: must end in .py")
-    if os.path.lexists(file):
-        raise ValueError(f"{named}: exists already; give another name, or another file by --out")
-    require_usable_name(file)
-    if (place := _find_installed(file.stem)) is not None:  # files that import that module would be refused
-        raise ValueError(f"{named}: {file.stem} is the name of a Python module ({place}); give another")
 
 
 def _find_installed(name: str) -> str | None:

@@ -1,12 +1,14 @@
 """Command-line options shared by several commands, their types, and the errors of wrong values."""
 
 import argparse
+import ast
 import os
 import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,12 +17,13 @@ from lit_lazy.support.checks import (
     NonEmptyText,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Threads,
     describe_kind,
     parse,
 )
-from lit_lazy.support.errors import did_you_mean, sanitise
+from lit_lazy.support.errors import did_you_mean, naming, sanitise
 from lit_lazy.support.named_files import find, find_python_file, suggest_file
 
 if TYPE_CHECKING:
@@ -42,6 +45,10 @@ CHANGES = """\
 Fields of the trained model and of its data can be changed where its weights still fit, for example
   `--model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=0`
 `lit-lazy fields EXPERIMENT` describes every field."""
+
+SCHEMA = Path(__file__).parents[1] / "config" / "schema.py"
+GROUPS = {"": "RunConfig", "model": "ModelConfig", "train": "TrainConfig"}
+FIX = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,10 +106,8 @@ def of_kind(kind: Any) -> Callable[[str], Any]:
 
 
 def _parse_option(text: str, kind: Any) -> Any:
-    try:
+    with naming(repr(text)):
         return parse(text, kind)
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from None
 
 
 def experiment_name(text: str) -> str:
@@ -192,106 +197,88 @@ def duration(text: str) -> float:
     return float(found[1]) * {"m": 60, "h": 3600}[found[2]]
 
 
-def _with_value(metavar: str, type: Any, help: str, **more: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for an option that has a value."""
-    return {"metavar": metavar, "type": type, "help": help} | more
-
-
-SHARED: dict[str, dict[str, Any]] = {
-    "experiment": _with_value("EXPERIMENT", experiment_name, "a name in experiments/ or a .py file"),
-    "ablation": _with_value("NAME", None, "a name in ablations/, a .py file, or NAME-EXPERIMENT"),
-    "checkpoint": _with_value("CHECKPOINT", checkpoint, "the final.ckpt in a run folder"),
-    "--base": _with_value(
-        "EXPERIMENT",
-        experiment_name,
-        "experiment to run on, a name or a .py file (default: the one that the ablation names)",
-    ),
-    "--import": _with_value(
-        "FILE",
-        partial(find_python_file, "file"),
-        "a .py file that defines a custom class of the model; repeatable",
-        dest="imports",
-        action="append",
-        default=[],
-    ),
-    "--init-from": _with_value(
-        "CHECKPOINT",
-        checkpoint,
-        "initialise from a final.ckpt every weight whose name and shape match, to continue with another variant, data "
-        "or schedule",
-    ),
-    "--threads": _with_value(
-        "N", of_kind(Threads), "CPU threads (default: torch's choice; 1 is faster for small models beside other work)"
-    ),
-    "--runs": _with_value("FOLDER", folder, "folder of all results (default: runs)", default=Path("runs")),
-    "--out": _with_value("FILE.json", json_file, "write the results there, and as tables to a .md next to it"),
-    "--open": {"action": "store_true", "help": "open the page in the browser"},
-    "--workers": _with_value(
-        "N", of_kind(PositiveInt), "worker processes (default: one per GPU; without GPUs, what cores and memory allow)"
-    ),
-    "--storage": _with_value(
-        "URL",
-        of_kind(NonEmptyText),
-        "database of the queue, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE (default: "
-        "$LIT_LAZY_STORAGE, else queue.db in the runs folder)",
-        default=os.environ.get("LIT_LAZY_STORAGE") or None,
-    ),
-    "--logger": _with_value(
-        "KIND",
-        None,
-        "log to csv, tensorboard or wandb as well as MLflow, in the run folder; repeatable",
-        choices=("csv", "tensorboard", "wandb"),
-        dest="loggers",
-        action="append",
-        default=[],
-    ),
-    "--launcher": {
-        "choices": ("local", "ray"),
-        "default": "local",
-        "help": "local runs cells in processes of this machine (default); ray runs them as tasks on a Ray cluster, "
-        "each with --threads CPUs and --gpus GPUs, at most --workers at a time (default: all that fit), and needs "
-        "pip install 'lit-lazy[ray]'",
-    },
-    "--gpus": _with_value(
-        "SHARE",
-        gpu_share,
-        "with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number (default: one per "
-        "device, 0 if the cluster has none)",
-    ),
-    "--ray-address": _with_value(
-        "HOST:PORT",
-        None,
-        "with --launcher ray: head of a running cluster that includes this machine, or auto (default: $RAY_ADDRESS, "
-        "else this command starts a Ray, whose ports are open to the network, guarded by Ray's token)",
-    ),
-    "--devices": _with_value("N", of_kind(PositiveInt), "GPUs, or CPU processes, that share every batch (default 1)"),
-    "--strategy": {
-        "choices": ("ddp", "fsdp"),
-        "default": "ddp",
-        "help": "ddp replicates the model on every device, fsdp shards parameters and optimiser states (default ddp)",
-    },
-    "--micro-batch": _with_value(
-        "N",
-        of_kind(PositiveInt),
-        "sequences per forward pass on a device, with gradient accumulation (default: its share of the batch)",
-    ),
-    "--compile": {"action": "store_true", "help": "torch.compile the model"},
-    "--checkpoint-activations": {
-        "action": "store_true",
-        "help": "recompute each block in the backward pass to save memory",
-    },
-    "--window": _with_value(
-        "W", of_kind(PositiveInt), "keep only the first and the W newest tokens in the cache (StreamingLLM)"
-    ),
-    "--first": _with_value("K", of_kind(NonNegativeInt), "number of first tokens that --window keeps (default 4)"),
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("A,B", "KEY,KEY", "piqa,boolq"), name_list),
+    "0,1": int_list,
+    **dict.fromkeys(("N", "W"), of_kind(PositiveInt)),
+    "K": of_kind(NonNegativeInt),
+    "T": of_kind(NonNegativeFloat),
+    "NATS": of_kind(PositiveFloat),
+    "LIST": of_kind(NonEmptyText),
+    **dict.fromkeys(("FILE", "FILE.py", "README.md"), path),
+    "FOLDER": folder,
+    "FILE.json": json_file,
+    "CHECKPOINT": checkpoint,
+    "EXPERIMENT": experiment_name,
+    "SHARE": gpu_share,
+    "90m": duration,
 }
-"""Arguments of several commands, as of `add_argument`."""
+"""Type of an option's value by what its usage calls the value; text of what is not here."""
+SHARED = {
+    "experiment EXPERIMENT": "a name in experiments/ or a .py file",
+    "ablation NAME": "a name in ablations/, a .py file, or NAME-EXPERIMENT",
+    "checkpoint CHECKPOINT": "the final.ckpt in a run folder",
+    "--base EXPERIMENT": "experiment to run on, a name or a .py file (default: the one that the ablation names)",
+    "--import FILE ...": "a .py file that defines a custom class of the model; repeatable",
+    "--init-from CHECKPOINT": "initialise from a final.ckpt every weight whose name and shape match, to continue with "
+    "another variant, data or schedule",
+    "--threads N": "CPU threads (default: torch's choice; 1 is faster for small models beside other work)",
+    "--runs FOLDER": "folder of all results (default: runs)",
+    "--open": "open the page in the browser",
+    "--workers N": "worker processes (default: one per GPU; without GPUs, what cores and memory allow)",
+    "--storage URL": "database of the queue, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE "
+    "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
+    "--logger KIND ...": "log to csv, tensorboard or wandb as well as MLflow, in the run folder; repeatable",
+    "--launcher": "local runs cells in processes of this machine (default); ray runs them as tasks on a Ray cluster, "
+    "each with --threads CPUs and --gpus GPUs, at most --workers at a time (default: all that fit), and needs pip "
+    "install 'lit-lazy[ray]'",
+    "--gpus SHARE": "with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
+    "(default: one per device, 0 if the cluster has none)",
+    "--ray-address HOST:PORT": "with --launcher ray: head of a running cluster that includes this machine, or auto "
+    "(default: $RAY_ADDRESS, else this command starts a Ray, whose ports are open to the network, guarded by Ray's "
+    "token)",
+    "--devices N": "GPUs, or CPU processes, that share every batch (default 1)",
+    "--strategy": "ddp replicates the model on every device, fsdp shards parameters and optimiser states (default ddp)",
+    "--micro-batch N": "sequences per forward pass on a device, with gradient accumulation (default: its share of the "
+    "batch)",
+    "--compile": "torch.compile the model",
+    "--checkpoint-activations": "recompute each block in the backward pass to save memory",
+    "--window W": "keep only the first and the W newest tokens in the cache (StreamingLLM)",
+    "--first K": "number of first tokens that --window keeps (default 4)",
+}
+"""Usage and help of arguments of several commands."""
+FURTHER: dict[str, dict[str, Any]] = {
+    "--import": {"type": partial(find_python_file, "file"), "dest": "imports"},
+    "--threads": {"type": of_kind(Threads)},
+    "--runs": {"default": Path("runs")},
+    "--storage": {"type": of_kind(NonEmptyText), "default": os.environ.get("LIT_LAZY_STORAGE") or None},
+    "--logger": {"choices": ("csv", "tensorboard", "wandb"), "dest": "loggers"},
+    "--launcher": {"action": "store", "choices": ("local", "ray"), "default": "local"},
+    "--strategy": {"action": "store", "choices": ("ddp", "fsdp"), "default": "ddp"},
+}
+"""What else `add_argument` is told of them."""
 
 
-def add_options(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
-    """Add shared arguments. changes: what is different in this command."""
-    for name in names:
-        parser.add_argument(name, **SHARED[name] | changes)
+Declared = Mapping[str, str | tuple[str, Mapping[str, Any]]]
+"""Help of arguments by usage, or it and what else `add_argument` is told."""
+
+
+def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **changes: Any) -> None:
+    """Add arguments: shared ones by name, others as declared.
+
+    A usage is `--mixed` of a switch, `--rows A,B` or, of an argument, `ablation NAME`; the value has a type of KINDS.
+    One that ends in ` ...` is repeatable; it and lists are empty by default. changes: what differs in this command.
+    """
+    for part in given:
+        shared = {usage: text for usage, text in SHARED.items() if usage.split()[0] == part}
+        for usage, about in part.items() if isinstance(part, Mapping) else shared.items():
+            name, *value = usage.split()
+            text, further = (about, FURTHER.get(name, {})) if isinstance(about, str) else about
+            kind = KINDS.get("".join(value[:1]))
+            told: dict[str, Any] = {"metavar": value[0], "type": kind} if value else {"action": "store_true"}
+            told |= {"action": "append"} if value[1:] else {}
+            told |= {"default": []} if value[1:] or kind in (name_list, int_list) else {}
+            parser.add_argument(name, **{"help": text, **told, **further, **changes})
 
 
 def add_grid(parser: argparse.ArgumentParser, **changes: Any) -> None:
@@ -367,3 +354,33 @@ def print_metrics(metrics: Mapping[str, float]) -> None:
     """Print one metric per line."""
     for name, value in sorted(metrics.items()):
         print(f"{name:36} {value:.6g}")
+
+
+def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> None:
+    """Raise a one-line ValueError for what is nearly a field of a run, its model or its training, or an option.
+
+    It reads the source of the settings: to import it takes torch, which takes seconds.
+
+    options: those of the command, as `--name`. `apply_overrides` says the same of fields, and checks those of parts.
+    """
+    classes = ast.parse(SCHEMA.read_text(encoding="utf-8")).body if overrides else []
+    fields = {
+        node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
+        for node in classes
+        if isinstance(node, ast.ClassDef)
+    }
+    for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
+        path, equals, value = word.partition("=")
+        parts = path.removeprefix("--").split(".")
+        place = int(parts[0] in ("model", "train") and len(parts) > 1)
+        known = fields[GROUPS["".join(parts[:place])]]
+        if not word.startswith("--") or parts[place] in known:
+            continue
+        if len(parts) == 1 and (nearly := get_close_matches(path, options, n=1, cutoff=0.8)):
+            raise ValueError(f"{path}: no such option or field (did you mean {nearly[0]}?); {FIX}")
+        for name in get_close_matches(parts[place], known, n=1):
+            meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
+            given = value if equals else following
+            raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
+        if nearly := get_close_matches(f"--{parts[-1]}", options, n=1, cutoff=0.8):
+            raise ValueError(f"{path}: no such field (did you mean the option {nearly[0]}?); {FIX}")

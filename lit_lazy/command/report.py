@@ -5,60 +5,68 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, name_list, path
+from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, path
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
         commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
     )
-    add_grid(parser, nargs="?", help=f"{SHARED['ablation']['help']}; without it, the page over all results in --runs")
-    parser.add_argument(
-        "--from",
-        dest="sources",
-        metavar="FOLDER",
-        type=path,
-        action="append",
-        default=[],
-        help="report, figures and all formats of the table.json in this folder, such as docs/results/table2-backcopy, "
-        "without its runs; repeatable",
+    add_grid(parser, nargs="?", help=f"{SHARED['ablation NAME']}; without it, the page over all results in --runs")
+    add_options(
+        parser,
+        {
+            "--from FOLDER ...": (
+                "report, figures and all formats of the table.json in this folder, such as "
+                "docs/results/table2-backcopy, without its runs; repeatable",
+                {"type": path, "dest": "sources"},
+            ),
+            "--ui-url URL": "address of the MLflow UI, to which the report links its runs",
+            "--figures A,B": "show the figures of these rows, or of `all` (default: the baseline and the first other "
+            "row)",
+            "--out FILE": "output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in "
+            "--runs; with --from, FOLDER/report.html in dist)",
+        },
+        "--open",
     )
-    parser.add_argument("--ui-url", metavar="URL", help="address of the MLflow UI, to which the report links its runs")
-    parser.add_argument(
-        "--figures",
-        metavar="A,B",
-        type=name_list,
-        default=[],
-        help="show the figures of these rows, or of `all` (default: the baseline and the first other row)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=path,
-        help="output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in --runs; with "
-        "--from, FOLDER/report.html in dist)",
-    )
-    add_options(parser, "--open")
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import open_page
 
-    for file in _write_table_reports(options) if options.sources else _write_page(options):
+    for file in _write_table_reports(options) if options.sources else [_write_page(options)]:
         print(f"report:     {file}", flush=True)
         if options.open:
             open_page(file.resolve().as_uri())
     return 0
 
 
-def _write_page(options: argparse.Namespace) -> Iterator[Path]:
+def _write_page(options: argparse.Namespace) -> Path:
     """Write an ablation's report, or the page over all results."""
     from lit_lazy.support.disk import write_text
 
-    file, page = _render_index(options) if options.ablation is None else _render_report(options)
+    if options.ablation is None:
+        from lit_lazy.report.index import INDEX, list_entries, render_index
+
+        of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
+        if given := [option for option, value in of_one.items() if value]:
+            raise ValueError(f"{given[0]} {of_one[given[0]]!r}: is for the report of one ablation; give its NAME too")
+        file = _choose_file(options, options.runs / INDEX)
+        entries = list_entries(options.runs) if options.runs.is_dir() else []
+        if not entries:
+            raise ValueError(
+                f"--runs {str(options.runs)!r}: holds no results; `lit-lazy ablate run` and `lit-lazy train` make them"
+            )
+        page = render_index(entries, options.runs, file.parent)
+    else:
+        grid = open_grid_folder(options)
+        from lit_lazy.report.page import REPORT, render_report
+
+        file = _choose_file(options, grid.path / REPORT)
+        page = render_report(grid, options.ui_url, options.figures)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
-    yield file
+    return file
 
 
 def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
@@ -78,31 +86,6 @@ def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
         check_writable_file("--out", file)
         write_table_report(source / TABLE, file)
         yield file
-
-
-def _render_report(options: argparse.Namespace) -> tuple[Path, str]:
-    """An ablation's report, and the file to write it to."""
-    grid = open_grid_folder(options)
-    from lit_lazy.report.page import REPORT, render_report
-
-    file = _choose_file(options, grid.path / REPORT)
-    return file, render_report(grid, options.ui_url, options.figures)
-
-
-def _render_index(options: argparse.Namespace) -> tuple[Path, str]:
-    """The page over all results, and the file to write it to."""
-    from lit_lazy.report.index import INDEX, list_entries, render_index
-
-    of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
-    if given := [option for option, value in of_one.items() if value]:
-        raise ValueError(f"{given[0]} {of_one[given[0]]!r}: is for the report of one ablation; give its NAME too")
-    file = _choose_file(options, options.runs / INDEX)
-    entries = list_entries(options.runs) if options.runs.is_dir() else []
-    if not entries:
-        raise ValueError(
-            f"--runs {str(options.runs)!r}: holds no results; `lit-lazy ablate run` and `lit-lazy train` make them"
-        )
-    return file, render_index(entries, options.runs, file.parent)
 
 
 def _choose_file(options: argparse.Namespace, default: Path) -> Path:

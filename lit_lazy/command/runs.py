@@ -32,17 +32,16 @@ def add_to(commands: Commands) -> None:
         ),
         add_command(below, "gc", collect_garbage, "remove what no table, report or run that resumes needs"),
     ]
-    parts[1].add_argument(
-        "results", metavar="NAME", type=of_kind(NonEmptyText), help="a name that `lit-lazy runs` lists"
-    )
-    parts[2].add_argument(
-        "--models",
-        action="store_true",
-        help="also remove the models, final.ckpt, of finished cells, which --keep-checkpoint kept; those of single "
-        "trainings and those that an unfinished cell starts from stay",
+    add_options(parts[1], {"results NAME": ("a name that `lit-lazy runs` lists", {"type": of_kind(NonEmptyText)})})
+    add_options(
+        parts[2],
+        {
+            "--models": "also remove the models, final.ckpt, of finished cells, which --keep-checkpoint kept; those "
+            "of single trainings and those that an unfinished cell starts from stay"
+        },
     )
     for part in parts[1:]:
-        part.add_argument("--yes", action="store_true", help="remove it (default: only print what would be removed)")
+        add_options(part, {"--yes": "remove it (default: only print what would be removed)"})
     for part in parts:
         add_options(part, "--runs")
         keep_given_options(part)
@@ -124,9 +123,8 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFo
     require_runs(options.runs)
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.archive import open_readable
     from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.tracking.store import default_uri, open_readable
 
     if writes:
         check_writable_folder("--runs", options.runs)

@@ -1,4 +1,4 @@
-"""`lit-lazy train`"""
+"""`lit-lazy tokenise` and `lit-lazy train`."""
 
 import argparse
 import logging
@@ -16,25 +16,76 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
-    from lit_lazy.tracking.tracked_run import FinishedTraining
+    pass
 
 
 def add_to(commands: Commands) -> None:
+    summary = "tokenise an experiment's text ahead of training"
+    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
+    add_options(
+        parser,
+        "experiment",
+        {
+            "--processes N": "parallel processes, at most one per file (default: one per core, and only this process "
+            "for a small corpus)"
+        },
+    )
     parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
-    add_options(parser, "experiment", "--threads")
-    parser.add_argument(
-        "--keep-checkpoint",
-        action=argparse.BooleanOptionalAction,
-        help="keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one is "
-        "an error)",
+    add_options(
+        parser,
+        "experiment",
+        "--threads",
+        {
+            "--keep-checkpoint": (
+                "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one "
+                "is an error)",
+                {"action": argparse.BooleanOptionalAction},
+            ),
+            "--dry-run": "print the expected cost; create nothing",
+            "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
+            "--verbose": "print all final metrics instead of a selection",
+        },
+        "--logger",
+        "--runs",
+        "--init-from",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the expected cost; create nothing")
-    parser.add_argument(
-        "--gpu", help="with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="print all final metrics instead of a selection")
-    add_options(parser, "--logger", "--runs", "--init-from")
     add_execution(parser)
+
+
+def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lit_lazy.config.overrides import apply_overrides
+    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.support.checks import require
+    from lit_lazy.support.named_files import find
+
+    cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
+    folder = cfg.data.tokenise(options.processes)
+    kind = type(cfg.data).__name__
+    require(folder is not None, "data", kind, "has its tokens in memory; train without this command")
+    assert folder is not None
+    source = cfg.data.load()
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    length, info = source.context_length, source.info
+    needed = cfg.train.steps * cfg.train.batch_size * length
+    windows, per_step = len(source.train), cfg.train.batch_size
+    require(per_step <= windows, "train.batch_size", per_step, f"must not exceed the {windows} training sequences")
+    available = windows * length
+    passes = f"{needed / available:.2f} passes through the tokens; {needed - available:,} more would make it one pass"
+    if needed <= available:
+        passes = f"{needed / available:.0%} of the available tokens"
+    lines = {
+        "where": f"{folder}, {size / 1e6:,.1f} MB",
+        "training": f"{info['train_documents']:,} documents, {info['train_tokens']:,} tokens, {windows:,} windows of "
+        f"{length:,}",
+        "validation": f"{info['validation_documents']:,} documents, {info['validation_tokens']:,} tokens in "
+        f"{len(source.validation):,} windows",
+        "vocabulary": f"{source.vocab_size:,} tokens, {info['bytes_per_token']:.3f} bytes per token",
+        "fingerprint": source.fingerprint,
+        "the recipe": f"{cfg.train.steps:,} steps of {per_step:,} x {length:,} see {needed:,} tokens: {passes}",
+    }
+    for name, text in lines.items():
+        print(f"{name:12} {text}")
+    return 0
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -82,7 +133,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         print("\n".join(format_summary(trained.metrics, trained.result.before)))
         print_metrics({name: trained.metrics[name] for names in trained.result.evaluations.values() for name in names})
-    print(f"\n{format_locations(trained)}")
+    try:
+        checkpoint = str(trained.checkpoint)
+    except ValueError as error:
+        checkpoint = str(error)
+    places = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
+    print("\n".join(["", *(f"{name + ':':12}{place}" for name, place in places.items())]))
     return 0
 
 
@@ -110,13 +166,3 @@ def format_summary(metrics: dict[str, float], start: str) -> list[str]:
         lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{begun}")
     width = max(map(len, lines))
     return [f"{heading:{width}}  {text}" for heading, text in lines.items()]
-
-
-def format_locations(trained: "FinishedTraining") -> str:
-    """Lines with run folder, checkpoint and dashboard."""
-    try:
-        checkpoint = str(trained.checkpoint)
-    except ValueError as error:
-        checkpoint = str(error)
-    lines = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
-    return "\n".join(f"{name + ':':12}{location}" for name, location in lines.items())

@@ -148,7 +148,14 @@ def to_minimal_dict(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
         if to_dict(value, hint) != _make_default(type(config), field.name):
-            kept[field.name] = _to_minimal(value, hint)
+            parts = (
+                [to_minimal_dict(part) for part in value if dataclasses.is_dataclass(part)]
+                if isinstance(value, tuple)
+                else []
+            )
+            kept[field.name] = (
+                to_minimal_dict(value) if dataclasses.is_dataclass(value) else parts or to_dict(value, hint)
+            )
     return kept
 
 
@@ -157,13 +164,6 @@ def _make_default(cls: type, name: str) -> Any:
     """The canonical form of a field's default. Cached: a grid compares hundreds of them per cell."""
     (field,) = (known for known in dataclasses.fields(cls) if known.name == name)
     return to_dict(get_default(field), field_types(cls)[name])
-
-
-def _to_minimal(value: Any, hint: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_minimal_dict(value)
-    parts = value if isinstance(value, tuple) else ()
-    return [to_minimal_dict(part) for part in parts if dataclasses.is_dataclass(part)] or to_dict(value, hint)
 
 
 def hash_user_code(config: Any) -> list[str]:

@@ -72,10 +72,8 @@ class ModelConfig(CheckedFields, prefix="model."):
         require(divides, "model.n_heads", self.n_heads, f"must divide model.d_model={self.d_model}")
         fix = f"must divide model.n_heads={self.n_heads}"
         require(self.n_heads % self.kv_heads == 0, "model.n_kv_heads", self.n_kv_heads, fix)
-        if not self.mixer.attends:
-            self._check_without_attention()
-
-    def _check_without_attention(self) -> None:
+        if self.mixer.attends:
+            return
         fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
         default = AttentionSpec()
         for part in dataclasses.fields(default):

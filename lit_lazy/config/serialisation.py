@@ -76,11 +76,6 @@ def _is_current(cls: type) -> bool:
     return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
 
 
-def _describe_place(cls: type) -> str:
-    """The file that defines a class, or the module if it comes from none."""
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
-
-
 @functools.cache
 def _import_all_beside(base: type) -> None:
     """Import every module of a base's package, so that subclasses in a new file are found without registration."""
@@ -99,7 +94,14 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
     if name not in known:
         raise UnknownClassError(base, name, known)
     current = [cls for cls in _iter_leaf_classes(base) if cls.__name__ == name and _is_current(cls)]
-    if len(places := sorted({_describe_place(cls) for cls in current})) > 1:
+    if (
+        len(
+            places := sorted(
+                {getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__ for cls in current}
+            )
+        )
+        > 1
+    ):
         problem = f"two classes have the name {name}, in {' and '.join(places)}"
         raise ValueError(f"{base.__name__}: {problem}; rename a custom one and restart Python")
     return known[name]

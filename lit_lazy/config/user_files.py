@@ -50,7 +50,8 @@ def _import(path: Path, name: str) -> ModuleType:
         sys.path.append(str(path.parent))
     # Registered before it runs, because dataclasses look up their module; also under its plain name if that resolves to
     # this file, so that importing it does not define its classes again.
-    names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
+    plain = path.stem.isidentifier() and path.stem not in sys.modules and find_spec(path.stem)
+    names = [name, path.stem] if plain and plain.origin == str(path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     # No bytecode: it would be used for an edited file of the same size and time.
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -69,14 +70,6 @@ def _import(path: Path, name: str) -> ModuleType:
     finally:
         sys.dont_write_bytecode = former
     return module
-
-
-def _resolves_to(name: str, path: Path) -> bool:
-    """Whether `import name` would find this file."""
-    if name in sys.modules or not name.isidentifier():
-        return False
-    spec = find_spec(name)
-    return spec is not None and spec.origin == str(path)
 
 
 def hash_uncommitted(files: Iterable[Path]) -> dict[str, str]:
@@ -98,16 +91,12 @@ def locate_errors(path: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{path}: {_locate(error, path)}") from error
-
-
-def _locate(error: BaseException, path: Path) -> str:
-    """`line 3: NameError: ...`: the last line of this file that an exception passed through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    # This project's own messages are ValueErrors.
-    text = one_line(error) if type(error) is ValueError else describe_exception(error)
-    return f"line {line}: {text}" if line else text
+        # The last line of this file that the exception passed through, as in `line 3: NameError: ...`.
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        # This project's own messages are ValueErrors.
+        text = one_line(error) if type(error) is ValueError else describe_exception(error)
+        raise ValueError(f"{path}: line {line}: {text}" if line else f"{path}: {text}") from error
 
 
 def experiment(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:

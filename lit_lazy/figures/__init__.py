@@ -7,11 +7,9 @@ from lit_lazy.figures.ablation import (
     parameter_over_training,
     sink_over_training,
 )
-from lit_lazy.figures.canvas import save_figure
-from lit_lazy.figures.effects import effects_figure
+from lit_lazy.figures.canvas import Image, render_image, save_figure
+from lit_lazy.figures.effects import effects_figure, verdict_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, draw_run_figures
-from lit_lazy.figures.images import Image, render_image
-from lit_lazy.figures.verdict import verdict_figure
 
 __all__ = [
     "FIGURE_NAMES",

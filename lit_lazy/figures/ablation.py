@@ -16,10 +16,9 @@ from matplotlib.transforms import Bbox
 
 from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figure, set_log_axis, use_style
 from lit_lazy.figures.label_placement import Label, place_labels
-from lit_lazy.figures.palette import Colours
-from lit_lazy.figures.selection import choose_rows
+from lit_lazy.figures.palette import Colours, choose_rows
 from lit_lazy.support.outliers import compute_far_limit
-from lit_lazy.table.records import Column, Measure, Table, TableRow
+from lit_lazy.table.records import Column, Measure, Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """(step, value) pairs of one seed, by metric."""
@@ -58,7 +57,13 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     sparsity = columns.get(SPARSITY)
     if loss is None or sparsity is None:
         return None
-    points = [point for row in table.rows if (point := _build_point(row, table, loss, sparsity))]
+    points = []
+    for row in table.rows:
+        x, y = row.metrics[sparsity.key], row.metrics[loss.key]
+        if y.mean is not None:
+            place = math.nan if x.mean is None else x.mean * sparsity.scale, _find_interval_ends(x, sparsity)
+            height = y.mean * loss.scale, _find_interval_ends(y, loss)
+            points.append(_Point(row.variant, row.variant == table.baseline, *place, *height))
     if all(math.isnan(point.x) for point in points):
         return None
     counts = {row.metrics[loss.key].n for row in table.rows} - {0}
@@ -107,13 +112,10 @@ def loss_over_training(table: Table, histories: Histories) -> Figure | None:
     excess = any("val/excess" in seed for seeds in histories.values() for seed in seeds)
     label = "validation loss above the optimum" if excess else "validation loss"
 
-    def read(seed: Metrics) -> dict[int, float]:
-        return dict(seed.get("val/excess" if excess else "val/loss", ()))
-
+    key, scale = ("val/excess", "log") if excess else ("val/loss", "linear")
+    lines: dict[str, Callable[[Metrics], Curve]] = {label: lambda seed: dict(seed.get(key, ()))}
     title = f"{label} over training, in nats, mean over all sequences"
-    return _draw_over_training(
-        title, {label: read}, histories, table, watched=False, scale="log" if excess else "linear"
-    )
+    return _draw_over_training(title, lines, histories, table, watched=False, scale=scale)
 
 
 @use_style()
@@ -144,12 +146,9 @@ def list_learned(histories: Histories) -> list[str]:
 def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
-    def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
-        return lambda seed: dict(seed.get(metric, ()))
-
-    lines = {
-        "weight on the first key": first_key("watch/first_key_weight"),
-        "share of the mass on the first key": first_key("watch/first_key_share"),
+    lines: dict[str, Callable[[Metrics], Curve]] = {
+        "weight on the first key": lambda seed: dict(seed.get("watch/first_key_weight", ())),
+        "share of the mass on the first key": lambda seed: dict(seed.get("watch/first_key_share", ())),
     }
     title = "the first key over training, mean over all rows from position 8, layers, heads"
     return _draw_over_training(title, lines, histories, table)
@@ -164,20 +163,6 @@ class _Point(NamedTuple):
     x_ends: tuple[float, float]
     y: float
     y_ends: tuple[float, float]
-
-
-def _build_point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Point | None:
-    x, y = row.metrics[sparsity.key], row.metrics[loss.key]
-    if y.mean is None:
-        return None
-    return _Point(
-        row.variant,
-        row.variant == table.baseline,
-        math.nan if x.mean is None else x.mean * sparsity.scale,
-        _find_interval_ends(x, sparsity),
-        y.mean * loss.scale,
-        _find_interval_ends(y, loss),
-    )
 
 
 def _find_interval_ends(measure: Measure, column: Column) -> tuple[float, float]:
@@ -257,7 +242,8 @@ def _draw_over_training(
     baseline = table.baseline
     curves = {
         variant: {
-            label: [c for seed in seeds if (c := _drop_non_finite(read(seed)))] for label, read in metrics.items()
+            label: [c for seed in seeds if (c := {k: v for k, v in read(seed).items() if math.isfinite(v)})]
+            for label, read in metrics.items()
         }
         for variant, seeds in histories.items()
     }
@@ -315,10 +301,6 @@ def _draw_line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = Fals
     if band:
         axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.15, lw=0)
     return steps[-1]
-
-
-def _drop_non_finite(curve: Curve) -> Curve:
-    return {step: value for step, value in curve.items() if math.isfinite(value)}
 
 
 def _format_seeds(counts: Iterable[int]) -> str:

@@ -133,8 +133,10 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
             extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
             axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
             axes.set_title(f"{name}, {state.label}")
-            if values.size <= MOST_WRITTEN:
-                _write_cells(axes, values)
+            for (layer, head), value in np.ndenumerate(values) if values.size <= MOST_WRITTEN else ():
+                text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
+                colour = "white" if value < 0.6 else "black"  # the colour map is dark for low values
+                axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
             _set_count_ticks(axes.xaxis, heads)
             _set_count_ticks(axes.yaxis, layers)
             axes.spines[:].set_visible(False)
@@ -514,15 +516,6 @@ def _draw_maps(stack: np.ndarray, image: np.ndarray, labels: Sequence[str]) -> N
     if len(stack) > 1:
         stack[0].axvline(FIRST_KEYS + 0.5, color=SECOND, linewidth=0.9)
         stack[1].spines[:].set(color=SECOND, linewidth=1.2)
-
-
-def _write_cells(axes: Axes, values: np.ndarray) -> None:
-    for layer, row in enumerate(values):
-        for head, value in enumerate(row):
-            text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
-            # The colour map is dark for low values.
-            colour = "white" if value < 0.6 else "black"
-            axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
 def _make_sequential_colours(count: int) -> np.ndarray:

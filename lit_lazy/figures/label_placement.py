@@ -1,7 +1,7 @@
 """Place labels next to points so that none covers a marker or another label, or leaves the panel."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -51,10 +51,12 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
             path_effects=[withStroke(linewidth=2.5, foreground="white", alpha=0.8)],
             zorder=5,
         )
-        place = layout.place_label(spot, np.array(text.get_window_extent().size) + 4)
+        place = layout.find_cheapest(spot, np.array(text.get_window_extent().size) + 4)
+        layout.taken.append(place)
         offset = place.get_points().mean(axis=0) - spot
         text.set_position(offset * 72 / figure.dpi)
         if _distance(place, spot) > NEAR:
+            layout.lines.append(Path(np.stack([spot, _find_nearest_point(place, spot)])))
             start = axes.transData.inverted().transform(_find_nearest_point(place, spot))
             axes.plot([start[0], label.x], [start[1], label.y], color=NEUTRAL, linewidth=0.6, zorder=3)
 
@@ -68,16 +70,12 @@ class _LabelLayout:
     bars: list[Bbox]
     lines: list[Path] = field(default_factory=list)
 
-    def place_label(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
-        place = self._find_cheapest(spot, size)
-        self.taken.append(place)
-        if _distance(place, spot) > NEAR:
-            self.lines.append(Path(np.stack([spot, _find_nearest_point(place, spot)])))
-        return place
-
-    def _find_cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
+    def find_cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
         """The first place of least cost. Line intersections are slow, so only promising places are tested for them."""
-        places = _list_candidate_boxes(spot, size)
+        steps = (np.array([math.cos(angle * math.pi / 8), math.sin(angle * math.pi / 8)]) for angle in range(16))
+        around = product((9, 14, 22, 34, 50, 75, 110, 150, 200, 260), steps)  # nearest first
+        middles = (spot + direction * (radius + size / 2) for radius, direction in around)
+        places = (Bbox([middle - size / 2, middle + size / 2]) for middle in middles)
         best = next(places)
         least = self._cost(best, spot) + self._cost_of_lines(best, spot)
         for place in places:
@@ -103,14 +101,6 @@ class _LabelLayout:
         crossed += sum(line.intersects_path(other) for other in self.lines)
         covered = sum(other.intersects_bbox(place) for other in self.lines)
         return 300.0 * (crossed + covered)
-
-
-def _list_candidate_boxes(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
-    """Boxes of the given size around a spot, nearest first."""
-    for radius, angle in product((9, 14, 22, 34, 50, 75, 110, 150, 200, 260), range(16)):
-        direction = np.array([math.cos(angle * math.pi / 8), math.sin(angle * math.pi / 8)])
-        middle = spot + direction * (radius + size / 2)
-        yield Bbox([middle - size / 2, middle + size / 2])
 
 
 def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Colours by meaning: each normaliser, mixer and position has the same colour in every figure."""
+"""The rows that a figure shows, and colours by meaning: each normaliser, mixer and position has one in every figure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,11 +16,6 @@ def choose_colours(names: Sequence[str]) -> dict[str, str]:
     spare = iter(SPARE)
     own = {name: _read(name, "colour") for name in names}
     return {name: colour or (next(spare, NEUTRAL) if name else NEUTRAL) for name, colour in own.items()}
-
-
-def speak(name: str) -> str:
-    """How people write the name of a class."""
-    return _read(name, "spoken") or name or "no attention"
 
 
 def _read(name: str, attribute: str) -> str:
@@ -52,5 +47,34 @@ class Colours:
         if len(self._colours) < 2:
             return []
         return [
-            Line2D([], [], color=c, linestyle="", marker="o", label=speak(name)) for name, c in self._colours.items()
+            Line2D([], [], color=c, linestyle="", marker="o", label=_read(name, "spoken") or name or "no attention")
+            for name, c in self._colours.items()
         ]
+
+
+MOST_ROWS = 150
+"""A figure of 450 rows would be longer than a WebP image can be."""
+
+
+def choose_rows(table: Table, variants: Iterable[str]) -> tuple[list[str], str]:
+    """The variants to show, the baseline first, and an addition to the title.
+
+    If there are more than MOST_ROWS, only those with the best means in the first main column are shown.
+    """
+    shown = sorted(variants, key=lambda variant: variant != table.baseline)
+    if len(shown) <= MOST_ROWS:
+        return shown, ""
+    column = [*table.main_columns, *table.columns][0]
+    sign = -1 if column.better == "higher" else 1
+    measures = table.collect_measures(column.key)
+
+    def rank(variant: str) -> tuple[bool, bool, float]:
+        mean = measures[variant].mean
+        return variant != table.baseline, mean is None, sign * (mean or 0.0)
+
+    best = set(sorted(shown, key=rank)[:MOST_ROWS])
+    which = "highest" if sign < 0 else "lowest"
+    return (
+        [variant for variant in shown if variant in best],
+        f"; shown of {len(shown)}: the {MOST_ROWS} with the {which} {column.title}, baseline included",
+    )

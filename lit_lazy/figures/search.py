@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, draw_legend_below, new_figure, use_style
-from lit_lazy.table.search_points import Point
+from lit_lazy.table.records import Point
 
 TITLES = {"loss/val": "validation loss (nats)", "loss/excess": "excess loss (nats)"}
 ROOM_ABOVE = 1.5

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
@@ -18,7 +18,7 @@ from lit_lazy.config.user_files import load_attribute
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
-from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
+from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.table.columns import COLUMNS
@@ -28,7 +28,6 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
 
-T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
 """Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
@@ -83,20 +82,6 @@ def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
         raise
     except Exception as error:
         raise ValueError(f"{path}: its function failed: {describe_exception(error)}") from error
-
-
-class AxesPoint(NamedTuple):
-    """A point of a product of axes."""
-
-    values: dict[str, Any]
-    """By dotted path."""
-    levels: dict[str, str]
-    """The same as text, by short name of the axis."""
-
-    @property
-    def name(self) -> str:
-        """The name of its row, such as `tau_init=1.0 bias=Alibi`."""
-        return " ".join(f"{axis}={level}" for axis, level in self.levels.items())
 
 
 @dataclass(frozen=True)
@@ -171,35 +156,33 @@ class Ablation:
         """The named rows, or the product of axes as rows."""
         if self.rows:
             return self.rows
-        return tuple(Row(point.name, point.values, source="ours") for point in self._points)
+        return tuple(Row(name, values) for name, (values, _) in self._points)
 
     @cached_property
     def all_contrasts(self) -> tuple[Contrast, ...]:
         """Those given, or those of the axes."""
         if self.contrasts or len(self.axes) < 2:
             return self.contrasts
-        design = {point.name: point.levels for point in self._points}
+        design = {name: levels for name, (_, levels) in self._points}
         return main_effects(design) + interactions(design)
 
     @cached_property
-    def _points(self) -> list[AxesPoint]:
-        return _expand_axes(self.axes, self.exclude)
+    def _points(self) -> list[tuple[str, tuple[dict[str, Any], dict[str, str]]]]:
+        """The product of axes without excluded points: row name, values by path, and as text by short name."""
+        texts = [_describe_values(values) for values in self.axes.values()]
+        names, found = shorten_paths(self.axes).values(), []
+        for point in itertools.product(
+            *(zip(v, t, strict=True) for v, t in zip(self.axes.values(), texts, strict=True))
+        ):
+            values = dict(zip(self.axes, (value for value, _ in point), strict=True))
+            levels = dict(zip(names, (text for _, text in point), strict=True))
+            if not self.exclude(values):
+                found.append((" ".join(f"{axis}={level}" for axis, level in levels.items()), (values, levels)))
+        return found
 
 
 def _find_twice(names: Iterable[str]) -> list[str]:
     return [name for name, n in Counter(names).items() if n > 1]
-
-
-def _expand_axes(axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[str, Any]], bool]) -> list[AxesPoint]:
-    """The product of axes without excluded points."""
-    texts = [_describe_values(values) for values in axes.values()]
-    names = shorten_paths(axes).values()
-    found = []
-    for point in itertools.product(*(zip(v, t, strict=True) for v, t in zip(axes.values(), texts, strict=True))):
-        values = dict(zip(axes, (value for value, _ in point), strict=True))
-        if not exclude(values):
-            found.append(AxesPoint(values, dict(zip(names, (text for _, text in point), strict=True))))
-    return found
 
 
 def _describe_values(values: Sequence[Any]) -> list[str]:
@@ -210,10 +193,14 @@ def _describe_values(values: Sequence[Any]) -> list[str]:
     classes = Counter(type(value) for value in values)
 
     def describe_all(describe: Callable[[Any], str]) -> list[str]:
-        return [
-            _describe_part(value, classes[type(value)] > 1, describe) if is_dataclass(value) else describe(value)
-            for value in values
-        ]
+        return [describe_part(value, describe) if is_dataclass(value) else describe(value) for value in values]
+
+    def describe_part(part: Any, describe: Callable[[Any], str]) -> str:
+        """`Elastic`, or with its settings `Elastic(tau_init=0.5 renormalise=True)`: those that are not the default."""
+        set_here = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
+        settings = " ".join(f"{name}={describe(value)}".replace(",", "") for name, value in set_here)
+        name = type(part).__name__
+        return f"{name}({settings})" if classes[type(part)] > 1 and settings else name
 
     short, exact = describe_all(describe_value), describe_all(str)
     counts = Counter(short)
@@ -226,13 +213,6 @@ def describe_value(value: Any) -> str:
         return str(value)
     short = float(f"{value:.{DIGITS}g}")
     return str(short if abs(short - value) <= ROUNDING_ULPS * math.ulp(value) else value)
-
-
-def _describe_part(part: Any, with_settings: bool, describe: Callable[[Any], str]) -> str:
-    """`Elastic`, or with its settings `Elastic(tau_init=0.5 renormalise=True)`: those that are not the default."""
-    set_here = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
-    settings = " ".join(f"{name}={describe(value)}".replace(",", "") for name, value in set_here)
-    return f"{type(part).__name__}({settings})" if with_settings and settings else type(part).__name__
 
 
 @dataclass(frozen=True)
@@ -294,37 +274,24 @@ def apply_rows(
     configs: dict[str, RunConfig] = {}
     first: dict[tuple[str, int], str] = {}
     for row, seeds in track_progress(chosen, "reading rows"):
-        configs[row.name] = config = check_row(row, lambda row=row: row.apply_to(base))
-        _reject_duplicate(row, seeds, config, first)
+        with naming(f"row {row.name!r}"):
+            configs[row.name] = config = row.apply_to(base)
+        settings = cell_key(config, fingerprint="")  # equal settings have equal data
+        for seed in seeds:
+            twin = first.setdefault((settings, seed), row.name)
+            if twin != row.name:
+                raise ValueError(
+                    f"rows {twin!r} and {row.name!r} are the same training (seed {seed}); leave one out, "
+                    "for example by --rows"
+                )
     return configs
 
 
-def _reject_duplicate(row: Row, seeds: Sequence[int], config: RunConfig, first: dict[tuple[str, int], str]) -> None:
-    """Raise ValueError if another row in `first`, by settings and seed, is the same training; adds the row to it."""
-    settings = cell_key(config, fingerprint="")  # equal settings have equal data
-    for seed in seeds:
-        twin = first.setdefault((settings, seed), row.name)
-        if twin != row.name:
-            raise ValueError(
-                f"rows {twin!r} and {row.name!r} are the same training (seed {seed}); leave one out, "
-                "for example by --rows"
-            )
-
-
-def check_row(row: Row, check: Callable[[], T]) -> T:
-    """The value of `check`, whose ValueErrors get the row's name."""
-    try:
-        return check()
-    except ValueError as error:
-        raise ValueError(f"row {row.name!r}: {error}") from None
-
-
 class PreparedRow(NamedTuple):
-    """The training of a row, checked on its data."""
+    """The training of a row, checked on its data, and their fingerprint."""
 
     config: RunConfig
     fingerprint: str
-    """Of its data."""
 
     def make_key(self, seed: int) -> str:
         """The key of its cell with a seed."""
@@ -338,39 +305,34 @@ def prepare_rows(
     configs = apply_rows(chosen, base, overridden)
     prepared = {}
     for row, _ in track_progress(chosen, "checking rows"):
-        prepared[row.name] = check_row(row, lambda row=row: _check_start(configs[row.name]))
+        config = configs[row.name]
+        with naming(f"row {row.name!r}"):
+            source = prepare(config)
+            check_init_from(config, source.outline)
+        prepared[row.name] = PreparedRow(config, source.fingerprint)
     return prepared
-
-
-def _check_start(config: RunConfig) -> PreparedRow:
-    """A training and its data. Raises a one-line ValueError if it cannot start."""
-    source = prepare(config)
-    check_init_from(config, source.outline)
-    return PreparedRow(config, source.fingerprint)
 
 
 def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str, PreparedRow]) -> list[Cell]:
     """The cells of chosen rows, which are prepared."""
     settings = {row.name: to_dict(prepared[row.name].config) for row, _ in chosen}
     axes = _find_axes(settings)
-    cells: list[Cell] = []
-    for row, seeds in track_progress(chosen, "making cells"):
-        cells += [
-            Cell(
-                key=prepared[row.name].make_key(seed),
-                variant=row.name,
-                source=row.source,
-                seed=seed,
-                config=settings[row.name] | {"seed": seed},
-                axes=axes[row.name],
-            )
-            for seed in seeds
-        ]
-    return cells
+    return [
+        Cell(
+            key=prepared[row.name].make_key(seed),
+            variant=row.name,
+            source=row.source,
+            seed=seed,
+            config=settings[row.name] | {"seed": seed},
+            axes=axes[row.name],
+        )
+        for row, seeds in track_progress(chosen, "making cells")
+        for seed in seeds
+    ]
 
 
 def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
-    """Like `_check_start`, for data that is expensive to build and may not exist yet."""
+    """Check that a training can start, as `prepare_rows` does, for data that may not be built yet."""
     outline = prepare_outline(config, execution)
     check_init_from(config, outline)
     return outline
@@ -384,7 +346,9 @@ def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[
     found = {}
     for row in track_progress(ablation.all_rows, "comparing rows"):
         with suppress(ValueError):
-            ready = prepared.get(row.name) or _fit_row(row, base)
+            if (ready := prepared.get(row.name)) is None:
+                config = row.apply_to(base)
+                ready = PreparedRow(config, prepare(config).fingerprint)
             found[row.name] = ready.make_key(seed=0)
     return found
 
@@ -396,12 +360,6 @@ def has_built_data(ablation: Ablation, base: RunConfig) -> bool:
             if load_outline(row.apply_to(base).data).sequences is None:
                 return False
     return True
-
-
-def _fit_row(row: Row, base: RunConfig) -> PreparedRow:
-    """Raises ValueError if the row does not fit the base."""
-    config = row.apply_to(base)
-    return PreparedRow(config, prepare(config).fingerprint)
 
 
 def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -420,7 +378,4 @@ def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, st
 
 def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
     """The rows' descriptions for the table."""
-    return [
-        RowInfo(variant=row.name, source=row.source, seeds=seeds, base=base_name, note=row.note)
-        for row, seeds in chosen
-    ]
+    return [RowInfo(row.name, row.source, seeds, base_name, row.note) for row, seeds in chosen]

@@ -13,16 +13,8 @@ from filelock import BaseFileLock, Timeout
 
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.stored_records import parse_json
+from lit_lazy.training import run_folder
 from lit_lazy.training.result import RESULT
-from lit_lazy.training.run_folder import (
-    CHECKPOINTS,
-    LAST,
-    is_locked,
-    make_lock,
-    read_failure,
-    remove_checkpoints,
-    write_failure,
-)
 
 State = Literal["waiting", "running", "complete", "failed"]
 HOLDER = "holder.json"
@@ -60,14 +52,19 @@ def read_state(folder: Path) -> State:
     """The state of the cell in a run folder."""
     if (folder / RESULT).exists():
         return "complete"
-    if read_failure(folder):
+    if run_folder.read_failure(folder):
         return "failed"
-    return "running" if is_locked(folder) else "waiting"
+    return "running" if run_folder.is_locked(folder) else "waiting"
 
 
 def was_left(folder: Path) -> bool:
     """Whether the last process that trained in a run folder died."""
-    return (folder / HOLDER).exists() and not is_locked(folder)
+    return (folder / HOLDER).exists() and not run_folder.is_locked(folder)
+
+
+def find_dead(folder: Path) -> Holder | None:
+    """The process that trained in a run folder and died; None if it did not."""
+    return Holder.read(folder) if was_left(folder) else None
 
 
 def claim(folder: Path) -> BaseFileLock | None:
@@ -76,17 +73,18 @@ def claim(folder: Path) -> BaseFileLock | None:
     Counts the deaths of former holders: after MOST_DEATHS without progress the cell has failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = make_lock(folder)
+    lock = run_folder.make_lock(folder)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    former, progress = Holder.read(folder), _read_progress(folder)
+    former, last = Holder.read(folder), folder / run_folder.CHECKPOINTS / run_folder.LAST
+    progress = last.stat().st_mtime_ns if last.exists() else 0  # changes whenever a training makes progress
     died = former is not None and not (folder / RESULT).exists()
     deaths = 0 if not died or former is None else former.deaths + 1 if former.progress == progress else 1
     if deaths >= MOST_DEATHS:
-        write_failure(folder, f"its worker died {deaths} times without progress (out of memory?)")
-    if read_failure(folder):
+        run_folder.write_failure(folder, f"its worker died {deaths} times without progress (out of memory?)")
+    if run_folder.read_failure(folder):
         (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
         return None
@@ -107,13 +105,5 @@ def give_back(folder: Path, lock: BaseFileLock) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Remove what a process that was killed after its result left beside it."""
     if was_left(folder):
-        remove_checkpoints(folder)
+        run_folder.remove_checkpoints(folder)
         (folder / HOLDER).unlink(missing_ok=True)
-
-
-def _read_progress(folder: Path) -> int:
-    """A number that changes whenever a training makes progress."""
-    try:
-        return (folder / CHECKPOINTS / LAST).stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

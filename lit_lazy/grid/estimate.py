@@ -1,16 +1,20 @@
 """Cost estimate of a grid from a few timed steps of each row; nothing is written to disk."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
 from lit_lazy.data.base import Outline
-from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
+from lit_lazy.grid.ablation import Row, check_and_outline_data
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
+from lit_lazy.support.errors import naming
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-from lit_lazy.training.prepare import list_ineffective
+from lit_lazy.training.execution import ONE_DEVICE
+from lit_lazy.training.prepare import list_ineffective, load_outline
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""
@@ -29,7 +33,8 @@ def print_estimate(
     """
     outlines: dict[str, Outline] = {}
     for row, _ in track_progress(chosen, "checking rows"):
-        outlines[row.name] = check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
+        with naming(f"row {row.name!r}"):
+            outlines[row.name] = check_and_outline_data(configs[row.name], launch.execution)
     total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]
@@ -58,3 +63,10 @@ def print_estimate(
         "Each cell's start, evaluation and diagnosis come on top. Nothing was created.",
         highlight=False,
     )
+
+
+def estimate_training(config: Mapping[str, Any]) -> float:
+    """Seconds of a training on one device, whose config is in canonical form."""
+    made = from_dict(RunConfig, config)
+    data = load_outline(made.data)
+    return estimate_seconds(made, data, estimate_cost(made, data, ONE_DEVICE), ONE_DEVICE)[0]

@@ -1,14 +1,22 @@
-"""What to execute and how: for a command, and for the workers that it starts."""
+"""What to execute and how: for a command, and for the workers that it starts.
 
+A grid's cells are trained with the compiled backend of CPUs as the grid began, on whichever machine: the backends round
+differently, and a table should not mix them. The plan holds the choice.
+"""
+
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from flash_lazy.cpu.library import SWITCH, find_obstacle
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.inside import join_name
+from lit_lazy.training.devices import find_missing_backend, select_training_device
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.run_folder import locate_cell
 
 
 def is_over(until: float | None) -> bool:
@@ -23,7 +31,6 @@ class Work:
     id: str
     """Name of the folder, the study and the MLflow experiment."""
     cells: Sequence[Cell]
-    base_config: dict[str, object]
     runs: Path
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
@@ -34,6 +41,10 @@ class Work:
     def folder(self) -> Path:
         """The folder of the results."""
         return join_name(self.runs, self.id)
+
+    def locate(self, key: str) -> Path:
+        """The run folder of a cell."""
+        return locate_cell(self.folder, key)
 
 
 @dataclass(frozen=True)
@@ -95,3 +106,33 @@ class Ending:
     """Whether another attempt would fail again."""
     files: Mapping[str, bytes] | None = None
     """The run folder's files, by name, from a worker that does not share the folder."""
+
+
+def require_compiled_backend(grid: str) -> None:
+    """Raise a one-line ValueError if this machine would train cells without the compiled backend."""
+    if missing := find_missing_backend():
+        raise ValueError(
+            f"{grid}: began with the compiled backend and keeps it, but {missing}, or name another --runs folder"
+        )
+
+
+def keeps_another_backend(compiled: bool) -> bool:
+    """Whether a grid that began with or without the compiled backend differs in it from trainings of this process."""
+    return select_training_device().type == "cpu" and compiled != (find_obstacle() is None)
+
+
+def hide_compiled_backend() -> None:
+    """Let this process and its children run without the compiled backend."""
+    os.environ[SWITCH] = "0"
+
+
+def describe_portable_backend(grid: str) -> str | None:
+    """One line on what a grid without the compiled backend lacks on this machine's CPU; None on an accelerator."""
+    if select_training_device().type != "cpu":
+        return None
+    if obstacle := find_obstacle():
+        return f"attention runs slower than it could: {obstacle}"
+    return (
+        f"{grid} began without the compiled backend and keeps doing without it; --fresh starts again with it, another "
+        "--runs folder keeps both"
+    )

@@ -6,7 +6,7 @@ metrics and its end. It may be called at any time, by any process that shares th
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -61,6 +61,10 @@ class MirroredCell:
     @property
     def key(self) -> str:
         return self.folder.name
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {"variant": self.variant, "source": self.source, "seed": str(self.seed), "cell": self.key}
 
     @property
     def has_begun(self) -> bool:
@@ -124,19 +128,27 @@ class Mirror(ABC):
             cells = self.list_cells()
             begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]
             for cell, end in begun:
-                if end is None or not self._is_shown(cell, end):
+                shown, params = self._shown.get(cell.key, (None, ()))
+                if end is None or end != shown or not cell.axes.keys() <= {*params}:
                     self._shown.pop(cell.key, None)  # one that failed may go on
                     self._send(cell, end, parent_id)
             if final:
-                self._retire_former()
+                for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
+                    for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
+                        self.tracker.retire(run.run_id)
                 files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
                 self.tracker.log_files(parent_id, files)
                 self.show(self.tracker, parent_id, ended=True)
                 if all(end for _, end in begun):  # otherwise another command goes on
-                    self.tracker.set_ended(parent_id, find_status(cells))
+                    states = {cell.state for cell in cells}
+                    status = "FAILED" if "failed" in states else "FINISHED"
+                    missing = states & {"running", "waiting"}
+                    self.tracker.set_ended(parent_id, "KILLED" if missing else status)
 
     def _open_parent(self, final: bool) -> str:
         """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
+        from lit_lazy.tracking.tracker import PARENT
+
         grid_id = read_grid_id(self.folder)
         tags, params, config = self.make_parent()
         begun = self.tracker.find({"grid": grid_id, "kind": self.kind})
@@ -148,7 +160,7 @@ class Mirror(ABC):
             self.show(self.tracker, parent_id, ended=False)
             if not final:
                 self.tracker.set_running(parent_id)
-            children = [run for run in self.tracker.find_children(parent_id) if run.state != "running"]
+            children = [run for run in self.tracker.find({PARENT: parent_id}) if run.state != "running"]
             self._shown = {
                 run.tags["cell"]: ((run.state, run.tags.get("reason", "")), run.params.keys()) for run in children
             }
@@ -156,15 +168,18 @@ class Mirror(ABC):
             self._parent_id = parent_id
         return parent_id
 
-    def _is_shown(self, cell: MirroredCell, end: End) -> bool:
-        shown, params = self._shown.get(cell.key, (None, ()))
-        return end == shown and cell.axes.keys() <= {*params}
-
     def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
         """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
         run = self._runs.get(cell.key)
         if run is None or run.params != cell.axes:  # another command may add axes
-            run = self._runs[cell.key] = self._make_run(cell, parent_id)
+            from lit_lazy.tracking.active_run import ActiveRun
+
+            result = RunResult.peek(cell.folder)
+            config = read_settings(cell.folder) if result is None else result.config
+            tags = {"kind": "cell", "ablation": self.folder.name, "git_sha": git_sha(), **cell.tags}
+            name = f"{cell.variant} seed {cell.seed}"
+            run = ActiveRun(self.tracker, cell.folder, name, tags, cell.axes, config, parent_id)
+            self._runs[cell.key] = run
         if end is None:
             run.send()
             return
@@ -176,34 +191,11 @@ class Mirror(ABC):
             run.finish(result)
         elif state == "pruned":
             run.send()
-            self.tracker.prune(run.get_run_id(), reason)
+            self.tracker.fail(run.get_run_id(), reason, "KILLED", **{"state": "pruned", "optuna.state": "PRUNED"})
         else:
             run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
         self._shown[cell.key] = end, cell.axes.keys()
         del self._runs[cell.key]
-
-    def _make_run(self, cell: MirroredCell, parent_id: str) -> "ActiveRun":
-        from lit_lazy.tracking.active_run import ActiveRun
-
-        result = RunResult.peek(cell.folder)
-        config = result.config if result is not None else read_settings(cell.folder)
-        tags = {
-            "kind": "cell",
-            "ablation": self.folder.name,
-            "variant": cell.variant,
-            "source": cell.source,
-            "seed": str(cell.seed),
-            "cell": cell.key,
-            "git_sha": git_sha(),
-        }
-        name = f"{cell.variant} seed {cell.seed}"
-        return ActiveRun(self.tracker, cell.folder, name, tags, cell.axes, config, parent_id)
-
-    def _retire_former(self) -> None:
-        """Move the runs of results that --fresh moved aside to MLflow's deleted ones."""
-        for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
-            for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
-                self.tracker.retire(run.run_id)
 
 
 class GridMirror(Mirror):
@@ -217,13 +209,14 @@ class GridMirror(Mirror):
     def list_cells(self) -> list[MirroredCell]:
         grid = read_grid(self.folder)
         sources = {row.variant: row.source for row in grid.plan.rows}
-        return [self._describe(cell, sources[cell.variant]) for cell in grid.cells]
 
-    def _describe(self, cell: CellRecord, source: str) -> MirroredCell:
-        # A result is parsed only when it is sent.
-        state: State = "complete" if (cell.folder / RESULT).exists() else "failed" if cell.reason else "waiting"
-        reason = cell.reason if state == "failed" else ""
-        return MirroredCell(cell.folder, cell.variant, source, cell.seed, cell.axes, state, reason)
+        def show(cell: CellRecord) -> MirroredCell:
+            # A result is parsed only when it is sent.
+            state: State = "complete" if (cell.folder / RESULT).exists() else "failed" if cell.reason else "waiting"
+            reason = cell.reason if state == "failed" else ""
+            return MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, state, reason)
+
+        return [*map(show, grid.cells)]
 
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
         from lit_lazy.tracking.tracker import NOTE, join_note
@@ -266,14 +259,6 @@ def collect_outcomes(table: Table) -> dict[str, float]:
                 name += "_"
             found[name] = float(f"{mean:.4g}")
     return found
-
-
-def find_status(cells: Iterable[MirroredCell]) -> Literal["FINISHED", "FAILED", "KILLED"]:
-    """MLflow's status of a parent run whose command ends: KILLED while cells are missing."""
-    states = {cell.state for cell in cells}
-    if states & {"running", "waiting"}:
-        return "KILLED"
-    return "FAILED" if "failed" in states else "FINISHED"
 
 
 @contextmanager

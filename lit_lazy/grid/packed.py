@@ -91,7 +91,11 @@ class Pack:
         option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
         try:
             with open_file(path) as file:
-                header, *lines = map(parse_json, _decompress(file.read()).splitlines())
+                stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
+                content = stream.decompress(file.read(), MOST_BYTES)
+            if not stream.eof:
+                raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
+            header, *lines = map(parse_json, content.splitlines())
             kind, _, number = header["format"].rpartition(" ")
             require_known_format(option, {"format": int(number)}, FORMAT)
             if kind != KIND or header["cells"] != len(lines):
@@ -111,15 +115,6 @@ class Pack:
             raise ValueError(
                 f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
             ) from None
-
-
-def _decompress(content: bytes) -> bytes:
-    """Raises LZMAError if the content is truncated, or expands to more than MOST_BYTES."""
-    stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
-    found = stream.decompress(content, MOST_BYTES)
-    if not stream.eof:
-        raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
-    return found
 
 
 def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
@@ -261,39 +256,28 @@ def take_from_files(
                 asked[pack.path] += [] if kept else [(request, adapted)]
                 if not kept:
                     taken.setdefault(key, TakenResult(adapted, pack.ended[result.key]))
-        _check_agreement(request.cell, found)
+        for (first, one), (second, other) in combinations(found, 2):
+            for name in sorted(one.metrics.keys() & other.metrics.keys()):
+                a, b = one.metrics[name], other.metrics[name]
+                if not name.startswith(TIMED) and a != b:
+                    raise ValueError(
+                        f"--results: {request.cell.variant} seed {request.cell.seed} has {name} {a!r} in {first!r} and "
+                        f"{b!r} in {second!r}; leave out the file that is wrong, or name another --runs folder"
+                    )
     for pack in packs:
         if pack.path not in asked:
             raise ValueError(
                 f"--results {str(pack.path)!r}: none of its {len(pack.results)} cells, of {pack.grid}, is asked for "
                 "here; leave it out"
             )
-        if not mixed:
-            _check_environment(pack.path, asked[pack.path])
+        made = [] if mixed else [request.find_differences(result) for request, result in asked[pack.path]]
+        if differences := [*filter(None, made)]:
+            kinds = sorted({kind for found in differences for kind in found})
+            raise ValueError(
+                f"--results {str(pack.path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; "
+                "leave the file out, or give --mixed to take them all the same"
+            )
     return taken
-
-
-def _check_agreement(cell: Cell, found: Sequence[tuple[str, RunResult]]) -> None:
-    """Raise a one-line ValueError if two of a cell's results, each with its place, differ in a metric."""
-    for (first, one), (second, other) in combinations(found, 2):
-        for name in sorted(one.metrics.keys() & other.metrics.keys()):
-            if not name.startswith(TIMED) and one.metrics[name] != other.metrics[name]:
-                raise ValueError(
-                    f"--results: {cell.variant} seed {cell.seed} has {name} {one.metrics[name]!r} in {first!r} and "
-                    f"{other.metrics[name]!r} in {second!r}; leave out the file that is wrong, or name another --runs "
-                    "folder"
-                )
-
-
-def _check_environment(path: Path, results: Iterable[tuple[AskedCell, RunResult]]) -> None:
-    """Raise a one-line ValueError if results of a file were made otherwise than a training here."""
-    differences = [found for request, result in results if (found := request.find_differences(result))]
-    if differences:
-        kinds = sorted({kind for found in differences for kind in found})
-        raise ValueError(
-            f"--results {str(path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; leave the "
-            "file out, or give --mixed to take them all the same"
-        )
 
 
 def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, TakenResult]:

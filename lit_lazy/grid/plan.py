@@ -3,18 +3,18 @@
 import ast
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.facts import compute_learned_nats, list_doubts
-from lit_lazy.grid.changed_rows import GONE, VERSION_DIGITS, ChangedRowError, name_version
-from lit_lazy.grid.former_plan import find_former_plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
 from lit_lazy.support.locks import read_id
@@ -26,7 +26,7 @@ from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult, was_compiled
-from lit_lazy.training.run_folder import is_locked, locate_cell, read_failure, read_settings
+from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
 
 if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Cell
@@ -48,6 +48,18 @@ FORMAT = 4
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
 
+GONE = "was removed from the ablation"
+MOST_CHANGES = 3
+"""Changed settings that a message shows."""
+VERSION_DIGITS = 6
+"""Digits by which a table tells what a changed row trained before and now."""
+QUEUE = "queue.db"
+"""File in the runs folder, in which versions before plan.json was kept in a grid's folder had its cells."""
+CELLS_OF_GRID = (
+    "SELECT a.value_json FROM trial_user_attributes a JOIN trials t ON t.trial_id = a.trial_id "
+    "JOIN studies s ON s.study_id = t.study_id WHERE a.key = 'cell' AND s.study_name = ?"
+)
+
 
 class DamagedPlanError(ValueError):
     """The file of a plan cannot be read."""
@@ -55,6 +67,36 @@ class DamagedPlanError(ValueError):
     def __init__(self, file: Path, why: str) -> None:
         super().__init__(f"{str(file)!r}: is damaged ({why}); run the grid's command again to rewrite it")
         self.file = file
+
+
+class ChangedRowError(ValueError):
+    """Rows of a grid that has begun would train something else. changes: what changed, by row."""
+
+    def __init__(self, changes: Mapping[str, str]) -> None:
+        (variant, change), *others = changes.items()
+        also = f" (also changed: {', '.join(repr(name) for name, _ in others)})" if others else ""
+        beside = "" if GONE in changes.values() else "--changed trains it anew and keeps its former cells beside, "
+        super().__init__(
+            f"row {variant!r}: {change} since this grid began{also}; {beside}another name= in the ablation keeps both "
+            "and takes the results of other rows, --fresh moves all former results away"
+        )
+
+
+def name_version(variant: str, definition: str) -> str:
+    """The name of the row that keeps a row's cells from before it changed. definition: hash of what they train."""
+    return f"{variant} (version {definition[:VERSION_DIGITS]})"
+
+
+def describe_changes(former: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Which settings of a row changed: `train.steps changed from 6 to 8`; '' if none did.
+
+    former: of an earlier cell, by dotted path. config: in canonical form. What only one of them has belongs to
+    a class that changed, or is a field of another version; another path of the same weights changes nothing.
+    """
+    now = {path: str(value) for path, value in flatten(config).items() if path not in ("seed", "init_from")}
+    changed = [path for path, value in now.items() if str(former.get(path, value)) != value]
+    more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+    return ", ".join(f"{path} changed from {former[path]} to {now[path]}" for path in changed[:MOST_CHANGES]) + more
 
 
 @dataclass(frozen=True)
@@ -110,10 +152,13 @@ class Plan:
 
     def make_table_spec(self, observations: Sequence[Observation], warnings: Sequence[str]) -> TableSpec:
         """The spec of the plan's table, given its cells."""
-        rows = [*self._iter_rows()]
+        rows = [replace(row, seeds=tuple(s for s in row.seeds if str(s) in self.get_keys(row))) for row in self.rows]
+        rows = [row for row in rows if row.seeds] if self.keys else self.rows  # former plans have no keys
         variants = {row.variant for row in rows}
         measured = {name for observation in observations for name in observation.metrics}
-        columns = [*_explain_by_start(self.columns, observations), *list_learned_columns(measured)]
+        columns = [*self.columns, *list_learned_columns(measured)]
+        if len({observation.metrics.get("init/tau/mean") for observation in observations}) < 2:  # all start alike
+            columns = [replace(c, by_construction="") if c.by_construction == STARTS else c for c in columns]
         # Metrics that some models or data lack are left out silently.
         known = measured | {column.key for column in COLUMNS} | SCALARS.keys()
         absent = [
@@ -144,12 +189,9 @@ class Plan:
             files=self.files,
         )
 
-    def _iter_rows(self) -> Iterator[RowInfo]:
-        """The rows with the seeds that have a key; all of a plan that has no keys."""
-        for row in self.rows:
-            seeds = tuple(seed for seed in row.seeds if str(seed) in self.keys.get(row.variant, {}))
-            if seeds or not self.keys:
-                yield replace(row, seeds=seeds) if self.keys else row
+    def get_keys(self, row: RowInfo) -> dict[str, str]:
+        """The keys of a row's cells by seed."""
+        return self.keys.get(row.variant, {})
 
     def merge(
         self,
@@ -171,21 +213,7 @@ class Plan:
                 "keys; --fresh moves its results away, another --runs folder keeps both; `lit-lazy ablate table` still "
                 "shows them"
             )
-        named = {definition: name for name, definition in self.definitions.items()}
-        changes: dict[str, str] = {}
-        for row in (row for row in former.rows if row.variant not in former.replaced):
-            renamed = named.get(former.definitions.get(row.variant, ""))
-            if row.variant not in self.definitions and renamed is not None:
-                raise ValueError(
-                    f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
-                    "cells over, --fresh moves them away"
-                )
-            if row.variant not in order:
-                changes[row.variant] = GONE
-            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
-                change := find_changes(row.variant)
-            ):
-                changes[row.variant] = change
+        changes = self._collect_changes(former, order, find_changes)
         if changes and (finished is None or GONE in changes.values()):
             raise ChangedRowError(changes)
         untrained = changes.keys() - self.keys.keys()  # stay what they were
@@ -215,6 +243,27 @@ class Plan:
             compiled=self.compiled if former.compiled is None else former.compiled,
         )
 
+    def _collect_changes(
+        self, former: "Plan", order: Sequence[str], find_changes: Callable[[str], str]
+    ) -> dict[str, str]:
+        """What changed in each row of a former plan that was not set aside. Raises ValueError if one was renamed."""
+        named = {definition: name for name, definition in self.definitions.items()}
+        changes: dict[str, str] = {}
+        for row in (row for row in former.rows if row.variant not in former.replaced):
+            renamed = named.get(former.definitions.get(row.variant, ""))
+            if row.variant not in self.definitions and renamed is not None:
+                raise ValueError(
+                    f"row {row.variant!r}: is named {renamed!r} now; another name of the ablation takes the finished "
+                    "cells over, --fresh moves them away"
+                )
+            if row.variant not in order:
+                changes[row.variant] = GONE
+            elif self.definitions.get(row.variant) != former.definitions.get(row.variant) and (
+                change := find_changes(row.variant)
+            ):
+                changes[row.variant] = change
+        return changes
+
     def _set_aside(self, changes: Mapping[str, str], now: "Plan", finished: Collection[str]) -> "Plan":
         """This plan with the finished cells of changed rows, of those that `now` trains, in rows of other names.
 
@@ -227,7 +276,7 @@ class Plan:
         rows: dict[str, RowInfo] = {}
         keys, axis_values, replaced = {}, {}, {}
         for row in self.rows:
-            known, name = self.keys.get(row.variant, {}), names.get(row.variant, row.variant)
+            known, name = self.get_keys(row), names.get(row.variant, row.variant)
             if row.variant in changes and name != row.variant:
                 known = {seed: key for seed, key in known.items() if key in finished}
                 if not known:
@@ -262,14 +311,6 @@ def _add_note(row: RowInfo, note: str) -> RowInfo:
     return replace(row, note="; ".join(filter(None, (row.note, note))))
 
 
-def _explain_by_start(columns: Iterable[Column], observations: Iterable[Observation]) -> list[Column]:
-    """The columns; if no two rows start at different tau, without the claim that they do."""
-    starts = {observation.metrics.get("init/tau/mean") for observation in observations}
-    if len(starts) > 1:
-        return list(columns)
-    return [replace(column, by_construction="") if column.by_construction == STARTS else column for column in columns]
-
-
 def describe_larger(base: str) -> str:
     """What the experiment is whose few steps a tiny one runs; "" of another, which might learn in more steps.
 
@@ -296,6 +337,38 @@ def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> 
         return Yardstick("loss/bits_per_byte", bits, marks, remedy)
     optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
+
+
+def find_former_plan(folder: Path) -> Path | None:
+    """The plan of a grid that a version before plan.json was kept in the grid's folder began: an artifact of MLflow's.
+
+    None if no such version trained cells there.
+    """
+    if not ((folder / CELLS).is_dir() and (folder.parent / QUEUE).exists()):
+        return None
+    from lit_lazy.tracking.store import ARTIFACTS
+
+    found = (folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{PLAN}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def add_queued_keys(plan: Plan, folder: Path) -> Plan:
+    """Such a plan with the keys and axes of its cells, which the queue in the runs folder has.
+
+    Raises a one-line ValueError if the queue is damaged.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    axes: dict[str, dict[str, str]] = {}
+    queue = folder.parent / QUEUE
+    try:
+        with closing(sqlite3.connect(f"{queue.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            cells = [json.loads(text) for (text,) in database.execute(CELLS_OF_GRID, (folder.name,))]
+    except sqlite3.Error as error:
+        raise ValueError(f"{str(queue)!r}: cannot be read ({error}); move it away to begin another") from None
+    for cell in cells:
+        keys.setdefault(cell["variant"], {})[str(cell["seed"])] = cell["key"]
+        axes[cell["variant"]] = cell["axes"]
+    return replace(plan, keys=keys, axis_values=axes)
 
 
 @dataclass(frozen=True)
@@ -382,20 +455,18 @@ class GridFolder:
     def read(cls, path: Path) -> "GridFolder | None":
         """The grid in a folder; None if it has no plan. Raises a one-line ValueError if the plan is damaged."""
         file = path / PLAN
-        former = None if file.exists() else find_former_plan(file)
-        file = file if former is None else former.artifact
+        former = None if file.exists() else find_former_plan(path)
+        file = former or file
         if not file.exists():
             return None
         try:
             plan = Plan.from_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DamagedPlanError(file, one_line(error)) from None
-        if former is not None:
-            plan = replace(plan, keys=former.keys, axis_values=former.axis_values)
-        grid = cls(path, plan)
         if former is None:
-            return grid
-        return cls(path, replace(plan, compiled=was_compiled(cell.result for cell in grid.cells)))
+            return cls(path, plan)
+        grid = cls(path, add_queued_keys(plan, path))
+        return replace(grid, plan=replace(grid.plan, compiled=was_compiled(cell.result for cell in grid.cells)))
 
     @cached_property
     def cells(self) -> list[CellRecord]:
@@ -405,7 +476,7 @@ class GridFolder:
             CellRecord(row.variant, seed, key, locate_cell(self.path, key), plan.axis_values.get(row.variant, {}))
             for row in plan.rows
             for seed in row.seeds
-            if (key := plan.keys.get(row.variant, {}).get(str(seed)))
+            if (key := plan.get_keys(row).get(str(seed)))
         ]
 
     def build_table(self) -> Table:
@@ -434,7 +505,7 @@ def read_grid_id(folder: Path) -> str:
 def list_grids(runs: Path) -> list[str]:
     """Names of the grids in a runs folder, without those that `--fresh` moved aside."""
     folders = [folder for folder in runs.iterdir() if ASIDE not in folder.name] if runs.is_dir() else []
-    return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder / PLAN))
+    return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder))
 
 
 def group_keys(cells: "Iterable[Cell]") -> dict[str, dict[str, str]]:
@@ -454,7 +525,10 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
     """Warn if the best softmax row does not clearly beat the trigram baseline."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
-    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(cells)
+    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), dict[str, list[float]]()
+    for cell in cells:
+        if cell.normaliser == "Softmax" and "loss/bits_per_byte" in cell.metrics:
+            losses.setdefault(cell.variant, []).append(cell.metrics["loss/bits_per_byte"])
     if not losses:
         return [f"no softmax row to hold against the byte-trigram baseline of {trigram:.3f} bits/byte"]
     reached, row = min((mean(values), row) for row, values in losses.items())
@@ -465,13 +539,3 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
         f"{UNDERTRAINED_BY} below the byte-trigram baseline of {trigram:.3f}. Differences below may not outlast a "
         "longer training"
     ]
-
-
-def _collect_softmax_losses(cells: Sequence[CellRecord]) -> dict[str, list[float]]:
-    """Bits per byte of the finished softmax cells, by row."""
-    losses: dict[str, list[float]] = {}
-    for cell in cells:
-        bits = cell.metrics.get("loss/bits_per_byte")
-        if bits is not None and cell.normaliser == "Softmax":
-            losses.setdefault(cell.variant, []).append(bits)
-    return losses

@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,30 +25,43 @@ def start_fork_server() -> None:
     forkserver.ensure_running()
 
 
-class Pool(Protocol):
-    """Workers that execute the cells they are given."""
+class Pool(ABC):
+    """Workers that execute the cells they are given, at most `size` at a time."""
 
+    def __init__(self, job: Job, size: int) -> None:
+        self.job, self.size = job, size
+
+    @abstractmethod
     def __len__(self) -> int:
         """Number of cells that are being executed."""
 
     @property
     def free(self) -> int:
         """Number of cells that can be started now."""
+        return self.size - len(self)
 
+    @abstractmethod
     def start(self, cell: Cell) -> None:
         """Let a free worker execute a cell."""
 
+    @abstractmethod
     def poll(self) -> list[Ending]:
         """The attempts that have ended since the last call."""
 
+    @abstractmethod
     def stop(self) -> list[Ending]:
         """Let the workers write a checkpoint, and wait for them. A second Ctrl-C kills them."""
 
-    def close(self) -> None:
-        """End the idle workers."""
+    def close(self) -> None:  # noqa: B027 (tasks need none)
+        """End the idle workers, if they live on."""
 
     def describe_last_failure(self) -> str:
-        """The last line that a worker logged, and the log's path."""
+        """The last line of the most recent worker log in the grid's folder, and the log's path."""
+        logs = sorted(self.job.folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
+        if not logs:
+            return "no worker wrote a log"
+        lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
 
 
 class LocalWorker:
@@ -100,12 +113,13 @@ def _serve(*arguments: Any) -> None:
     serve(*arguments)
 
 
-class LocalPool:
+class LocalPool(Pool):
     """Worker processes in slots."""
 
     def __init__(self, job: Job, size: int, judge: Callable[[str, int, float], str]) -> None:
         """judge: as `Driver.judge`."""
-        self.job, self.size, self.judge = job, size, judge
+        super().__init__(job, size)
+        self.judge = judge
         self._workers: dict[int, LocalWorker] = {}
         self._ended: list[Ending] = []
 
@@ -115,10 +129,6 @@ class LocalPool:
     @property
     def _busy(self) -> list[LocalWorker]:
         return [worker for worker in self._workers.values() if worker.key is not None]
-
-    @property
-    def free(self) -> int:
-        return self.size - len(self)
 
     def start(self, cell: Cell) -> None:
         slot = next(slot for slot in range(self.size) if slot not in self._workers or self._workers[slot].key is None)
@@ -158,18 +168,6 @@ class LocalPool:
         for worker in self._workers.values():
             worker.process.join()
         self._workers.clear()
-
-    def describe_last_failure(self) -> str:
-        return read_last_log_line(self.job.folder)
-
-
-def read_last_log_line(folder: Path) -> str:
-    """The last line of the most recent worker log in a grid's folder, and the log's path."""
-    logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
-    if not logs:
-        return "no worker wrote a log"
-    lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
 
 
 def _assign_gpus(slot: int, devices: int) -> Mapping[str, str]:

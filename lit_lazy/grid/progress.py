@@ -1,10 +1,11 @@
-"""Progress display of a grid: cells done, running and failed, elapsed and remaining time."""
+"""What a command says of running cells: a live display, and the tables of `lit-lazy ablate status`."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,8 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lit_lazy.grid.cells import Holder, find_dead
+from lit_lazy.grid.plan import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
-from lit_lazy.tracking.metric_records import MetricRecord, read_last_lines
+from lit_lazy.support.errors import sanitise
+from lit_lazy.tracking.run_files import read_last_lines
 from lit_lazy.training.result import METRICS
 
 PLAIN_EVERY_SECONDS = 15.0
@@ -56,7 +60,10 @@ class Progress:
         """Show the states of the cells by key."""
         counts = Counter(states.values())
         if self.live:
-            self.live.update(self._build_panel(counts))
+            bar = Table.grid(padding=(0, 1))
+            done = ProgressBar(total=self.n, completed=_count_finished(counts), width=40)
+            bar.add_row(done, self._format_summary(counts))
+            self.live.update(Group(bar, *(Text(f"  {name}", style="dim") for name in self._running)))
             return
         shown, now = _count_ended(counts), time.monotonic()
         quiet = now - self._last_line
@@ -77,34 +84,19 @@ class Progress:
     def _format_summary(self, counts: Counter[str]) -> str:
         parts = [f"{_count_finished(counts)}/{self.n} cells done", f"{counts['running']} running"]
         parts += [f"{counts[state]} {state}" for state in ("pruned", "failed") if counts[state]]
-        elapsed = time.monotonic() - self.started
-        return ", ".join(
-            [*parts, f"{format_duration(elapsed)} elapsed", self._format_remaining(counts, elapsed), *self.notes()]
-        )
-
-    def _format_remaining(self, counts: Counter[str], elapsed: float) -> str:
-        done = _count_finished(counts) - self.done_before
-        left = counts["waiting"] + counts["running"]
-        if not left:
-            return "nothing left"
-        # Running cells are about half done, on average.
-        progressed = done + 0.5 * min(counts["running"], left)
-        return (
-            f"about {format_duration(elapsed / progressed * (left - 0.5 * counts['running']))} left"
-            if done
-            else "estimating the rest"
-        )
+        elapsed, done = time.monotonic() - self.started, _count_finished(counts) - self.done_before
+        left, rest = counts["waiting"] + counts["running"], "nothing left"
+        if left:
+            half = 0.5 * counts["running"]  # running cells are about half done, on average
+            rest = (
+                f"about {format_duration(elapsed / (done + half) * (left - half))} left"
+                if done
+                else "estimating the rest"
+            )
+        return ", ".join([*parts, f"{format_duration(elapsed)} elapsed", rest, *self.notes()])
 
     def _print_line(self, counts: Counter[str]) -> None:
         self.console.print(self._format_summary(counts), highlight=False)
-
-    def _build_panel(self, counts: Counter[str]) -> Group:
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            ProgressBar(total=self.n, completed=_count_finished(counts), width=40), self._format_summary(counts)
-        )
-        names = [Text(f"  {name}", style="dim") for name in self._running]
-        return Group(bar, *names)
 
 
 def describe_training(folder: Path, steps: int | None = None) -> str:
@@ -121,27 +113,18 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
     parts = [f"step {last.step:,}" if steps is None else f"step {last.step:,} of {steps:,}"]
     if losses:
         parts.append(f"loss {losses[-1]:.3f}")
-    pace = _compute_median_pace(records)
+    # Of the median step: the mean would count the pause of a training that was killed and resumed.
+    paces = [
+        (after.milliseconds - before.milliseconds) / 1000 / (after.step - before.step)
+        for before, after in pairwise(records)
+        for _ in range(before.step, after.step)
+    ]
+    pace = median_low(paces) if paces else None
     if pace is not None and steps is not None and last.step < steps:
         parts.append(f"about {format_duration(pace * (steps - last.step))} left")
     if (silent := time.time() - records[-1].milliseconds / 1000) >= QUIET_SECONDS:
         parts.append(f"reported {format_duration(silent)} ago")
     return ", ".join(parts)
-
-
-def _compute_median_pace(records: Sequence[MetricRecord]) -> float | None:
-    """Seconds per step of the median step; the mean would count the pause of a training that was killed and resumed."""
-    steps = Counter[float]()
-    for before, after in pairwise(records):
-        if before.step < after.step:
-            taken = after.step - before.step
-            steps[(after.milliseconds - before.milliseconds) / 1000 / taken] += taken
-    passed = 0
-    for pace in sorted(steps):
-        passed += steps[pace]
-        if 2 * passed >= steps.total():
-            return pace
-    return None
 
 
 def _count_ended(counts: Mapping[str, int]) -> tuple[int, bool]:
@@ -151,3 +134,50 @@ def _count_ended(counts: Mapping[str, int]) -> tuple[int, bool]:
 
 def _count_finished(counts: Mapping[str, int]) -> int:
     return sum(counts[state] for state in FINISHED)
+
+
+def print_status(grid: GridFolder, console: Console) -> None:
+    """Print the number of cells by state, then tables of running, failed and interrupted cells."""
+    counts = Counter[str](cell.status for cell in grid.cells)
+    console.print(f"{grid.title}: {counts['complete']}/{len(grid.cells)} cells complete", highlight=False)
+    for state in ("running", "waiting", "failed"):
+        if counts[state]:
+            console.print(f"  {counts[state]:5} {state}", highlight=False)
+    cells = {state: [cell for cell in grid.cells if cell.status == state] for state in counts}
+    columns = ("process", "host", "for", "training")
+    _print_table("running", columns, cells.get("running", []), _describe_holder, console)
+    if failed := cells.get("failed", []):
+        _print_table("failed", ("why",), failed, lambda cell: (sanitise(cell.reason),), console)
+        console.print("The same `ablate run` command tries failed cells again.", highlight=False)
+    interrupted = [cell for cell in cells.get("waiting", []) if cell.settings]
+
+    def describe_interrupt(cell: CellRecord) -> tuple[str]:
+        holder = find_dead(cell.folder)
+        return ("interrupted" if holder is None else f"its worker ({holder}) died",)
+
+    _print_table("waiting, interrupted", ("why",), interrupted, describe_interrupt, console)
+
+
+def _print_table(
+    title: str,
+    columns: Sequence[str],
+    cells: Sequence[CellRecord],
+    describe: Callable[[CellRecord], Sequence[str]],
+    console: Console,
+) -> None:
+    """Print a table of cells, if there are any; `describe` returns the values of the columns after cell and key."""
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for column in ("cell", "key", *columns):
+        table.add_column(column, overflow="fold")
+    for cell in cells:
+        table.add_row(f"{cell.variant} seed {cell.seed}", cell.key, *describe(cell))
+    if cells:
+        console.print(table)
+
+
+def _describe_holder(cell: CellRecord) -> tuple[str, str, str, str]:
+    holder, steps = Holder.read(cell.folder), cell.settings.get("train.steps")
+    training = describe_training(cell.folder, steps if isinstance(steps, int) else None)
+    if holder is None:
+        return "", "", "", training
+    return str(holder.pid), holder.host, format_duration(max(time.time() - holder.since, 0.0)), training

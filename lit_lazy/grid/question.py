@@ -13,6 +13,7 @@ from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_
 from lit_lazy.grid.ablation import Ablation, Row, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import check_kinds, require
+from lit_lazy.support.errors import naming
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.declaration import Declaration, Rule, Statement, Verdict
@@ -82,10 +83,8 @@ class Question:
         fix = "all rows of a question have the ablation's seeds"
         require(not with_seeds, f"{name}: seeds of rows", with_seeds, fix)
         self.full_ablation  # noqa: B018 (runs its checks)
-        try:
+        with naming(name):
             self.partial_declaration  # noqa: B018 (runs its checks)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
 
     @property
     def all_looks(self) -> tuple[int, ...]:

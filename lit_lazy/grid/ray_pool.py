@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.plan import GRID_ID
-from lit_lazy.grid.pool import read_last_log_line
+from lit_lazy.grid.pool import Pool
 from lit_lazy.grid.worker import execute, list_files, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
@@ -75,11 +75,6 @@ class Cluster:
     def has_gpus(self) -> bool:
         """Whether any machine has a GPU."""
         return any(gpus >= 1 for _, gpus in self._sizes)
-
-    @property
-    def other_machines(self) -> list[str]:
-        """Names of the other machines."""
-        return sorted({machine["NodeManagerHostname"] for machine in self.machines} - {socket.gethostname()})
 
     @property
     def _sizes(self) -> list[tuple[float, float]]:
@@ -149,11 +144,11 @@ def _check_address(address: str) -> None:
         raise ValueError(f"{named}: cannot be joined ({why}); run this on a machine of the cluster, with its Ray")
 
 
-class RayPool:
+class RayPool(Pool):
     """Tasks on the Ray cluster that this process has joined; each executes one cell."""
 
     def __init__(self, job: Job, size: int, gpus: float) -> None:
-        self.job, self.size = job, size
+        super().__init__(job, size)
         # A share without GPUs must not see the machine's GPUs.
         environment = {"env_vars": {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}}
         self._task = ray.remote(
@@ -164,10 +159,6 @@ class RayPool:
 
     def __len__(self) -> int:
         return len(self._tasks)
-
-    @property
-    def free(self) -> int:
-        return self.size - len(self)
 
     def start(self, cell: Cell) -> None:
         self._tasks[self._task.remote(cell, self.job, os.getcwd())] = cell.key
@@ -194,26 +185,23 @@ class RayPool:
             endings += self._collect(FORCED_SECONDS)
         return endings
 
-    def close(self) -> None:
-        pass
-
     def describe_last_failure(self) -> str:
         """How the last task died, and the last line of this machine's log."""
-        return f"{self._died}; {read_last_log_line(self.job.folder)}"
+        return f"{self._died}; {super().describe_last_failure()}"
 
     def _collect(self, timeout: float) -> list[Ending]:
         if not self._tasks:
             return []
         ended, _ = ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=timeout)
-        return [self._get_ending(task, self._tasks.pop(task)) for task in ended]
-
-    def _get_ending(self, task: Any, key: str) -> Ending:
-        try:
-            return ray.get(task)
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            self._died = describe_exception(cause)
-            return Ending(key, "died", self._died)
+        endings: list[Ending] = []
+        for task in ended:
+            key = self._tasks.pop(task)
+            try:
+                endings.append(ray.get(task))
+            except RayError as error:
+                self._died = describe_exception(error.cause if isinstance(error, RayTaskError) else error)
+                endings.append(Ending(key, "died", self._died))
+        return endings
 
 
 def execute_task(cell: Cell, job: Job, folder: str) -> Ending:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,12 +13,29 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.backend import describe_portable_backend, keeps_another_backend, require_compiled_backend
-from lit_lazy.grid.cells import Holder, State, clear_leftovers, read_state, was_left
-from lit_lazy.grid.changed_rows import describe_changes
-from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, read_state
+from lit_lazy.grid.job import (
+    Ending,
+    Job,
+    LaunchOptions,
+    Work,
+    describe_portable_backend,
+    is_over,
+    keeps_another_backend,
+    require_compiled_backend,
+)
 from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import ASIDE, PLAN, CellRecord, DamagedPlanError, GridFolder, Plan, read_grid, read_grid_id
+from lit_lazy.grid.plan import (
+    ASIDE,
+    PLAN,
+    CellRecord,
+    DamagedPlanError,
+    GridFolder,
+    Plan,
+    describe_changes,
+    read_grid,
+    read_grid_id,
+)
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
@@ -37,8 +53,7 @@ from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make
 from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
-from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
@@ -109,7 +124,7 @@ class GridDriver:
         self.work, self.study = work, GridStudy(storage, work.folder)
         self.cells = {cell.key: cell for cell in work.cells}
         for key in self.cells:
-            RunResult.read(locate_cell(work.folder, key))  # a damaged one is put aside, and its cell waits again
+            RunResult.read(work.locate(key))  # a damaged one is put aside, and its cell waits again
         self._states: dict[str, State] = {}
         self._next_look = 0.0
         self._held: set[str] = set()
@@ -128,7 +143,7 @@ class GridDriver:
     def _look(self, key: str) -> State:
         """The state of a cell now."""
         if self._states.get(key) != "complete":
-            folder = locate_cell(self.work.folder, key)
+            folder = self.work.locate(key)
             self._states[key] = "running" if key in self._held else read_state(folder)
             if self._states[key] == "complete":
                 clear_leftovers(folder)
@@ -150,9 +165,11 @@ class GridDriver:
 
     def record(self, ending: Ending) -> None:
         self._held.discard(ending.key)
-        folder = locate_cell(self.work.folder, ending.key)
-        if ending.files and not (folder / RESULT).exists():
-            _write_files(folder, ending.files)
+        folder = self.work.locate(ending.key)
+        if ending.files and not (folder / RESULT).exists():  # from another machine; the result comes last
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in ending.files.items():
+                write_atomically(folder / name, lambda file, content=content: file.write(content))
         if ending.files is not None and ending.kind == "failed":
             write_failure(folder, ending.reason, ending.final)
         self._look(ending.key)
@@ -161,18 +178,11 @@ class GridDriver:
 
     def retry(self, key: str) -> None:
         """Let a failed cell wait again."""
-        clear_failure(locate_cell(self.work.folder, key))
+        clear_failure(self.work.locate(key))
         self._look(key)
 
     def judge(self, key: str, step: int, value: float) -> str:  # noqa: ARG002
         return ""
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a run folder that a worker on another machine sent; the result comes last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(folder / name, lambda file, content=content: file.write(content))
 
 
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
@@ -271,18 +281,13 @@ def execute_cells(
         compiled,
         monitored,
     )
-    supervisor = Supervisor(work, launch, driver, console)
-    supervisor.work(make_pool(job, launch, driver), Progress(driver.states, console, notes))
+    pool: Pool = LocalPool(job, launch.workers, driver.judge)  # starts none yet
+    if launch.launcher == "ray":
+        from lit_lazy.grid.ray_pool import RayPool
+
+        pool = RayPool(job, launch.workers, launch.gpus)
+    Supervisor(work, launch, driver, console).work(pool, Progress(driver.states, console, notes))
     return True
-
-
-def make_pool(job: Job, launch: LaunchOptions, driver: Driver) -> Pool:
-    """The pool for a grid's workers, without starting any."""
-    if launch.launcher == "local":
-        return LocalPool(job, launch.workers, driver.judge)
-    from lit_lazy.grid.ray_pool import RayPool
-
-    return RayPool(job, launch.workers, launch.gpus)
 
 
 def is_finished(states: Mapping[str, str]) -> bool:
@@ -294,7 +299,7 @@ def save_plan(grid: Grid) -> Plan:
     """Write the plan of a grid, merged with the former one in its folder."""
     with make_file_lock(grid.folder / f"{PLAN}.lock"):
         try:
-            plan = _merge_plan(grid)
+            plan = merge_plan(grid)
         except DamagedPlanError as error:
             quarantine(error.file, one_line(error))
             plan = grid.plan
@@ -302,32 +307,36 @@ def save_plan(grid: Grid) -> Plan:
         return plan
 
 
-def _merge_plan(grid: Grid) -> Plan:
-    """The plan of a grid with what its folder holds."""
+def merge_plan(grid: Grid) -> Plan:
+    """The plan of a grid with what its folder holds. Creates nothing.
+
+    Raises a one-line ValueError if the trainings of rows changed since the grid began, or if finished cells kept no
+    models for the evaluations that they lack; not if the grid trains such rows anew.
+    """
     known = GridFolder.read(grid.folder)
     if known is None:
         return grid.plan
+    trained = () if grid.changed else _list_trained(grid, known)
+    lost = [cell.metrics.get("time/train_seconds", 0.0) for cell, measurable in trained if not measurable]
+    if lost:
+        raise ValueError(
+            f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
+            f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
+        )
+
+    def find_changes(variant: str) -> str:
+        """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
+        begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
+        now = [cell.config for cell in grid.cells if cell.variant == variant]
+        if not (begun and now):
+            return "its settings, code or data changed"
+        pairs = [(asked, result) for asked, cell, result in _pair_results(grid, known) if cell.variant == variant]
+        if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
+            return ""
+        return describe_changes(begun[0], now[0]) or "its code or data changed"
+
     finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
-    if not grid.changed:
-        _require_models(grid, known)
-    return grid.plan.merge(known.plan, grid.row_order, partial(_find_changes, grid, known), finished)
-
-
-def check_unchanged(grid: Grid) -> None:
-    """Raise ValueError, as `run_grid` does, if the trainings of rows changed since the grid began. Creates nothing."""
-    _merge_plan(grid)
-
-
-def _find_changes(grid: Grid, known: GridFolder, variant: str) -> str:
-    """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
-    begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
-    now = [cell.config for cell in grid.cells if cell.variant == variant]
-    if not (begun and now):
-        return "its settings, code or data changed"
-    pairs = [(asked, result) for asked, cell, result in _pair_results(grid, known) if cell.variant == variant]
-    if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
-        return ""
-    return describe_changes(begun[0], now[0]) or "its code or data changed"
+    return grid.plan.merge(known.plan, grid.row_order, find_changes, finished)
 
 
 def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, CellRecord, RunResult]]:
@@ -360,23 +369,21 @@ def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
     return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
 
 
-def _require_models(grid: Grid, known: GridFolder) -> None:
-    """Raise a one-line ValueError if finished cells kept no models for the evaluations that they lack."""
-    lost = [
-        cell.metrics.get("time/train_seconds", 0.0) for cell, measurable in _list_trained(grid, known) if not measurable
-    ]
-    if lost:
-        raise ValueError(
-            f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
-            f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
-        )
-
-
 def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Console) -> dict[str, TakenResult]:
-    """Write the results that packed files and other grids have of missing cells; returns them by key."""
-    place = {cell.key: locate_cell(grid.folder, cell.key) for cell in grid.cells}
+    """Write the results that packed files and other grids have of missing cells; returns them by key.
+
+    Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps.
+    """
+    place = {cell.key: grid.locate(cell.key) for cell in grid.cells}
     untrained = [cell for cell in grid.cells if read_state(place[cell.key]) in ("waiting", "failed")]
-    taken = _find_results(grid, launch, untrained, compiled) if untrained else {}
+    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
+    if untrained and not launch.mixed and keeps_another_backend(compiled):
+        if compiled:
+            require_compiled_backend(grid.id)
+        if taken:
+            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
+    elif untrained and not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
+        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
     _note_known_results(grid, taken.values())
     for key, one in taken.items():
         one.write(place[key])
@@ -406,25 +413,9 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
         write_text(known.path / PLAN, replace(known.plan, declaration=replace(declared, seen=True)).to_json())
 
 
-def _find_results(
-    grid: Grid, launch: LaunchOptions, untrained: Sequence[Cell], compiled: bool
-) -> dict[str, TakenResult]:
-    """The results by key. Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps."""
-    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
-    if not launch.mixed and keeps_another_backend(compiled):
-        if compiled:
-            require_compiled_backend(grid.id)
-        if taken:
-            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
-        return {}
-    if launch.fresh or launch.keep_checkpoints:  # both ask for a training
-        return taken
-    return taken | find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
-
-
 def count_waiting(work: Work) -> int:
     """The number of cells that wait, as a time limit leaves them."""
-    return sum(read_state(locate_cell(work.folder, cell.key)) == "waiting" for cell in work.cells)
+    return sum(read_state(work.locate(cell.key)) == "waiting" for cell in work.cells)
 
 
 class Supervisor:
@@ -471,16 +462,20 @@ class Supervisor:
             states = self.driver.states()
             if time.monotonic() - self._last_look > LOOK_SECONDS:
                 self._last_look = time.monotonic()
-                self._report_dead(states)
+                for key in [key for key, state in states.items() if state == "waiting"]:
+                    holder = find_dead(locate_cell(self.folder, key))
+                    if holder is not None and (key, holder.since) not in self._left:
+                        self._report_death(key, holder)
                 progress.show_running([self._describe_running(key) for key, at in states.items() if at == "running"])
             progress.update(states)
-            while not (over := self._is_over()) and pool.free and (cell := self._choose()):
+            while not (over := self._is_over()) and pool.free and (cell := self.driver.choose()):
                 try:
                     pool.start(cell)
                 except Exception:
                     self.driver.record(Ending(cell.key, "interrupted"))
                     raise
                 self._started += 1
+            self._found_none |= not over and pool.free > 0 and is_over(self.launch.until)
         except Exception as error:
             if not is_disk_full(error):
                 raise
@@ -489,18 +484,18 @@ class Supervisor:
         if over or len(pool):
             return bool(len(pool))
         states = self.driver.states()
-        if "running" in states.values():
-            self._report_others(states)
+        if "running" in states.values() and not self._reported_others:
+            self._reported_others = True
+            held = [self._describe_running(key) for key, state in states.items() if state == "running"]
+            self._say(
+                f"waiting for workers that this process did not start: {'; '.join(held)}. If they die, their cells "
+                "wait again; Ctrl-C ends the wait, not the workers"
+            )
         return bool({"waiting", "running"} & set(states.values()))
 
     def _is_over(self) -> bool:
         """Whether the time limit keeps this command from starting cells."""
         return is_over(self.launch.until) and (self._started >= self.launch.workers or self._found_none)
-
-    def _choose(self) -> Cell | None:
-        cell = self.driver.choose()
-        self._found_none |= cell is None and is_over(self.launch.until)
-        return cell
 
     def _take(self, ending: Ending, pool: Pool) -> None:
         """Do what follows from the end of an attempt."""
@@ -511,7 +506,9 @@ class Supervisor:
             return
         self._pause = 0.0
         if ending.kind == "died":
-            self._take_death(ending)
+            holder = find_dead(locate_cell(self.folder, ending.key))
+            self._crashes += holder is None  # a cell itself counts the deaths of those that began it
+            self._report_death(ending.key, holder or ending.reason)
         else:
             self._crashes = 0
         if ending.kind == "failed" and not ending.final and self._retries[ending.key] < self.launch.retry_failed:
@@ -523,28 +520,14 @@ class Supervisor:
         if self._crashes >= MOST_CRASHES * self.launch.workers:
             raise GridError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
 
-    def _take_death(self, ending: Ending) -> None:
-        """A cell counts the deaths of those that began it; here count those that began none."""
-        folder = locate_cell(self.folder, ending.key)
-        holder = Holder.read(folder) if was_left(folder) else None
-        if holder is None:
-            self._crashes += 1
-        else:
-            self._left.add((ending.key, holder.since))
-        self._say(f"{self._name(ending.key)}: its worker ({holder or ending.reason}) died; it waits again")
-
     def _name(self, key: str) -> str:
         cell = self.cells.get(key)
         return key if cell is None else f"{cell.variant} seed {cell.seed}"
 
-    def _report_dead(self, states: Mapping[str, str]) -> None:
-        """Say once which waiting cells a dead worker has left."""
-        for key in [key for key, state in states.items() if state == "waiting"]:
-            folder = locate_cell(self.folder, key)
-            holder = Holder.read(folder) if was_left(folder) else None
-            if holder is not None and (key, holder.since) not in self._left:
-                self._left.add((key, holder.since))
-                self._say(f"{self._name(key)}: its worker ({holder}) died; it waits again")
+    def _report_death(self, key: str, who: Holder | str) -> None:
+        if isinstance(who, Holder):
+            self._left.add((key, who.since))
+        self._say(f"{self._name(key)}: its worker ({who}) died; it waits again")
 
     def _describe_running(self, key: str) -> str:
         """A running cell with its worker, step, loss and the time left."""
@@ -553,15 +536,6 @@ class Supervisor:
         by = f" by {holder}" if (holder := Holder.read(folder)) else ""
         training = describe_training(folder, steps)
         return f"{self._name(key)}{by}" + (f": {training}" if training else "")
-
-    def _report_others(self, states: Mapping[str, str]) -> None:
-        if not self._reported_others:
-            self._reported_others = True
-            held = [self._describe_running(key) for key, state in states.items() if state == "running"]
-            self._say(
-                f"waiting for workers that this process did not start: {'; '.join(held)}. If they die, their cells "
-                "wait again; Ctrl-C ends the wait, not the workers"
-            )
 
     def _wait_for_space(self) -> None:
         """Wait until results and databases have room; pause with exponential backoff if they seem to have it."""

@@ -15,9 +15,8 @@ from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.inside import delete, find_obstacle, is_entry_name, join_name, require_deletable
 from lit_lazy.support.named_files import find_grids
-from lit_lazy.tracking.databases import ARTIFACTS, sqlite_file
-from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.owner import is_own, read_owner
+from lit_lazy.tracking.client import list_experiment_names
+from lit_lazy.tracking.store import ARTIFACTS, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, is_locked, keep_quarantined, make_lock
@@ -71,14 +70,12 @@ class RunsEntry:
     @property
     def state(self) -> str:
         """One or two words for a list."""
-        done, total = self.progress
-        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
-        if self.kind == "other":
-            return "other files"
-        if self.kind == "diagnosis":
-            return "runs in MLflow" if self.tracked else "files"
+        if self.kind in ("other", "diagnosis"):
+            return "other files" if self.kind == "other" else "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
+        done, total = self.progress
+        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
         return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
 
     @cached_property
@@ -121,25 +118,19 @@ class RunsFolder:
         """Everything in the folder by name. A shared MLflow may have more, of which it has no folder."""
         folders = {path.name for path in self.path.iterdir() if path.is_dir() and path.name != ARTIFACTS}
         tracked = set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
-        names = folders | tracked if self.has_store else folders
+        # An experiment's name may be a path, or that of the database.
+        outside = {name for name in tracked if not is_entry_name(name) or os.path.lexists(self.path / name)}
+        names = folders | (tracked - outside - {ARTIFACTS} if self.has_store else set())
         return {
             name: RunsEntry(name, join_name(self.path, name), name in tracked)
             for name in sorted(names)
-            if self._can_hold(name)
+            if is_entry_name(name)
         }
-
-    def _can_hold(self, name: str) -> bool:
-        """Whether results of a name are a folder here: an experiment's may be a path, or that of the database."""
-        folder = self.path / name
-        return is_entry_name(name) and name != ARTIFACTS and (folder.is_dir() or not os.path.lexists(folder))
 
     @property
     def has_store(self) -> bool:
         """Whether the MLflow store is a file in the folder, so that nobody else's runs are in it."""
-        return self._is_inside(self.uri)
-
-    def _is_inside(self, url: str) -> bool:
-        file = sqlite_file(url)
+        file = sqlite_file(self.uri)
         return file is not None and file.resolve().parent == self.path.resolve()
 
     def get(self, name: str) -> RunsEntry:
@@ -173,8 +164,8 @@ class RunsFolder:
     def require_removable(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if an entry is in use, or something in the way of its removal."""
         self.require_unused(entry)
-        require_deletable(entry.folder, self.path)
-        require_deletable(entry.artifacts, self.path)
+        for folder in (entry.folder, entry.artifacts):
+            require_deletable(folder, self.path)
 
     def require_unused(self, entry: RunsEntry) -> None:
         """Raise a one-line ValueError if a living process uses an entry."""
@@ -195,8 +186,11 @@ class RunsFolder:
         if entry.tracked and self.has_store:
             Tracker(self.uri, self.path, entry.name).remove_experiment()
             delete(entry.artifacts, self.path)
-        elif entry.tracked:
-            self._retire_own_runs(entry, grid_id)
+        elif entry.tracked:  # others may use the store
+            tracker = Tracker(self.uri, self.path, entry.name)
+            of_grid = tracker.find({"grid": grid_id}) if grid_id else []
+            for run in tracker.find_own({"kind": "run"}) if entry.kind == "training" else of_grid:
+                tracker.retire(run.run_id)
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""
@@ -205,23 +199,19 @@ class RunsFolder:
         tracker = Tracker(self.uri, self.path, DIAGNOSES)
         return [run.run_id for run in tracker.find({"mlflow.runName": entry.name})]
 
-    def _retire_own_runs(self, entry: RunsEntry, grid_id: str | None) -> None:
-        """Delete the runs of this folder's grid, or of its trainings, in a store that others may use."""
-        tracker, owner = Tracker(self.uri, self.path, entry.name), read_owner(self.path)
-        if entry.kind == "training":
-            runs = [run for run in tracker.find({"kind": "run"}) if is_own(run, owner, tracker)]
-        else:
-            runs = tracker.find({"grid": grid_id}) if grid_id else []
-        for run in runs:
-            tracker.retire(run.run_id)
-
     def find_garbage(self, models: bool = False) -> list[Garbage]:
         """What no table, report or run that resumes needs.
 
         models: also the trained models that --keep-checkpoint kept of cells, except those that unfinished cells start
         from. Raises a one-line ValueError if a living process uses the entry of one of them.
         """
-        found = [*self._find_in_runs(models), *self._find_empty_shells()]
+        found = [*self._find_in_runs(models)]
+        for entry in self.entries.values():
+            if entry.kind == "other" or entry.grid is not None or entry.tracked:
+                continue
+            inside = (entry.folder, *entry.folder.rglob("*"))  # a link may lead to what is worth keeping
+            if not any(path.is_symlink() or any(map(path.match, WORTH)) for path in inside):
+                found.append(Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder)))
         found += [Garbage(path, LEFTOVER, measure_bytes(path)) for path in find_leftovers(self.path)]
         found = [replace(one, obstacle=find_obstacle(one.path, self.path)) for one in found]
         for name in {one.path.relative_to(self.path).parts[0] for one in found} & self.entries.keys():
@@ -244,12 +234,6 @@ class RunsFolder:
                 if models and model.exists() and entry.kind != "training" and model.resolve() not in starts:
                     yield Garbage(model, "model of a finished cell", measure_bytes(model))
 
-    def _find_empty_shells(self) -> Iterator[Garbage]:
-        for entry in self.entries.values():
-            unknown = entry.kind != "other" and entry.grid is None and not entry.tracked
-            if unknown and not any(map(_is_worth_keeping, (entry.folder, *entry.folder.rglob("*")))):
-                yield Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder))
-
     def collect(self, one: Garbage) -> None:
         """Remove what `find_garbage` found. Raises a one-line ValueError if a process uses the run folder."""
         if one.why == LEFTOVER:
@@ -266,8 +250,3 @@ class RunsFolder:
                 delete(one.path, self.path)
         except Timeout:
             raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end") from None
-
-
-def _is_worth_keeping(path: Path) -> bool:
-    """Whether a table, a report or a run that resumes may need a file; a link may lead to one."""
-    return path.is_symlink() or any(path.match(pattern) for pattern in WORTH)

@@ -23,7 +23,7 @@ from lit_lazy.support.disk import check_writable_folder, is_disk_full, is_file_t
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.databases import StorageError, check_sqlite, make_engine_options, query_database, sqlite_file
+from lit_lazy.tracking.store import StorageError, check_database, check_sqlite, make_engine_options, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -47,20 +47,16 @@ class _JournalLock:
     def acquire(self) -> bool:
         self._lock.acquire()
         if self._journal.exists():
-            _cut_torn_line(self._journal)
+            # A full disk, a power cut or a copy may have torn the last line: another one after it would damage both.
+            with self._journal.open("r+b") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+                if file.read() not in (b"", b"\n"):
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
         return True
 
     def release(self) -> None:
         self._lock.release()
-
-
-def _cut_torn_line(journal: Path) -> None:
-    """Remove the last line if a full disk, a power cut or a copy tore it: another one after it would damage both."""
-    with journal.open("r+b") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        if file.read() not in (b"", b"\n"):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def normalise_url(storage: str) -> str:
@@ -89,7 +85,7 @@ def check_storage(storage: str) -> None:
                 f"--storage {storage!r}: folder {str(file.parent)!r} does not exist; create it, or name another file"
             )
         check_writable_folder("--storage", file.parent)
-    query_database("--storage", url, "studies", lambda _: None)
+    check_database("--storage", url, "studies")
 
 
 def open_study(storage: str | None, folder: Path) -> optuna.Study:
@@ -102,12 +98,15 @@ def open_study(storage: str | None, folder: Path) -> optuna.Study:
         url = normalise_url(storage).replace("{", "{{").replace("}", "}}")  # Optuna uses it as a format string
         return _load(_open_database(url), name)
     file = folder / JOURNAL
-    lock = _JournalLock(file)
+
+    def load() -> optuna.Study:
+        return _load(JournalStorage(JournalFileBackend(str(file), _JournalLock(file))), name)  # type: ignore[arg-type]
+
     try:
-        return _load(JournalStorage(JournalFileBackend(str(file), lock)), name)  # type: ignore[arg-type]
+        return load()
     except (ValueError, LookupError, TypeError) as error:
         quarantine(file, describe_exception(error))
-        return _load(JournalStorage(JournalFileBackend(str(file), lock)), name)  # type: ignore[arg-type]
+        return load()
 
 
 def _open_database(url: str) -> RDBStorage:

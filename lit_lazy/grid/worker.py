@@ -18,9 +18,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.backend import hide_compiled_backend, require_compiled_backend
 from lit_lazy.grid.cells import claim, give_back
-from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.job import Ending, Job, hide_compiled_backend, require_compiled_backend
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long, open_private
 from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
@@ -125,7 +124,9 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
     finally:
         if lock is not None:
             give_back(folder, lock)
-        _free_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def format_reason(error: BaseException) -> str:
@@ -133,12 +134,6 @@ def format_reason(error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {one_line(error)}"
     return describe_exception(error)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.errors import UnfinishedError, naming
 from lit_lazy.support.inside import join_name
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import collect_environment
@@ -115,9 +115,15 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
         raise_thresholds(module.model.to(select_training_device()), batch, request.rise)
     reference = build_reference(request.checkpoint, trained) if same else {"before/": trained}
     measured = measure_all({"": module} | reference, sources, history, request, console)
-    metrics = compute_metrics(measured)
+    metrics = measured.metrics()  # under each measurement's prefix: means over layers, heads and positions
+    for prefix in measured.prefixes:
+        arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
+        metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
     files = write_results(measured, metrics, sources, request)
-    console(f"\n{format_table(metrics, measured.prefixes)}\n\n{describe_sample(measured, sources[''])}")
+    sample = f"means over {measured.arrays['sample'][0]} of {len(sources[''].validation)} validation sequences"
+    of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
+    how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
+    console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
@@ -146,30 +152,15 @@ def load_sources(request: Request, trained: LitLM, data: DataConfig, model: Deco
     """
     origin = f"checkpoint {str(request.checkpoint)!r}" if request.data is None else f"--data {request.data!r}"
     source = checkpoints.load_data_for(request.checkpoint, trained, data, origin)
-    check_length(model, source.context_length, origin)
-    longer = {f"L{length}/": load_at_length(data, length, source, model) for length in request.lengths}
-    return {"": source, **longer}
-
-
-def load_at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
-    """The same data in sequences of another length. Raises a one-line ValueError if that is impossible."""
-    option = f"--lengths {length}"
-    if length == source.context_length:
-        return source
-    try:
-        longer = config.at_length(length)
-        model.check_length(length)
-        return load_data(longer)
-    except ValueError as error:
-        raise ValueError(f"{option}: {one_line(error)}") from None
-
-
-def check_length(model: DecoderLM, length: int, option: str) -> None:
-    """Raise a one-line ValueError if the positions or the bias do not support the length."""
-    try:
-        model.check_length(length)
-    except ValueError as error:
-        raise ValueError(f"{option}: {one_line(error)}") from None
+    with naming(origin):
+        model.check_length(source.context_length)
+    found = {"": source}
+    for length in request.lengths:
+        with naming(f"--lengths {length}"):
+            longer = data if length == source.context_length else data.at_length(length)
+            model.check_length(length)
+            found[f"L{length}/"] = source if longer is data else load_data(longer)
+    return found
 
 
 def measure_all(
@@ -252,22 +243,6 @@ class _Progress:
             left = format_duration(self.left * self.seconds / self.tokens)
             speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{'' if self.others else f', {left} left'})"
         self.console(f"measuring {self.number} of {self.total}, {text}{speed}")
-
-
-def compute_metrics(measured: Diagnostics) -> dict[str, float]:
-    """Metrics of the sample under each measurement's prefix: means over layers, heads and positions, and of lengths."""
-    metrics = measured.metrics()
-    for prefix in measured.prefixes:
-        arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
-        metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
-    return metrics
-
-
-def describe_sample(measured: Diagnostics, source: DataSource) -> str:
-    """What the metrics are means over, and how those of `lit-lazy evaluate` differ."""
-    sample = f"means over {measured.arrays['sample'][0]} of {len(source.validation)} validation sequences"
-    of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
-    return f"{sample}; `lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
 
 
 def write_results(

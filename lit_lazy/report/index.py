@@ -99,7 +99,15 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
     """The page, ASCII, without scripts and external files. place: the folder that it is written to."""
     sections = []
     for kind, title in TITLES.items():
-        rows = [_render_row(entry, place) for entry in entries if entry.kind == kind]
+        rows = []
+        for entry in (entry for entry in entries if entry.kind == kind):
+            there = [(entry.folder / file, text) for text, file in PAGES.items() if (entry.folder / file).exists()]
+            links = [_render_link(path, text, place) for path, text in there]
+            name = entry.folder.name
+            title = _render_link(there[0][0], name, place) if there else escape_html(name)
+            changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
+            words = map(escape_html, (entry.state, entry.finding, entry.cells))
+            rows.append((title, *words, changed, f"<span>{' '.join(links)}</span>" if links else ""))
         if rows:
             table = f'<div class="ablation-table">{format_html_table(rows, HEADER, KINDS)}</div>'
             sections.append(Section(kind, title, table))
@@ -112,16 +120,6 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
         sections="".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
-
-
-def _render_row(entry: IndexEntry, place: Path) -> tuple[str, ...]:
-    there = {text: entry.folder / file for text, file in PAGES.items() if (entry.folder / file).exists()}
-    pages = f"<span>{' '.join(_render_link(path, text, place) for text, path in there.items())}</span>" * bool(there)
-    name = (
-        _render_link(next(iter(there.values())), entry.folder.name, place) if there else escape_html(entry.folder.name)
-    )
-    changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-    return name, escape_html(entry.state), escape_html(entry.finding), escape_html(entry.cells), changed, pages
 
 
 def _render_link(path: Path, text: str, place: Path) -> str:

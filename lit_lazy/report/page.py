@@ -27,8 +27,7 @@ from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
-from lit_lazy.tracking.metric_records import read_lines
-from lit_lazy.tracking.run_address import read_run_address
+from lit_lazy.tracking.run_files import read_lines, read_run_address
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS, METRICS
 
@@ -116,7 +115,11 @@ def _render_page(
         *([Section("finding", title, _render_grid(_render_figures(finding, ALL)))] if finding else []),
         Section("table", f"Results: {table.ablation}", numbers, heading=False),
         *([Section("figures", "Figures over all variants", _render_grid(overall))] if overall else []),
-        Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
+        Section(
+            "reading",
+            "How to read this",
+            f"<p>{ABOUT_READING}</p>{_render_definitions({term: [text] for term, text in READING.items()})}",
+        ),
         *of_runs,
     ]
     page = PAGE.format(
@@ -282,7 +285,8 @@ def _render_grid(figures: str) -> str:
 
 def _render_image(name: str, image: figures.Image, subject: str) -> str:
     learned = name.removesuffix(OVER_TRAINING)
-    title, caption = CAPTIONS.get(name) or (f"{learned} over training", CAPTIONS["tau_over_training"][1])
+    title, _, caption = CAPTIONS.get(name, CAPTIONS["tau_over_training"]).partition(". ")
+    title = title if name in CAPTIONS else f"{learned} over training"
     width, height = (round(inches * CSS_DPI) for inches in image.size)
     wide = ' class="wide"' if width > WIDE else ""
     source = f"data:image/webp;base64,{base64.b64encode(image.data).decode()}"

@@ -13,9 +13,8 @@ from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
-from lit_lazy.table.records import format_csv
+from lit_lazy.table.records import Point, format_csv
 from lit_lazy.table.render import NOT_DEFINED, write_texts
-from lit_lazy.table.search_points import Point
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import locate_cell
 
@@ -93,34 +92,16 @@ class SearchReport:
 
     def to_blocks(self) -> list[Block]:
         """The blocks of the report."""
-        blocks = [
-            Heading(self.id, 2),
-            Paragraph(self._describe_search()),
-            self._build_grid(),
-            Paragraph(
-                "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
-                "objective at the last validation, after the given number of steps."
-            ),
-        ]
-        if len(self.points) > SHOWN:
-            blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
-        return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
-
-    def _describe_search(self) -> str:
         counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
         states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         names = self.definition.names
         axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
         origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
-        return f"{states}. Axes: {axes}. {origin} Made by: {self.command}"
-
-    def _build_grid(self) -> Tabular:
-        axes, objective = self.definition.axes, f"{TITLES[self.definition.objective]} ↓"
-        header = ("Point", *self.definition.names.values(), objective, "steps", "last", "state", "n")
+        header = ("Point", *names.values(), f"{TITLES[self.definition.objective]} ↓", "steps", "last", "state", "n")
         rows = [
             (
                 str(point.number),
-                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in axes),
+                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in names),
                 NOT_DEFINED if point.value is None else f"{point.value:.5f}",
                 str(self._count_steps(point)),
                 f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
@@ -129,7 +110,18 @@ class SearchReport:
             )
             for point in self.ranking[:SHOWN]
         ]
-        return Tabular(header, tuple(rows), 1)
+        blocks = [
+            Heading(self.id, 2),
+            Paragraph(f"{states}. Axes: {axes}. {origin} Made by: {self.command}"),
+            Tabular(header, tuple(rows), 1),
+            Paragraph(
+                "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
+                "objective at the last validation, after the given number of steps."
+            ),
+        ]
+        if len(self.points) > SHOWN:
+            blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
+        return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
 
     def _count_steps(self, point: Point) -> int:
         return self.definition.steps if point.state == "complete" else point.last_step

@@ -19,6 +19,15 @@ class UnfinishedError(RuntimeError):
     """Work could not be finished for a reason other than the input: one line, exit status 1."""
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin the message of a ValueError with what it is about, such as an option."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
 def sanitise(message: str) -> str:
     """A message for a terminal: one line of moderate length without control characters and passwords."""
     line = " ".join(redact_text(message).split())

@@ -142,7 +142,14 @@ def add_statistics(
             for row in table.rows
         }
         effects = _compute_effects(column, values, differences)
-        measures[column.key] = _build_measures(column, values, effects)
+        same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
+        p_same, found = _adjust_p_values(same, effects), {}
+        for name, seeds in values.items():
+            own = estimate(seeds, column.bounds)
+            defined = {str(seed): value for seed, value in drop_undefined(seeds).items()}
+            effect = effects.get(name, Effect(None, None, 0))
+            found[name] = Measure(own.mean, own.ci95, own.n, own.undefined, defined, effect, p_same.get(name))
+        measures[column.key] = found
         summaries[column.key] = _build_summary(measures[column.key], effects)
         tested[column.key] = _compute_effects(column, values, {c.name: c.weights for c in contrasts})
     return replace(
@@ -175,31 +182,12 @@ def _compute_effects(
 
 def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str, Effect]) -> dict[str, float]:
     """Holm's adjusted p values; the family are all effects that could be compared."""
-    return holm({name: p for name, p in p_values.items() if p is not None}, family=_count_compared(effects))
-
-
-def _count_compared(effects: Mapping[str, Effect]) -> int:
-    return sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
-
-
-def _build_measures(
-    column: Column, values: Mapping[str, SeedValues], effects: Mapping[str, Effect]
-) -> dict[str, Measure]:
-    same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
-    p_same = _adjust_p_values(same, effects)
-    measures = {}
-    for name, seeds in values.items():
-        found = estimate(seeds, column.bounds)
-        defined = {str(seed): value for seed, value in drop_undefined(seeds).items()}
-        difference = effects.get(name, Effect(None, None, 0))
-        measures[name] = Measure(
-            found.mean, found.ci95, found.n, found.undefined, defined, difference, p_same.get(name)
-        )
-    return measures
+    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
+    return holm({name: p for name, p in p_values.items() if p is not None}, family=compared)
 
 
 def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -> Summary:
-    compared = _count_compared(effects)
+    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
     tested = [effect for effect in effects.values() if effect.test == "t"]
 
     def median_mde(alpha: float, n: int) -> float:

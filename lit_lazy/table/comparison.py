@@ -52,18 +52,17 @@ class TableComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON of everything but the tables."""
+
+        def drop_adjusted(effect: Effect) -> dict[str, Any]:  # which only the tests of one table have
+            return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
+
         columns = {
-            key: [{**vars(row), "effect": _drop_adjusted(row.effect)} for row in rows]
+            key: [{**vars(row), "effect": drop_adjusted(row.effect)} for row in rows]
             for key, rows in self.columns.items()
         }
         settings = None if self.settings is None else [[*found, list(rows)] for found, rows in self.settings.items()]
         kept = {"names": self.names, "columns": columns, "only": self.only, "facts": self.facts}
         return {**kept, "settings": settings}
-
-
-def _drop_adjusted(effect: Effect) -> dict[str, Any]:
-    """Without what only the tests of one table have."""
-    return {name: value for name, value in vars(effect).items() if name not in ("p_adj", "mde")}
 
 
 def compare_tables(
@@ -78,33 +77,27 @@ def compare_tables(
     if not shared:
         listed = "; ".join(f"{name} has {', '.join(of)}" for name, of in zip(names, rows, strict=True))
         raise ValueError(f"{names[0]!r}, {names[1]!r}: share no row; {listed}")
+    known = [key for key in tables[0].columns_by_key if key in tables[1].columns_by_key]
+    for key in asked:
+        if key not in known:
+            near = did_you_mean(key, known)
+            raise ValueError(f"--columns {key!r}: is not in both tables{near}; both have {', '.join(known)}")
+    primary = [key for key in known if key in (tables[0].primary, tables[1].primary)]
+    main = [column.key for column in tables[0].main_columns if column.key in known]
+    columns = list(asked) or primary or main or known
+    if not columns:
+        raise ValueError(f"{tables[0].ablation!r}, {tables[1].ablation!r}: their tables share no column")
     first, second = map(_list_facts, tables)
     return TableComparison(
         names=names,
         tables=tables,
         columns={
-            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared]
-            for key in _choose_columns(tables, asked)
+            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared] for key in columns
         },
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
         facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
-
-
-def _choose_columns(tables: tuple[Table, Table], asked: Sequence[str]) -> list[str]:
-    shared = [key for key in tables[0].columns_by_key if key in tables[1].columns_by_key]
-    for key in asked:
-        if key not in shared:
-            raise ValueError(
-                f"--columns {key!r}: is not in both tables{did_you_mean(key, shared)}; both have {', '.join(shared)}"
-            )
-    primary = [key for key in shared if key in (tables[0].primary, tables[1].primary)]
-    main = [column.key for column in tables[0].main_columns if column.key in shared]
-    found = list(asked) or primary or main or shared
-    if not found:
-        raise ValueError(f"{tables[0].ablation!r}, {tables[1].ablation!r}: their tables share no column")
-    return found
 
 
 def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, TableRow]) -> RowComparison:
@@ -162,8 +155,18 @@ def _find_differing_settings(
 
 def format_comparison(found: TableComparison) -> str:
     """The comparison for a terminal."""
-    parts = ["\n".join(_describe_tables(found))]
-    parts += ["\n".join(_format_column(found, key, rows)) for key, rows in found.columns.items()]
+    tables = []
+    for letter, name, table in zip("AB", found.names, found.tables, strict=True):
+        done, cells = table.count_cells()
+        tables.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
+    parts = ["\n".join(tables)]
+    for key, rows in found.columns.items():
+        column, measures = found.tables[0].columns_by_key[key], [of.collect_measures(key) for of in found.tables]
+        grid = [(column.heading, "A", "B", "B - A", "")]
+        for row in rows:
+            a, b = (format_estimate(of[row.variant], column) for of in measures)
+            grid.append((row.variant, a, b, format_effect(row.effect, column), _describe_test(row)))
+        parts.append("\n".join(align(grid)))
     parts.append("± is half of a 95 % interval, not adjusted for the number of rows; = is the same in every seed.")
     for letter, table, only in zip("AB", found.tables, found.only, strict=True):
         if only:
@@ -173,26 +176,16 @@ def format_comparison(found: TableComparison) -> str:
     if found.facts:
         lines = [line for name, (a, b) in found.facts.items() for line in ((name, "A", a), ("", "B", b))]
         parts.append("\n".join(["What differs", *align(lines)]))
-    parts.append("\n".join(_describe_settings(found)))
+    if found.settings is None:
+        parts.append("Settings of the rows are unknown: name grids of --runs, or folders with a cells.jsonl.xz.")
+        return escape_controls("\n\n".join(parts))
+    shared, lines = len(next(iter(found.columns.values()))), []
+    for (path, a, b), names in found.settings.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        lines.append((path, a, b, ALL if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
+    settings = ["Settings that differ", *align([("", "A", "B", ""), *lines])] if lines else []
+    parts.append("\n".join(settings or ["The rows have the same settings."]))
     return escape_controls("\n\n".join(parts))
-
-
-def _describe_tables(found: TableComparison) -> list[str]:
-    lines = []
-    for letter, name, table in zip("AB", found.names, found.tables, strict=True):
-        done, cells = table.count_cells()
-        lines.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
-    return lines
-
-
-def _format_column(found: TableComparison, key: str, rows: Sequence[RowComparison]) -> list[str]:
-    column, (first, second) = found.tables[0].columns_by_key[key], (of.collect_measures(key) for of in found.tables)
-    lines = [(column.heading, "A", "B", "B - A", "")]
-    for row in rows:
-        a, b = (format_estimate(of[row.variant], column) for of in (first, second))
-        difference = format_effect(row.effect, column)
-        lines.append((row.variant, a, b, difference, _describe_test(row)))
-    return align(lines)
 
 
 def _describe_test(row: RowComparison) -> str:
@@ -204,16 +197,3 @@ def _describe_test(row: RowComparison) -> str:
     if row.paired and row.effect.n < max(row.seeds):
         how = f"{how} in both of {first} and {second}"
     return f"{how}; no interval, as one has no spread" if row.effect.test == "saturated" else how
-
-
-def _describe_settings(found: TableComparison) -> list[str]:
-    if found.settings is None:
-        return ["Settings of the rows are unknown: name grids of --runs, or folders with a cells.jsonl.xz."]
-    shared = len(next(iter(found.columns.values())))
-    lines = []
-    for (path, a, b), rows in found.settings.items():
-        more = f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
-        lines.append((path, a, b, ALL if len(rows) == shared else ", ".join(rows[:MOST_NAMES]) + more))
-    if not lines:
-        return ["The rows have the same settings."]
-    return ["Settings that differ", *align([("", "A", "B", ""), *lines])]

@@ -50,11 +50,6 @@ class Comparison:
         bound = self.value if self.of is None else self.value * outcomes[self.of]
         return outcomes[self.row] < bound if self.sign == "<" else outcomes[self.row] > bound
 
-    def replace_row(self, row: str, by: str) -> "Comparison":
-        """The same comparison of another row."""
-        names = [by if name == row else name for name in (self.row, self.of)]
-        return Comparison(names[0] or "", self.sign, self.value, names[1])
-
     def __str__(self) -> str:
         return f"{self.row} {self.sign} {self.value:g}" + ("" if self.of is None else f" x {self.of}")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_lazy.table.records import Column, Measure, Summary, Table
+from lit_lazy.table.records import Column, Summary, Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
 
 MOST_COLUMNS = 2
@@ -139,11 +139,13 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     where, why = (" at one seed", "neither interval nor test") if single else (" in every seed", "no test")
     level = f"{table.baseline} has {column.format(levels.pop())}{unit}{where}, so there is {why}"
     groups = [(f"above it{where}", above), (f"below it{where}", below)]
-    parts = [
-        f"{title}: {_join_names([f'{name} {_format_range(measures[name], column)}' for name in far])}"
-        for title, far in groups
-        if far
-    ]
+
+    def format_range(name: str) -> str:
+        values = measures[name].values.values()
+        low, high = column.format(min(values)), column.format(max(values))
+        return f"{name} ({low})" if low == high else f"{name} ({low} to {high})"
+
+    parts = [f"{title}: {_join_names([*map(format_range, far)])}" for title, far in groups if far]
     return f"{_capitalise_title(column)} ({_format_n(table.summaries[column.key])}): {level}; {'; '.join(parts)}."
 
 
@@ -161,11 +163,6 @@ def _find_disjoint_rows(
     shown = {name: [*map(column.round_value, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
     return [name for name in far if min(shown[name]) > most], [name for name in far if max(shown[name]) < least]
-
-
-def _format_range(measure: Measure, column: Column) -> str:
-    low, high = column.format(min(measure.values.values())), column.format(max(measure.values.values()))
-    return f"({low})" if low == high else f"({low} to {high})"
 
 
 def _format_n(summary: Summary) -> str:

@@ -9,8 +9,8 @@ All functions are pure in the declaration and the outcomes by row and seed.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -145,7 +145,7 @@ def _measure_parts(
         rows = [statement.holds.row, *(rival for rival in statement.rivals if rival not in unlearned)]
         by_seed = [{row: outcomes[row][seed] for row in statement.weights} for seed in seeds]
         given = [statement.given is None or statement.given.holds(x) for x in by_seed]
-        compared = [statement.holds.replace_row(statement.holds.row, row) for row in rows]
+        compared = [replace(statement.holds, row=row) for row in rows]
         met = [[part.holds(x) and present for x, present in zip(by_seed, given, strict=True)] for part in compared]
         return np.array([[not present for present in given], *met], dtype=float)
     if declaration.rule == "removed":
@@ -314,6 +314,17 @@ def list_regions(declaration: Declaration) -> tuple[list[Region], list[Region]]:
     }.get(declaration.rule, ([(SHARE_CLAIMED, 1.0)], [(0.0, SHARE_DENIED)]))
 
 
+def _measure_open(
+    declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """What the rule reads of each undecided contrast, and those of which a row did not learn the task."""
+    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
+    unlearned = _find_unlearned(failures, seeds)
+    names = [name for name in declaration.contrasts if name not in decided]
+    parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
+    return parts, {name for name in names if describe_dead(declaration, name, unlearned)}
+
+
 def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, failures: Failures) -> bool:
     """Whether, from the second look on, no look that is left would decide the claim if means and spreads stay.
 
@@ -321,14 +332,7 @@ def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcome
     """
     if len(looks) < 2:
         return False
-    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
-    unlearned = _find_unlearned(failures, seeds)
-    parts = {
-        name: _measure_parts(declaration, name, outcomes, seeds, unlearned)
-        for name in declaration.contrasts
-        if name not in decided
-    }
-    dead = {name for name in parts if describe_dead(declaration, name, unlearned)}
+    parts, dead = _measure_open(declaration, looks, outcomes, failures)
     kept: set[str] = set()
     for number in range(len(looks), len(declaration.looks)):
         critical = compute_critical(declaration, number)
@@ -362,22 +366,20 @@ def compute_chances(
     spreads: multivariate t around a mean drawn from its own distribution; for statements, a Bayesian bootstrap (Rubin
     1981) of the seeds so far with half a seed more in which all hold, and half a seed in which none does.
     """
-    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
-    unlearned = _find_unlearned(failures, seeds)
-    undecided = [name for name in declaration.contrasts if name not in decided]
-    names = [name for name in undecided if not describe_dead(declaration, name, unlearned)]
-    supportable = names == undecided
-    if not names:
+    measured, dead = _measure_open(declaration, looks, outcomes, failures)
+    parts = {name: own for name, own in measured.items() if name not in dead}
+    if not parts:
         return ()
-    parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
     future = _draw(np.concatenate(list(parts.values())), declaration, np.random.default_rng(0))
-    supported, refuted = decide_draws(declaration, dict(_split(future, parts)), len(looks))
+    ends = np.cumsum([len(own) for own in parts.values()])[:-1]
+    drawn = dict(zip(parts, np.split(future, ends, axis=1), strict=True))
+    supported, refuted = decide_draws(declaration, drawn, len(looks))
 
     def share_decided(at: np.ndarray, n: int) -> float:
         return float(np.mean((at > 0) & (at <= n)))
 
     return tuple(
-        Chance(n, share_decided(supported, n) if supportable else 0.0, share_decided(refuted, n))
+        Chance(n, 0.0 if dead else share_decided(supported, n), share_decided(refuted, n))
         for n in declaration.looks[len(looks) :]
     )
 
@@ -402,14 +404,6 @@ def decide_draws(
             kept[name] |= running & found.supported & ~found.refuted
         supported[running & (refuted == 0) & np.logical_and.reduce(list(kept.values()))] = critical.n
     return supported, refuted
-
-
-def _split(drawn: np.ndarray, parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The draws of each contrast, from those of all parts stacked."""
-    start = 0
-    for name, own in parts.items():
-        yield name, drawn[:, start : start + len(own)]
-        start += len(own)
 
 
 def _draw(x: np.ndarray, declaration: Declaration, rng: np.random.Generator) -> np.ndarray:

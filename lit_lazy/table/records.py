@@ -101,19 +101,16 @@ class Column:
 
     @property
     def heading(self) -> str:
-        return self.title + self._format_suffix(self.unit)
-
-    @property
-    def difference_heading(self) -> str:
-        return f"Δ {self.title}{self._format_suffix(self.difference_unit)}"
+        return self.add_unit(self.title, self.unit)
 
     @property
     def difference_unit(self) -> str:
         """Unit of a difference: percentages differ by points."""
         return "points" if self.unit == "%" else self.unit
 
-    def _format_suffix(self, unit: str) -> str:
-        return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
+    def add_unit(self, title: str, unit: str) -> str:
+        """A title with a unit and the direction that is better."""
+        return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
 def _is_printable(text: str) -> bool:
@@ -286,13 +283,6 @@ class ContrastRow:
     metrics: dict[str, Effect]
 
 
-def _are_twins(a: TableRow, b: TableRow, keys: Sequence[str]) -> bool:
-    """Whether two rows have the same values of these metrics in all seeds that they share, and share one."""
-    values = [(a.metrics[key].values, b.metrics[key].values) for key in keys]
-    pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
-    return bool(pairs) and all(old == new for old, new in pairs)
-
-
 @dataclass(frozen=True)
 class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
@@ -388,8 +378,14 @@ class Table:
         """Groups of rows that have the same losses, to the last bit, in all seeds that they share."""
         losses = [key for key in self.columns_by_key if key.startswith("loss/")]
         groups: list[list[TableRow]] = []
+
+        def are_twins(a: TableRow, b: TableRow) -> bool:
+            values = [(a.metrics[key].values, b.metrics[key].values) for key in losses]
+            pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
+            return bool(pairs) and all(old == new for old, new in pairs)
+
         for row in self.rows:
-            group = next((group for group in groups if _are_twins(group[0], row, losses)), None)
+            group = next((group for group in groups if are_twins(group[0], row)), None)
             groups.append([row]) if group is None else group.append(row)
         return [[row.variant for row in group] for group in groups if len(group) > 1]
 
@@ -456,18 +452,40 @@ def _drop_defaults(record: "Column | TableRow | Yardstick", **changes: Any) -> d
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:
     """CSV of cells. Text that a spreadsheet would read as a formula gets a leading apostrophe."""
+
+    def escape(text: str) -> str:
+        line = escape_controls(text.replace("\r", " "))  # csv with lineterminator "\n" does not quote a carriage return
+        return f"'{line}" if line.startswith(FORMULA) else line
+
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for line in lines:
-        writer.writerow(_escape_formula(value) if isinstance(value, str) else value for value in line)
+        writer.writerow(escape(value) if isinstance(value, str) else value for value in line)
     return out.getvalue()
-
-
-def _escape_formula(text: str) -> str:
-    line = escape_controls(text.replace("\r", " "))  # csv with lineterminator "\n" does not quote a carriage return
-    return f"'{line}" if line.startswith(FORMULA) else line
 
 
 def join_or_mixed(values: Iterable[str]) -> str:
     found = sorted(values)
     return f"mixed: {', '.join(found)}" if len(found) > 1 else "".join(found)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training of a search: its position on the axes and its outcome."""
+
+    number: int
+    run: str
+    """Name of the run folder; "" before the point is sampled."""
+    params: dict[str, float]
+    """Values by dotted path."""
+    state: Literal["complete", "pruned", "diverged", "failed", "running", "waiting"]
+    value: float | None
+    """The objective at the end of training; None unless complete."""
+    reports: dict[int, float]
+    """The objective at each validation with a finite value, by step."""
+    reason: str
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last validation; 0 before the first."""
+        return max(self.reports, default=0)

@@ -85,8 +85,16 @@ def render_brief(table: Table) -> str:
     """The Markdown page that a person reads: findings, warnings, one table of the main columns, a line of caveats."""
     shown, compared = choose_columns(table)
     means = _build_means(table, shown, whole=False, compared=compared)
-    caveats = Paragraph(_describe_caveats(table, bool(compared)))
-    return to_markdown([_build_title(table), *_build_finding(table), *_build_warnings(table), means, caveats], math.inf)
+    caveats = ["One seed a row: no interval, no test."] if max(row.n for row in table.rows) == 1 else []
+    if any(row.n > 1 for row in table.rows):
+        tested = f"; * differs from {table.baseline} (p < {ALPHA} after Holm)" if compared else ""
+        caveats = [f"Mean ± 95 % interval over seeds, = the same in every seed{tested}."]
+    if column := table.columns_by_key.get(table.primary or ""):
+        caveats.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
+    caveats.append(f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it.")
+    opening = [_make_title(table), *_build_finding(table), *_build_warnings(table)]
+    blocks = [*opening, means, Paragraph(" ".join(caveats))]
+    return to_markdown(blocks, math.inf)
 
 
 def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
@@ -124,20 +132,38 @@ def render_html_parts(table: Table) -> tuple[str, str]:
 
 def _build_blocks(table: Table) -> list[Block]:
     numbers = _build_numbers(table, [_build_means(table, table.columns)])
-    return [_build_title(table), *_build_opening(table), *numbers]
+    return [_make_title(table), *_build_opening(table), *numbers]
 
 
-def _build_title(table: Table) -> Heading:
+def _make_title(table: Table) -> Heading:
     return Heading(f"{table.ablation} on {table.base}", 2)
 
 
 def _build_opening(table: Table) -> list[Block]:
-    """The finding, of a question what was declared, and the warnings."""
-    return [*_build_finding(table), *_build_declared(table), *_build_warnings(table)]
+    """The finding, of a question with a verdict what was declared, and the warnings."""
+    declared, found = table.declaration, _build_finding(table)
+    if declared is not None and table.verdict is not None:
+        column = table.columns_by_key[declared.primary]
+        where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
+        about = (
+            f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
+            f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
+            f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
+        )
+        found.append(Paragraph(about))
+    return [*found, *_build_warnings(table)]
 
 
 def _build_warnings(table: Table) -> list[Block]:
-    return [Paragraph(text, warning=True) for text in _list_warnings(table)]
+    same = [
+        f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
+        for twins in table.find_twins()
+    ]
+    done, total = table.count_cells()
+    counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
+    rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    missing = [f"Not complete: {done} of {total} cells have a result ({rest})."] if done < total else []
+    return [Paragraph(text, warning=True) for text in (*table.warnings, *same, *missing)]
 
 
 def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
@@ -160,31 +186,21 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
     for title, items in (("Cells without a result", _list_unfinished(table, UNFINISHED)), ("Notes", table.notes)):
         if items:
             blocks += [Heading(title, 3), BulletList(items)]
-    commits = _list_commits(table)
-    about = Paragraph(_describe_provenance(table))
-    provenance = (about, BulletList(commits)) if commits else (about,)
-    return [*blocks, Collapsible(Heading("Provenance", 3), provenance)]
+    provenance: list[Block] = [Paragraph(_describe_provenance(table))]
+    shas = sorted({sha for row in table.rows for sha in row.git_shas})
+    if len(shas) > 1 or any(sha.endswith("-dirty") for sha in shas):
+        items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
+        for sha in shas:
+            where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
+            items.append(f"{sha}: {where}" + " (with uncommitted changes)" * sha.endswith("-dirty"))
+        provenance.append(BulletList(tuple(items)))
+    return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
 
 
 def _build_finding(table: Table) -> list[Block]:
     """The finding; of a question, its verdict."""
     declared = table.declaration
     return [*map(Paragraph, describe_findings(table))] if declared is None else build_verdict(declared, table)
-
-
-def _build_declared(table: Table) -> list[Block]:
-    """What was declared of a question that has a verdict."""
-    declared = table.declaration
-    if declared is None or table.verdict is None:
-        return []
-    column = table.columns_by_key[declared.primary]
-    where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
-    about = (
-        f"Source of the claim: {declared.source}. Primary outcome: {column.title}; rule: "
-        f"{', '.join([declared.rule, *describe_bounds(declared, column)])}; simultaneous 95 % intervals. "
-        f"Declared {where} (digest {declared.digest}). All else in this table is exploratory."
-    )
-    return [Paragraph(about)]
 
 
 def build_verdict(declared: Declaration, table: Table) -> list[Block]:
@@ -212,7 +228,10 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
             blocks.append(BulletList(tuple(f"{name} = {terms}" for name, terms in sums.items())))
     if any(map(table.is_compared, columns)):
         blocks.append(Heading("What each column can separate at this scale", level))
-        blocks.append(BulletList(_describe_columns(table, columns)))
+        titles: dict[str, list[str]] = {}  # columns with the same description share a line
+        for column in columns:
+            titles.setdefault(_describe_column(table, column), []).append(column.title)
+        blocks.append(BulletList(tuple(f"{'; '.join(names)}: {text}" for text, names in titles.items())))
     return blocks
 
 
@@ -236,29 +255,6 @@ _MDE_LEGEND = (
     f"{ALPHA} divided by the number of rows compared. The same: two one-sided t tests find the difference within the "
     "margin (p < 0.05 after Holm)."
 )
-
-
-def _describe_caveats(table: Table, compared: bool) -> str:
-    """How to read the brief table, and where the rest is. compared: whether it shows differences to the baseline."""
-    found = ["One seed a row: no interval, no test."] if max(row.n for row in table.rows) == 1 else []
-    if any(row.n > 1 for row in table.rows):
-        tested = f"; * differs from {table.baseline} (p < {ALPHA} after Holm)" if compared else ""
-        found = [f"Mean ± 95 % interval over seeds, = the same in every seed{tested}."]
-    if column := table.columns_by_key.get(table.primary or ""):
-        found.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
-    return " ".join([*found, f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it."])
-
-
-def _list_warnings(table: Table) -> list[str]:
-    same = [
-        f"The same losses, to the last bit, in every seed: {', '.join(twins)}. What differs between them has no effect."
-        for twins in table.find_twins()
-    ]
-    done, total = table.count_cells()
-    counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
-    rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    missing = [f"Not complete: {done} of {total} cells have a result ({rest})."] if done < total else []
-    return [*table.warnings, *same, *missing]
 
 
 def _describe_provenance(table: Table) -> str:
@@ -291,7 +287,7 @@ def _build_means(
         if any(row.base != table.base for row in rows):
             words.append(("Base", *(row.base for row in rows)))
         words += [(label, *(row.labels[label] for row in rows)) for label in rows[0].labels]
-    numbers = [("n", *map(_format_n, rows))]
+    numbers = [("n", *(str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}" for row in rows))]
     for column in columns:
         numbers.append((column.heading, *(_format_mean(table, row, column) for row in rows)))
         if column in compared:
@@ -306,12 +302,8 @@ def _build_contrasts(table: Table, columns: Sequence[Column]) -> Tabular:
 
 
 def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Sequence[str]]) -> Tabular:
-    header = (first, *(column.difference_heading for column in columns))
+    header = (first, *(f"Δ {column.add_unit(column.title, column.difference_unit)}" for column in columns))
     return Tabular(header, tuple((name, *line) for name, line in cells.items()), 1)
-
-
-def _format_n(row: TableRow) -> str:
-    return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
 
 
 def _format_mean(table: Table, row: TableRow, column: Column) -> str:
@@ -324,23 +316,17 @@ def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     return text + "*" * (m.difference.separated and not table.is_void(row.variant, column.key))
 
 
-def _format_interval(column: Column, mean: float, half_width: float, values: Collection[float]) -> str:
-    """` ±0.2`, ` [99.1, 100.0]` where that would cross a bound of the metric, ` =` if all seeds have the mean."""
-    if not half_width:
-        return " ="
-    low, high = column.clip_interval(mean, half_width, values)
-    if (low, high) == (mean - half_width, mean + half_width):
-        return f" ±{column.format(half_width)}"
-    return f" [{column.format(low)}, {column.format(high)}]"
-
-
 def format_estimate(m: Measure, column: Column) -> str:
     """The mean with its 95 % half-width, with `=` if all seeds agree, or with the range of values without a spread."""
     if m.mean is None:
         return NOT_DEFINED
     text = column.format(drop_rounding(m.mean, m.ci95 or 0.0))
+    if m.ci95 == 0:
+        return f"{text} ="
     if m.ci95 is not None:
-        return text + _format_interval(column, m.mean, m.ci95, m.values.values())
+        low, high = column.clip_interval(m.mean, m.ci95, m.values.values())
+        cut = (low, high) != (m.mean - m.ci95, m.mean + m.ci95)  # at a bound of the metric
+        return text + (f" [{column.format(low)}, {column.format(high)}]" if cut else f" ±{column.format(m.ci95)}")
     if m.n > 1:
         text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     return text
@@ -367,23 +353,10 @@ def format_effect(effect: Effect, column: Column, void: bool = False) -> str:
     if effect.ci95 is not None:
         text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
     if effect.p_adj is not None:
-        text += f", {_format_p_value(effect.p_adj)}" + "*" * (effect.separated and not void)
+        digits = 4 if f"{effect.p_adj:.3f}" == f"{ALPHA:.3f}" else 3  # 0.050 could be either side
+        p = "p<0.001" if effect.p_adj < 0.001 else f"p={effect.p_adj:.{digits}f}"
+        text += f", {p}" + "*" * (effect.separated and not void)
     return text
-
-
-def _format_p_value(p: float) -> str:
-    """Three decimals, or four if three would round to 0.05."""
-    if p < 0.001:
-        return "p<0.001"
-    return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
-
-
-def _describe_columns(table: Table, columns: Sequence[Column]) -> tuple[str, ...]:
-    """What each column separates; columns with the same description share a line."""
-    titles: dict[str, list[str]] = {}
-    for column in columns:
-        titles.setdefault(_describe_column(table, column), []).append(column.title)
-    return tuple(f"{'; '.join(names)}: {text}" for text, names in titles.items())
 
 
 def _describe_column(table: Table, column: Column) -> str:
@@ -416,17 +389,6 @@ def _list_unfinished(table: Table, statuses: Sequence[str]) -> tuple[str, ...]:
         for status in statuses
         for seed in row.cells.get(status, [])
     )
-
-
-def _list_commits(table: Table) -> tuple[str, ...]:
-    shas = sorted({sha for row in table.rows for sha in row.git_shas})
-    if len(shas) < 2 and not any(sha.endswith("-dirty") for sha in shas):
-        return ()
-    items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
-    for sha in shas:
-        where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
-        items.append(f"{sha}: {where}" + " (with uncommitted changes)" * sha.endswith("-dirty"))
-    return tuple(items)
 
 
 FILES: Mapping[str, Callable[[Table], str]] = {

@@ -50,14 +50,12 @@ def _make_table(data: Mapping[str, Any]) -> Table:
         primary=None,
         verdict=None,
     )
-    known = {row["variant"]: {key: _pick_values(part) for key, part in row["metrics"].items()} for row in data["rows"]}
+    known: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["rows"]:
+        # Format 1 has a metric's values by seed among its statistics.
+        values = known[row["variant"]] = {key: part.get("values", part) for key, part in row["metrics"].items()}
+        for part in values.values():
+            require(fits(part, dict[str, float]), "values", part, "must be finite numbers by seed")
     contrasts = [Contrast(contrast["name"], contrast["weights"]) for contrast in data["contrasts"]]
     primary = [data["primary"]] if data["primary"] else []
     return add_verdict(add_statistics(table, known, contrasts, primary), table.declaration)
-
-
-def _pick_values(metric: Mapping[str, Any]) -> Mapping[str, float]:
-    """A metric's values by seed; format 1 has them among its statistics."""
-    values: Mapping[str, float] = metric.get("values", metric)
-    require(fits(values, dict[str, float]), "values", values, "must be finite numbers by seed")
-    return values

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Look, Verdict
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
 from lit_lazy.table.looks import (
     ALPHA,
     combine_statuses,
@@ -29,69 +29,56 @@ def add_verdict(table: Table, declaration: Declaration | None) -> Table:
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
     """The verdict of a table; None while a row of a contrast lacks the primary outcome in a seed of the first look."""
-    if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table, ()):
+    if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table):
         return None
-    column, values = _select_outcome(declaration, table)
+    column, seeds = table.columns_by_key[declaration.primary], set(map(str, declaration.seeds))
+    measures = table.collect_measures(column.key)
+    values = {name: {int(s): v for s, v in m.values.items() if s in seeds} for name, m in measures.items()}
     failures = table.find_failures()
     looks = judge_looks(declaration, values, failures)
-    looks = tuple(replace(look, parts=_fill_thresholds(look.parts, declaration, column)) for look in looks)
+    thresholds = _format_thresholds(declaration, column)
+    looks = tuple(
+        replace(look, parts=tuple(replace(part, why=part.why.format(**thresholds)) for part in look.parts))
+        for look in looks
+    )
     n, parts = looks[-1].n, looks[-1].parts
     verdict = Verdict(combine_statuses(parts), "", n, parts, declaration.exploratory, looks)
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
         futile = is_futile(declaration, looks, values, failures)
         verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
-    return replace(verdict, sentence=_format_sentence(declaration, verdict))
-
-
-def _fill_thresholds(parts: tuple[Finding, ...], declaration: Declaration, column: Column) -> tuple[Finding, ...]:
-    thresholds = _format_thresholds(declaration, column)
-    return tuple(replace(part, why=part.why.format(**thresholds)) for part in parts)
-
-
-def describe_missing(declaration: Declaration, table: Table) -> str:
-    """Describe what an absent verdict still needs."""
-    if declaration.primary not in table.columns_by_key:
-        return f"No cell has measured its primary outcome, {declaration.primary}."
-    missing = find_missing_seeds(declaration, table, ())
-    row, seeds = next(iter(missing.items()))
-    others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
-    needed = declaration.looks[0]
-    return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
-
-
-def find_missing_seeds(declaration: Declaration, table: Table, looks: tuple[Look, ...]) -> dict[str, list[int]]:
-    """Seeds without a primary outcome, by row, that the look after `looks` needs."""
-    known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
-    seeds = declaration.seeds[: declaration.looks[len(looks)]]
-    lacking = {
-        row: [seed for seed in seeds if str(seed) not in known.get(row, {})]
-        for row in find_open_rows(declaration, looks)
-    }
-    return {row: seeds for row, seeds in lacking.items() if seeds}
-
-
-def _select_outcome(declaration: Declaration, table: Table) -> tuple[Column, dict[str, dict[int, float]]]:
-    """The column of the primary outcome, and its values by row and declared seed."""
-    column = table.columns_by_key[declaration.primary]
-    seeds = set(map(str, declaration.seeds))
-    measures = table.collect_measures(column.key)
-    return column, {name: {int(s): v for s, v in m.values.items() if s in seeds} for name, m in measures.items()}
-
-
-def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Supported at look 2 of 4 (n = 20): claim`, then the chances of the looks that are left."""
-    made, planned = len(verdict.looks), len(declaration.looks)
+    made, planned = len(looks), len(declaration.looks)
     at = f" at look {made} of {planned}" if planned > 1 else ""
-    agreeing = sum(part.status == verdict.status for part in verdict.parts)
-    count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
-    text = f"{verdict.status.capitalize()}{at} (n = {verdict.n}{count}): {declaration.claim}"
+    agreeing = sum(part.status == verdict.status for part in parts)
+    count = f", {agreeing} of {len(parts)} contrasts {verdict.status}" if len(parts) > 1 else ""
+    text = f"{verdict.status.capitalize()}{at} (n = {n}{count}): {declaration.claim}"
     if verdict.futile:
         text += " Futile to continue: if means and spreads stay, no look that is left decides it."
     elif verdict.chances:
         text += f" {describe_chances(verdict)}."
     if verdict.exploratory:
         text += f" Exploratory: {'; '.join(verdict.exploratory)}."
-    return text
+    return replace(verdict, sentence=text)
+
+
+def describe_missing(declaration: Declaration, table: Table) -> str:
+    """Describe what an absent verdict still needs."""
+    if declaration.primary not in table.columns_by_key:
+        return f"No cell has measured its primary outcome, {declaration.primary}."
+    missing = find_missing_seeds(declaration, table)
+    row, seeds = next(iter(missing.items()))
+    others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
+    needed = declaration.looks[0]
+    return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
+
+
+def find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, list[int]]:
+    """Seeds without a primary outcome, by row, that the first look needs."""
+    known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
+    seeds = declaration.seeds[: declaration.looks[0]]
+    lacking = {
+        row: [seed for seed in seeds if str(seed) not in known.get(row, {})] for row in find_open_rows(declaration, ())
+    }
+    return {row: seeds for row, seeds in lacking.items() if seeds}
 
 
 def _format_thresholds(declaration: Declaration, column: Column) -> dict[str, str]:
@@ -118,21 +105,16 @@ def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]
 def describe_contrasts(declaration: Declaration, verdict: Verdict, column: Column) -> list[str]:
     """Describe the finding of each contrast."""
     stated = {statement.name: f" ({statement})" for statement in declaration.statements}
-    return [
-        f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: "
-        f"{_format_intervals(declaration, part, column)}" + ("" if part.n == verdict.n else f" (n = {part.n})")
-        for part in verdict.parts
-    ]
-
-
-def _format_intervals(declaration: Declaration, part: Finding, column: Column) -> str:
-    """The mean of a contrast with its simultaneous interval, and with the shorter one for support if that differs."""
     number, unit = _choose_format(declaration, column)
-    text = format_interval(part.mean, part.low, part.high, number)
-    if len(declaration.contrasts) > 1 and part.status != "refuted":
-        low, high = compute_support_interval(declaration, part)
-        text += f", for support [{number(low)}, {number(high)}]"
-    return text + unit
+    lines = []
+    for part in verdict.parts:
+        interval = format_interval(part.mean, part.low, part.high, number)
+        if len(declaration.contrasts) > 1 and part.status != "refuted":  # the shorter one for support
+            low, high = compute_support_interval(declaration, part)
+            interval += f", for support [{number(low)}, {number(high)}]"
+        seeds = "" if part.n == verdict.n else f" (n = {part.n})"
+        lines.append(f"{part.name}{stated.get(part.name, '')}: {part.status}, {part.why}: {interval}{unit}{seeds}")
+    return lines
 
 
 def format_finding(declaration: Declaration, part: Finding, column: Column) -> str:

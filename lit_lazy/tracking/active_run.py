@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.metric_records import read_lines
-from lit_lazy.tracking.owner import OWNER, is_own, read_owner
-from lit_lazy.tracking.run_address import read_run_id, write_run_address
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.run_files import read_lines, read_run_id, write_run_address
+from lit_lazy.tracking.tracker import OWNER, PARENT, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
 
 SEND_SECONDS = 5.0
@@ -59,11 +57,11 @@ class ActiveRun:
         """
         same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
         if self.parent_id:
-            mark = {"mlflow.parentRunId": self.parent_id}
+            mark = {PARENT: self.parent_id}
             begun, *others = self.tracker.find({**same, **mark}) or [None]
         else:
             mark = {OWNER: read_owner(self.tracker.runs)}
-            begun, others = None, [run for run in self.tracker.find(same) if is_own(run, mark[OWNER], self.tracker)]
+            begun, others = None, self.tracker.find_own(same)
         for other in others:
             assert other is not None
             self.tracker.retire(other.run_id)
@@ -103,15 +101,11 @@ class ActiveRun:
         if (kept := self.folder / DIAGNOSTICS).exists():
             self.tracker.log_files(self.get_run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
-        tags = {**result.labels, "git_sha": result.environment["git_sha"]}
-        tags["environment"] = result.made_in
-        if result.taken_from:
-            tags["taken_from"] = result.taken_from
-        if result.execution:
-            tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
-        self.tracker.finish(
-            self.get_run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"]
-        )
+        execution = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
+        tags = {**result.labels, "git_sha": result.environment["git_sha"], "environment": result.made_in}
+        tags |= {k: v for k, v in {"taken_from": result.taken_from, "execution": execution}.items() if v}
+        steps = result.config["train"]["steps"]
+        self.tracker.finish(self.get_run_id(), {**result.metrics, **timings}, tags, step=steps)
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
         """Mark the MLflow run as failed, or as interrupted (KILLED). Raises TrackingError."""

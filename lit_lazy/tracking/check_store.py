@@ -8,8 +8,7 @@ from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.databases import check_sqlite, query_database, quote_path, sqlite_file
-from lit_lazy.tracking.store import URI_VARIABLE
+from lit_lazy.tracking.store import URI_VARIABLE, check_database, check_sqlite, quote_path, sqlite_file
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
@@ -24,21 +23,23 @@ def check_store(uri: str) -> None:
         raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
     scheme, _, rest = uri.partition("://")
     if scheme in ("http", "https"):
-        if why := _find_server_error(uri):
-            raise ValueError(
-                f"{named}: is not an MLflow server, or rejects requests ({why}); name another, or unset it"
-            )
+        from lit_lazy.tracking.client import search_any_experiment
+
+        try:
+            call_with_timeout(ANSWER_SECONDS, lambda: search_any_experiment(uri))
+        except Exception as error:
+            why = f"is not an MLflow server, or rejects requests ({one_line(error)})"
+            raise ValueError(f"{named}: {why}; name another, or unset it") from None
         return
     if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
         raise ValueError(
             f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
         )
     check_sqlite(named, uri)
-    query_database(
-        URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None
-    )
+    named_by = os.environ.get(URI_VARIABLE)
+    check_database(URI_VARIABLE if named_by else "MLflow's database", uri, "experiments")
     if (file := sqlite_file(uri)) is not None:
-        option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
+        option = URI_VARIABLE if named_by else "--runs"
         if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
             raise ValueError(
                 f"{option} {str(file.parent)!r}: MLflow supports no database whose path contains ? or %; name another "
@@ -59,16 +60,4 @@ def _find_connection_error(uri: str) -> str | None:
         return str(error)
     except ValueError:
         return "its port is not a number"  # Python's own message may contain part of a password
-    return None
-
-
-def _find_server_error(uri: str) -> str | None:
-    """Why a server does not answer as MLflow within the timeout; None if it does."""
-
-    from lit_lazy.tracking.client import search_any_experiment
-
-    try:
-        call_with_timeout(ANSWER_SECONDS, lambda: search_any_experiment(uri))
-    except Exception as error:
-        return one_line(error)
     return None

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.error import URLError
@@ -17,17 +18,50 @@ from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import is_read_only, open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.archive import open_readable
-from lit_lazy.tracking.artifacts import make_addresses_relative
 from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.databases import sqlite_file, sqlite_url
-from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.client import list_experiment_names, make_addresses_relative, make_client, open_artifacts
+from lit_lazy.tracking.store import default_uri, open_readable, sqlite_file, sqlite_url
+from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
 WATCH_SECONDS = 1.0
 """Time between looks at whether the server and its database are still there."""
+PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
+"""Artifacts of a parent run by the label of their link."""
+
+
+@dataclass(frozen=True)
+class ExperimentLinks:
+    """Links to the MLflow pages of one experiment, by label."""
+
+    name: str
+    pages: dict[str, str]
+
+
+def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
+    """Links to every experiment with runs in a store, the most recently used first."""
+    client = make_client(uri)
+    links = []
+    for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
+        number = experiment.experiment_id
+        if not client.search_runs([number], max_results=1):
+            continue
+        pages = {
+            label: runs_link(ui_url, number, view)
+            for label, view in LINKED_VIEWS.items()
+            if TAG_PREFIX + view_id(view) in experiment.tags
+        }
+        query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
+        for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
+            stored = {artifact.path for artifact in open_artifacts(client, parent.info.artifact_uri).list_artifacts()}
+            pages |= {
+                label: run_link(ui_url, number, parent.info.run_id, artifact)
+                for label, artifact in PARENT_PAGES.items()
+                if artifact in stored
+            }
+        links.append(ExperimentLinks(experiment.name, pages | {"runs": runs_link(ui_url, number)}))
+    return links
 
 
 def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -> int:
@@ -106,10 +140,8 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
 
 def identify_file(file: Path | None) -> tuple[int, int] | None:
     """What stays the same while a file is written, and changes when another takes its place; None without a file."""
-    if file is None or not file.exists():
-        return None
-    found = file.stat()
-    return found.st_dev, found.st_ino
+    found = file.stat() if file is not None and file.exists() else None
+    return None if found is None else (found.st_dev, found.st_ino)
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically
-from lit_lazy.tracking.metric_records import parse_line, read_lines
+from lit_lazy.tracking.run_files import parse_line, read_lines
 from lit_lazy.training.result import METRICS
 
 log = logging.getLogger("lit_lazy.tracking.spool")

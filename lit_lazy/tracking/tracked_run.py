@@ -3,8 +3,8 @@
 import logging
 import shlex
 import zipfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,32 +142,25 @@ def train_tracked(
     if line := describe_leases(folder):
         log.warning("%s", line)
     lock, begin = make_lock(folder), _Begin(cfg.train.steps)
-    with _acquire(lock):
+    with _acquire(lock, folder):
         known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
-        try:
-            watched = nullcontext() if known else active.send_in_background()
-            with Interrupts() as interrupts, watched:
-                result = train_logged(
-                    cfg,
-                    folder,
-                    experiment,
-                    active.name,
-                    loggers,
-                    interrupts=interrupts,
-                    callbacks=[begin],
-                    show_progress=True,
-                    keep_checkpoint=keep_checkpoint is not False,
-                    execution=execution,
-                    lock=lock,
-                )
-        except BaseException as error:
-            try:
-                active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-            except TrackingError as away:
-                log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
-            raise
+        watched = nullcontext() if known else active.send_in_background()
+        with _show_failure(active), Interrupts() as interrupts, watched:
+            result = train_logged(
+                cfg,
+                folder,
+                experiment,
+                active.name,
+                loggers,
+                interrupts=interrupts,
+                callbacks=[begin],
+                show_progress=True,
+                keep_checkpoint=keep_checkpoint is not False,
+                execution=execution,
+                lock=lock,
+            )
         try:
             active.finish(result)
             tracker.save_run_views()
@@ -179,19 +172,30 @@ def train_tracked(
     return FinishedTraining(experiment, result, folder, runs, begin.step)
 
 
+def _acquire(lock: BaseFileLock, folder: Path) -> AcquireReturnProxy:
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
+        return lock.acquire()
+
+
+@contextmanager
+def _show_failure(active: ActiveRun) -> Iterator[None]:
+    """Mark the MLflow run of a training that fails or is interrupted."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        except TrackingError as away:
+            log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
+        raise
+
+
 def format_run_name(name: str, cfg: RunConfig) -> str:
     """A run's name within its experiment, from its mixer or normaliser, its bias and its seed."""
     attention, mixer = cfg.model.attention, cfg.model.mixer
     parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
     label = " + ".join(type(part).__name__ for part in parts if part != NoBias())
     return f"{name} {label} seed {cfg.seed}"
-
-
-def _acquire(lock: BaseFileLock) -> AcquireReturnProxy:
-    """Acquire the lock of a run folder; logs a warning before waiting."""
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        folder = Path(lock.lock_file).parent
-        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
-        return lock.acquire()

@@ -14,52 +14,42 @@ import yaml
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import write_atomically
+from lit_lazy.support.locks import read_id
 from lit_lazy.support.inside import join_name
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.artifacts import create_artifact_folder, open_artifacts
-from lit_lazy.tracking.client import open_store, translate_errors
-from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.metric_records import MetricRecord
-from lit_lazy.tracking.views import (
-    CHARTED_TAG,
-    CellRun,
-    build_run_views,
-    build_views,
-    encode_view,
-    find_outlier_rows,
-)
+from lit_lazy.tracking import views
+from lit_lazy.tracking.client import create_artifact_folder, open_artifacts, open_store, translate_errors
+from lit_lazy.tracking.run_files import MetricRecord
+from lit_lazy.tracking.store import sqlite_file
 
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run or of an experiment."""
 BETWEEN = "\n\n"
+PARENT = "mlflow.parentRunId"
+OWNER, OWNER_ID = "owner", "owner_id"
+"""Tag of a training's run, and the file with its value in the runs folder that started it."""
 
 
 def join_note(paragraphs: Sequence[str], whole: str) -> str:
     """The text of a description, at most as long as MLflow stores: it would cut a longer one anywhere.
 
-    The longest paragraphs are shortened first, after a row. whole: names the file with what does not fit.
+    The longest paragraphs are shortened first, after a row or a word. whole: names the file with what does not fit.
     """
     shown, share = list(paragraphs), MAX_TAG_VAL_LENGTH // len(paragraphs) - len(BETWEEN)
     while (excess := len(BETWEEN.join(shown)) - MAX_TAG_VAL_LENGTH) > 0:
         at = max(range(len(shown)), key=lambda index: len(shown[index]))
-        shown[at] = _shorten_paragraph(shown[at], max(len(shown[at]) - excess, share), whole)
+        rest = f" ... (shortened; the whole is in {whole})"
+        kept = shown[at][: max(len(shown[at]) - excess, share) - len(rest)]
+        end = max(kept.rfind(mark) for mark in (",", ";", "\n"))
+        shown[at] = kept[: end if end > 0 else max(kept.rfind(" "), 0) or len(kept)] + rest
     return BETWEEN.join(shown)
-
-
-def _shorten_paragraph(text: str, size: int, whole: str) -> str:
-    """The beginning of a text, up to the end of a row or else of a word, and where the whole is."""
-    rest = f" ... (shortened; the whole is in {whole})"
-    kept = text[: size - len(rest)]
-    end = max(kept.rfind(mark) for mark in (",", ";", "\n"))
-    return kept[: end if end > 0 else max(kept.rfind(" "), 0) or len(kept)] + rest
 
 
 @dataclass(frozen=True)
@@ -73,6 +63,7 @@ class TrackedRun:
     params: dict[str, str]
 
 
+@translate_errors
 class Tracker:
     """One MLflow experiment, created on first use. Methods raise TrackingError.
 
@@ -101,10 +92,15 @@ class Tracker:
             self.client.restore_experiment(found.experiment_id)
         return found.experiment_id
 
-    @translate_errors
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
         """Create a run without params; returns its id."""
-        about = _describe_origin() | {"mlflow.source.git.commit": tags.get("git_sha", "")}
+        about = {
+            # Of the columns User and Source. The system's list of users is not asked: it may be on another machine.
+            "mlflow.user": os.environ.get("LOGNAME") or os.environ.get("USER", ""),
+            "mlflow.source.name": "lit-lazy",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.git.commit": tags.get("git_sha", ""),
+        }
         tags = {name: text for name, text in about.items() if text} | dict(tags)
         return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
 
@@ -116,7 +112,6 @@ class Tracker:
         self.log_config(run_id, params, config)
         return run_id
 
-    @translate_errors
     def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
         """Log a run's config as an artifact and as params, of which the run keeps those that it has."""
         every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
@@ -124,7 +119,6 @@ class Tracker:
         self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items() if key not in known])
         self._log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
 
-    @translate_errors
     def log(self, run_id: str, lines: Sequence[MetricRecord]) -> None:
         """Log metrics of several steps; points that MLflow already holds stay unchanged."""
         points = [
@@ -133,7 +127,6 @@ class Tracker:
         for start in range(0, len(points), METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
 
-    @translate_errors
     def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
         """Log final metrics and mark the run complete; idempotent."""
         run = self.client.get_run(run_id)
@@ -147,7 +140,6 @@ class Tracker:
         self.client.set_tag(run_id, "state", "complete")
         self.set_ended(run_id, "FINISHED")
 
-    @translate_errors
     def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages.
 
@@ -158,33 +150,22 @@ class Tracker:
         if new:
             self.client.log_batch(run_id, metrics=new)
 
-    @translate_errors
     def tag(self, run_id: str, name: str, text: str) -> None:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
 
-    @translate_errors
     def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
         """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
         note = join_note(paragraphs, whole)
         self.tag(run_id, NOTE, note)
         self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
-    @translate_errors
-    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
-        """Mark a run as failed, or as interrupted (KILLED), with the reason."""
-        self.client.set_tag(run_id, "state", "failed")
-        self.client.set_tag(run_id, "reason", reason)
+    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED", **tags: str) -> None:
+        """Mark a run as failed, or as interrupted (KILLED), with the reason. tags: further ones, or another `state`."""
+        for name, value in {"state": "failed", "reason": reason, **tags}.items():
+            self.client.set_tag(run_id, name, value)
         self.client.set_terminated(run_id, status)
 
-    @translate_errors
-    def prune(self, run_id: str, reason: str) -> None:
-        """Mark a run as pruned by a search, with the reason."""
-        for name, value in (("state", "pruned"), ("optuna.state", "PRUNED"), ("reason", reason)):
-            self.client.set_tag(run_id, name, value)
-        self.client.set_terminated(run_id, "KILLED")
-
-    @translate_errors
     def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
         """All runs with these tags that are not retired, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
@@ -197,9 +178,11 @@ class Tracker:
             found += page
             token = page.token
             if not token:
-                return [_make_tracked_run(run) for run in found]
+                break
+        states = {run.info.run_id: run.data.tags.get("state", "failed") for run in found}
+        states |= {run.info.run_id: "running" for run in found if run.info.status == "RUNNING"}
+        return [TrackedRun(run.info.run_id, states[run.info.run_id], run.data.tags, run.data.params) for run in found]
 
-    @translate_errors
     def has_run(self, run_id: str) -> bool:
         """Whether a run exists and is not retired."""
         try:
@@ -209,26 +192,26 @@ class Tracker:
                 return False
             raise
 
-    def find_children(self, parent_id: str) -> list[TrackedRun]:
-        """The child runs of a parent run, oldest first."""
-        return self.find({"mlflow.parentRunId": parent_id})
+    def find_own(self, tags: Mapping[str, str]) -> list[TrackedRun]:
+        """Those of `find` that this runs folder began: several people may train one configuration with one MLflow.
 
-    @translate_errors
+        Runs of earlier versions do not say. Those in the database of the folder are its own, of others nobody knows.
+        """
+        owner, database = read_owner(self.runs), sqlite_file(self.uri)
+        unsaid = owner if database and database.resolve().parent == self.runs.resolve() else ""
+        return [run for run in self.find(tags) if run.tags.get(OWNER, unsaid) == owner]
+
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Store a text as an artifact of a run."""
         self._log_artifact(run_id, name, text.encode())
 
-    @translate_errors
     def log_files(self, run_id: str, files: Sequence[Path]) -> None:
         """Store files as artifacts of a run."""
         for file in files:
             self._log_artifact(run_id, file.name, file.read_bytes())
 
-    def _open_artifacts(self, run_id: str) -> ArtifactRepository:
-        return open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
-
     def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        artifacts = self._open_artifacts(run_id)
+        artifacts = open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
         if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
             folder = Path(artifacts.artifact_dir)
@@ -240,18 +223,15 @@ class Tracker:
             file.write_bytes(content)
             artifacts.log_artifact(str(file))
 
-    @translate_errors
     def set_running(self, run_id: str) -> None:
         """Set a run's status to running, also after it has ended."""
         self.client.update_run(run_id, status="RUNNING")
 
-    @translate_errors
     def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """Set the final status of a run; one that has ended so keeps the time of its end."""
         if self.client.get_run(run_id).info.status != status:
             self.client.set_terminated(run_id, status)
 
-    @translate_errors
     def save_views(
         self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None, ended: bool = False
     ) -> None:
@@ -262,22 +242,21 @@ class Tracker:
         loss.
         """
         runs = self._find_newest("cell")
-        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
+        cells = [views.CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
         charted = ended and len(runs) < MOST_RUNS_SEEN
         if charted:
-            far = find_outlier_rows(cells)
+            far = views.find_outlier_rows(cells)
             for run, cell in zip(runs, cells, strict=True):
                 value = "no" if cell.variant in far else "yes"
-                if run.data.tags.get(CHARTED_TAG) != value:
-                    self.client.set_tag(run.info.run_id, CHARTED_TAG, value)
-        self._write_views(build_views(axes, columns, columns if main is None else main, cells, charted))
+                if run.data.tags.get(views.CHARTED_TAG) != value:
+                    self.client.set_tag(run.info.run_id, views.CHARTED_TAG, value)
+        self._write_views(views.build_views(axes, columns, columns if main is None else main, cells, charted))
 
-    @translate_errors
     def save_run_views(self) -> None:
         """Save the views of a `lit-lazy train` experiment for its newest runs."""
         runs = self._find_newest("run")
-        shown = [CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
-        self._write_views(build_run_views(shown))
+        shown = [views.CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
+        self._write_views(views.build_run_views(shown))
 
     def _find_newest(self, kind: str) -> list[Run]:
         newest = ["start_time DESC"]
@@ -287,36 +266,24 @@ class Tracker:
 
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():
-            self.client.set_experiment_tag(self.experiment_id, *encode_view(name, state))
+            self.client.set_experiment_tag(self.experiment_id, *views.encode_view(name, state))
 
-    @translate_errors
     def remove_experiment(self) -> None:
         """Move the experiment and its runs to MLflow's deleted ones, and free its name for a new experiment."""
         self.client.rename_experiment(self.experiment_id, f"{self.experiment}.removed-{uuid.uuid4().hex[:8]}")
         self.client.delete_experiment(self.experiment_id)
 
-    @translate_errors
     def retire(self, run_id: str) -> None:
         """Delete a run and its children in MLflow, which can restore them.
 
         The parent goes first: an active parent then has all its children, even after a kill in between.
         """
-        children = self.find_children(run_id)
+        children = self.find({PARENT: run_id})
         self.client.delete_run(run_id)
         for child in children:
             self.client.delete_run(child.run_id)
 
 
-def _describe_origin() -> dict[str, str]:
-    """MLflow's tags for the columns User and Source. The user is "" if the environment does not name one.
-
-    The system's list of users is not asked: it may be on another machine.
-    """
-    user = os.environ.get("LOGNAME") or os.environ.get("USER", "")
-    return {"mlflow.user": user, "mlflow.source.name": "lit-lazy", "mlflow.source.type": "LOCAL"}
-
-
-def _make_tracked_run(run: Run) -> TrackedRun:
-    tags = dict(run.data.tags)
-    state = "running" if run.info.status == "RUNNING" else tags.get("state", "failed")
-    return TrackedRun(run.info.run_id, state, tags, dict(run.data.params))
+def read_owner(runs: Path) -> str:
+    """The random id of a runs folder."""
+    return read_id(runs / OWNER_ID)

@@ -100,18 +100,34 @@ def build_views(
         return [name for name in dict.fromkeys(names) if name in logged or not cells]
 
     shown = select_measured([*main, *EXTRA])
-    variants = list(dict.fromkeys(cell.variant for cell in cells))
     far = find_outlier_rows(cells) if charted else ()
     near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
     without = f", without {', '.join(far)}" if far else ""
     charts = {
-        RESULTS + without: [_bar(name) for name in shown],
-        TRADE_OFFS: [_scatter(name, shown[0]) for name in select_measured(EXTRA) if name != shown[0]],
+        RESULTS + without: [_chart("BAR", f"bar {name}", metricKey=name) for name in shown],
+        TRADE_OFFS: [
+            _chart(
+                "SCATTER", f"scatter {x} {y}", xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"}
+            )
+            for y in shown[:1]
+            for x in select_measured(EXTRA)
+            if x != y
+        ],
         TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
     }
     axis_sets = _find_axis_sets(axes, cells) if shown else {}
-    parallel = {title + without: [_parallel(title, chosen, shown[0])] for title, chosen in axis_sets.items()}
-    runs, grouping = _build_run_list("cell", shown, axes), _build_grouping(variants)
+    parallel = {
+        title + without: [
+            _chart("PARALLEL", title, selectedParams=chosen, selectedMetrics=[shown[0]], showAllRuns=True)
+        ]
+        for title, chosen in axis_sets.items()
+    }
+    runs = _build_run_list("cell", shown, axes)
+    grouping = {  # one collapsed row per variant, with means over seeds
+        "groupBy": {"groupByKeys": [{"mode": "tag", "groupByData": "variant"}], "aggregateFunction": "average"},
+        "groupsExpanded": {f"tag.variant.{cell.variant}": False for cell in cells},
+        "useGroupedValuesInCharts": True,
+    }
     return {
         TABLE_VIEW: runs | grouping,
         CELLS_VIEW: _build_run_list("cell", select_measured(columns), axes),
@@ -136,7 +152,9 @@ def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
     curves = [_line(name) for name in ("train/loss", *_select_curves(select_measured, logged))]
     return {
         CHARTS_VIEW: _build_run_list("run", shown, settings)
-        | _sections({TRAINING: curves, "Results": [_bar(name) for name in shown]}, logged),
+        | _sections(
+            {TRAINING: curves, "Results": [_chart("BAR", f"bar {name}", metricKey=name) for name in shown]}, logged
+        ),
         RUNS_VIEW: _build_run_list("run", shown, settings),
     }
 
@@ -179,32 +197,16 @@ def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) 
     }
 
 
-def _build_grouping(variants: Sequence[str]) -> dict[str, Any]:
-    """One collapsed row per variant, with means over seeds."""
-    return {
-        "groupBy": {
-            "groupByKeys": [{"mode": "tag", "groupByData": "variant"}],
-            "aggregateFunction": "average",
-        },
-        "groupsExpanded": {f"tag.variant.{variant}": False for variant in variants},
-        "useGroupedValuesInCharts": True,
-    }
-
-
 def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
-    """The distinct metrics that get a curve."""
-    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_select_learned_curves(logged)])]
-
-
-def _select_learned_curves(logged: Collection[str]) -> list[str]:
-    """The metrics of every learned parameter but biases' in the first and the last layer."""
+    """The distinct metrics that get a curve; learned parameters but biases' in the first and the last layer."""
     layers: defaultdict[str, set[int]] = defaultdict(set)
     for name in logged:
         if found := LEARNED_LAYER.fullmatch(name):
             layers[found[1]].add(int(found[2]))
     layers = layers or defaultdict(set, tau={0})  # before the first cell
     ends = {name: dict.fromkeys((min(found), max(found))) for name, found in sorted(layers.items())}
-    return [f"watch/{name}_layer_{layer}" for name, found in ends.items() for layer in found]
+    learned = [f"watch/{name}_layer_{layer}" for name, found in ends.items() for layer in found]
+    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *learned])]
 
 
 def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:
@@ -224,10 +226,6 @@ def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, 
     return dict(list(found.items())[:MOST_AXES_CHARTS])
 
 
-def _bar(metric: str) -> dict[str, Any]:
-    return _chart("BAR", f"bar {metric}", metricKey=metric)
-
-
 def _line(metric: str) -> dict[str, Any]:
     """A curve without MLflow's default smoothing."""
     return _chart(
@@ -241,14 +239,6 @@ def _line(metric: str) -> dict[str, Any]:
         lineSmoothness=0,
         displayPoints=False,
     )
-
-
-def _scatter(x: str, y: str) -> dict[str, Any]:
-    return _chart("SCATTER", f"scatter {x} {y}", xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"})
-
-
-def _parallel(title: str, axes: Sequence[str], metric: str) -> dict[str, Any]:
-    return _chart("PARALLEL", title, selectedParams=list(axes), selectedMetrics=[metric], showAllRuns=True)
 
 
 def _chart(kind: str, known_as: str, **options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.tracking.links import list_experiment_names
+from lit_lazy.tracking.client import list_experiment_names
 from lit_lazy.tracking.store import default_uri
 
 BIN = Path(sys.executable).parent

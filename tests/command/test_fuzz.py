@@ -184,7 +184,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for where in (
         *("tracking.tracked_run.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
         *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
-        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_summary"),
+        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.findings.format_summary"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.machine.measure_total_memory", lambda: 2**28)

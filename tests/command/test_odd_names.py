@@ -13,13 +13,11 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import claim
-from lit_lazy.grid.progress import Progress
-from lit_lazy.grid.status import print_status
+from lit_lazy.grid.progress import Progress, print_status
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.named_files import find
-from lit_lazy.tracking.databases import sqlite_file, sqlite_url
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import default_uri, sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import Tracker
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"

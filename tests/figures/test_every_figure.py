@@ -29,8 +29,7 @@ from lit_lazy.report.page import draw_table_figures
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.records import Column, Observation, RowInfo, Table
-from lit_lazy.table.search_points import Point
+from lit_lazy.table.records import Column, Observation, Point, RowInfo, Table
 from lit_lazy.table.stored import read_table
 from lit_lazy.table.verdicts import add_verdict
 

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from samples import EFFECT_COLUMNS, make_effects, tabulate
 from test_drawn import unlearned
 
-from lit_lazy.figures import effects_figure, parameter_over_training, selection
+from lit_lazy.figures import effects_figure, palette, parameter_over_training
+from lit_lazy.figures.canvas import DPI
 from lit_lazy.figures.effects import compute_limits
-from lit_lazy.figures.images import DPI
 from lit_lazy.table.records import Column
 
 WEBP_LIMIT = 16383
@@ -91,7 +91,7 @@ def many(better, count):
 
 @pytest.mark.parametrize(("better", "kept", "which"), [("lower", "1234", "lowest"), ("higher", "6789", "highest")])
 def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, monkeypatch):
-    monkeypatch.setattr(selection, "MOST_ROWS", 5)
+    monkeypatch.setattr(palette, "MOST_ROWS", 5)
     table, histories = many(better, 10)
     effects, tau = effects_figure(table, ["loss"]), parameter_over_training(table, histories)
     assert tau is not None

@@ -32,7 +32,7 @@ from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.training.result import METRICS, RunResult
 

@@ -12,7 +12,7 @@ from instant import Lab, make_lab
 
 from flash_lazy.cpu import library
 from lit_lazy.command.main import main
-from lit_lazy.grid import backend
+from lit_lazy.grid import job
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.worker import prepare_process
 from lit_lazy.training import devices
@@ -100,7 +100,7 @@ def test_a_worker_on_another_machine_needs_the_library_too(tmp_path: Path, machi
 
 def test_a_gpu_needs_no_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(False)
-    for module in (backend, devices):
+    for module in (job, devices):
         monkeypatch.setattr(module, "select_training_device", lambda: torch.device("cuda"))
-    backend.require_compiled_backend("grid")
-    assert backend.describe_portable_backend("grid") is None
+    job.require_compiled_backend("grid")
+    assert job.describe_portable_backend("grid") is None

@@ -23,8 +23,8 @@ from lit_lazy.grid.cells import MOST_DEATHS, Holder
 from lit_lazy.grid.job import Ending, Job, is_over
 from lit_lazy.grid.plan import ASIDE, read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
+from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.runs_folder import RunsEntry
-from lit_lazy.grid.status import print_status
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError

@@ -24,8 +24,8 @@ from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.grid.plan import ASIDE, GRID_ID
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
-from lit_lazy.tracking.artifacts import open_artifacts
-from lit_lazy.tracking.metric_records import read_lines
+from lit_lazy.tracking.client import open_artifacts
+from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT

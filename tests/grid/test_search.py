@@ -31,7 +31,7 @@ from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
-from lit_lazy.table.search_points import Point
+from lit_lazy.table.records import Point
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult

@@ -30,10 +30,9 @@ from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.report.publish import draw_report
 from lit_lazy.table.render import DETAILS, FILES, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking import serve
-from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.links import find_experiment_links
-from lit_lazy.tracking.metric_records import read_lines
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.run_files import read_lines
+from lit_lazy.tracking.serve import find_experiment_links
+from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import METRICS, RunResult
 

@@ -15,8 +15,7 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_page, read_words
-from lit_lazy.report.verdicts import read_questions
+from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_page, read_questions, read_words
 from lit_lazy.support.named_files import list_available
 from lit_lazy.table.stored import read_table
 

@@ -12,8 +12,7 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
-from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
-from lit_lazy.tracking.serve import select_links
+from lit_lazy.tracking.serve import ExperimentLinks, find_experiment_links, select_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.tracking.views import (

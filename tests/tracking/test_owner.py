@@ -12,10 +12,9 @@ import pytest
 
 from lit_lazy.command.main import main
 from lit_lazy.tracking.active_run import ActiveRun
-from lit_lazy.tracking.owner import OWNER_ID, read_owner
-from lit_lazy.tracking.run_address import RUN_ID, read_run_id
+from lit_lazy.tracking.run_files import RUN_ID, read_run_id
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.tracker import OWNER_ID, Tracker, read_owner
 
 EXPERIMENT = "train-backcopy_tiny"
 TRAIN = ["train", "backcopy_tiny", "--train.steps=30", "--runs"]

@@ -15,7 +15,7 @@ from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorte
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.errors import naming, short_repr
 from lit_lazy.support.named_files import get_name
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.training.init_from import check_init_from
@@ -164,20 +164,25 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
     overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks, for
     an axis limit that it rejects, and for an override of an axis.
     """
+    values = flatten(to_dict(base))
     for path in search.axes:
         for override in overridden:
             if f"{override}.".startswith(f"{path}."):
                 raise ValueError(f"--{override}: is an axis of search {search.name!r}; leave the override out")
-        _check_field(search.name, path, base)
+        axis = f"search {search.name!r}: axis {path!r}"
+        if path not in values:
+            raise ValueError(f"{axis} is no field of this experiment; `lit-lazy fields` lists them")
+        if not isinstance(values[path], float):
+            raise ValueError(f"{axis} is {values[path]!r} here, and must be a real number")
+        if path.startswith("data."):
+            raise ValueError(f"{axis} changes the data, on which all points are to be compared")
     source = prepare(base)
     check_init_from(base, source.outline)
     for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
         point = dict(zip(search.axes, corner, strict=True))
-        try:
+        where = ", ".join(f"{path}={value:g}" for path, value in point.items())
+        with naming(f"search {search.name!r}: no training at {where}"):
             prepare(replace_at(base, point))
-        except ValueError as error:
-            where = ", ".join(f"{path}={value:g}" for path, value in point.items())
-            raise ValueError(f"search {search.name!r}: no training at {where}: {error}") from None
     known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
     fix = f"the data {source.name!r} has no known optimum; take loss/val"
     require(known, f"search {search.name!r}: objective", search.objective, fix)
@@ -191,14 +196,3 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
         prune_from=search.prune_from,
         seed=search.seed,
     )
-
-
-def _check_field(name: str, path: str, base: RunConfig) -> None:
-    """Raise ValueError unless an axis is a real-valued field of the experiment outside `data`."""
-    values = flatten(to_dict(base))
-    if path not in values:
-        raise ValueError(f"search {name!r}: axis {path!r} is no field of this experiment; `lit-lazy fields` lists them")
-    if not isinstance(values[path], float):
-        raise ValueError(f"search {name!r}: axis {path!r} is {values[path]!r} here, and must be a real number")
-    if path.startswith("data."):
-        raise ValueError(f"search {name!r}: axis {path!r} changes the data, on which all points are to be compared")

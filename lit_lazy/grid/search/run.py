@@ -16,10 +16,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import clear_leftovers
+from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import Mirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
@@ -29,10 +28,7 @@ from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
-from lit_lazy.table.search_points import Point
-from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
-from lit_lazy.training.execution import ONE_DEVICE
-from lit_lazy.training.prepare import load_outline
+from lit_lazy.table.records import Point
 from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import (
     CELLS,
@@ -102,7 +98,7 @@ class SearchDriver:
         state = STATES[trial.state.name]
         if state == "running":
             key = trial.user_attrs.get(KEY, "")
-            return "running" if key in self._held or is_locked(locate_cell(self.work.folder, key)) else "waiting"
+            return "running" if key in self._held or is_locked(self.work.locate(key)) else "waiting"
         if state == "failed":
             return "failed" if number in self._failed else "waiting"
         return "diverged" if trial.user_attrs.get(DIVERGED) else state
@@ -125,36 +121,33 @@ class SearchDriver:
         """
         with make_file_lock(self.work.folder / DRAWING):
             trials = self.study.get_trials(deepcopy=False)
-            for trial in trials:
-                if NUMBER not in trial.user_attrs and not trial.state.is_finished():  # its command died in here
-                    self.study.tell(trial.number, state=TrialState.FAIL)
-            known = self._newest().get(number)
-            if known is not None and (former is None or known.number != former.number):
+            for known in trials:
+                if NUMBER not in known.user_attrs and not known.state.is_finished():  # its command died in here
+                    self.study.tell(known.number, state=TrialState.FAIL)
+            newest = self._newest().get(number)
+            if newest is not None and (former is None or newest.number != former.number):
                 return None
-            return self._ask(number, sum(NUMBER in trial.user_attrs for trial in trials))
-
-    def _ask(self, number: int, drawn: int) -> Cell:
-        definition = self.definition
-        space: dict[str, BaseDistribution] = {
-            path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
-        }
-        seed = np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0]
-        self.study.sampler = optuna.samplers.TPESampler(
-            n_startup_trials=definition.startup, seed=int(seed), constant_liar=True
-        )
-        trial = self.study.ask(space)
-        cell = definition.make_cell(number, trial.params)
-        trial.set_user_attr(KEY, cell.key)
-        trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
-        clear_failure(locate_cell(self.work.folder, cell.key))
-        self._held[cell.key] = trial
-        return cell
+            definition, drawn = self.definition, sum(NUMBER in trial.user_attrs for trial in trials)
+            space: dict[str, BaseDistribution] = {
+                path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
+            }
+            seed = int(np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0])
+            self.study.sampler = optuna.samplers.TPESampler(
+                n_startup_trials=definition.startup, seed=seed, constant_liar=True
+            )
+            trial = self.study.ask(space)
+            cell = definition.make_cell(number, trial.params)
+            trial.set_user_attr(KEY, cell.key)
+            trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
+            clear_failure(self.work.locate(cell.key))
+            self._held[cell.key] = trial
+            return cell
 
     def _resume(self, number: int, frozen: FrozenTrial) -> Cell | None:
         """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
         trial = Trial(self.study, frozen._trial_id)
         cell = self.definition.make_cell(number, trial.params)
-        folder = locate_cell(self.work.folder, cell.key)
+        folder = self.work.locate(cell.key)
         if reason := read_failure(folder):  # its command died before it told
             self._fail(trial, cell.key, reason, is_final(folder))
             return None
@@ -171,7 +164,7 @@ class SearchDriver:
             self._failed.add(trial.user_attrs[NUMBER])
             self._tell(trial, TrialState.FAIL, {REASON: reason})
             return
-        folder, diverged = locate_cell(self.work.folder, key), HOPELESS not in reason
+        folder, diverged = self.work.locate(key), HOPELESS not in reason
         write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
         told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
         self._tell(trial, TrialState.PRUNED, told)
@@ -189,7 +182,7 @@ class SearchDriver:
 
     def record(self, ending: Ending) -> None:
         trial, key = self._held[ending.key], ending.key
-        result = RunResult.peek(locate_cell(self.work.folder, key)) if ending.kind == "done" else None
+        result = RunResult.peek(self.work.locate(key)) if ending.kind == "done" else None
         if result is not None:
             self._tell(trial, TrialState.COMPLETE, {}, result.metrics[self.definition.objective])
         elif ending.kind in ("pruned", "failed"):
@@ -214,20 +207,22 @@ class SearchDriver:
 
     def points(self) -> list[Point]:
         """All points that were drawn, each from its newest trial."""
-        return [self._make_point(number, trial) for number, trial in sorted(self._newest().items())]
-
-    def _make_point(self, number: int, trial: FrozenTrial) -> Point:
-        attrs: dict[str, Any] = trial.user_attrs
-        complete = trial.state == TrialState.COMPLETE
-        return Point(
-            number=number,
-            run=attrs[KEY],
-            params={path: trial.params[path] for path in self.definition.axes},
-            state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
-            value=trial.value if complete else None,
-            reports={step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)},
-            reason="" if complete else attrs.get(REASON, ""),
-        )
+        found = []
+        for number, trial in sorted(self._newest().items()):
+            attrs: dict[str, Any] = trial.user_attrs
+            complete = trial.state == TrialState.COMPLETE
+            reports = {step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)}
+            point = Point(
+                number=number,
+                run=attrs[KEY],
+                params={path: trial.params[path] for path in self.definition.axes},
+                state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
+                value=trial.value if complete else None,
+                reports=reports,
+                reason="" if complete else attrs.get(REASON, ""),
+            )
+            found.append(point)
+        return found
 
     def importances(self) -> dict[str, float]:
         """Importances of the axes by dotted path, by PED-ANOVA (Watanabe et al., arXiv 2304.10255); sum to 1.
@@ -255,30 +250,26 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
     """Execute the missing points of a search; returns whether every point is finished."""
     work = driver.work
     with open_folder(work, launch, console):
-        _require_same(work)
+        file = work.folder / DEFINITION
+        try:
+            known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
+        except ValueError as error:
+            fix = "put a copy back, or start again by --fresh"
+            raise ValueError(f"{str(file)!r}: is damaged ({error}); {fix}") from None
+        if changed := work.definition.find_differences(known):
+            raise ValueError(
+                f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former "
+                "results away, another name of the search, or another --runs folder, keeps both"
+            )
+        write_text(file, work.definition.to_json())
         compiled = driver.study.user_attrs.get(COMPILED)
         if compiled is None:
-            known = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
-            compiled = find_obstacle() is None if known is None else known
+            before = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
+            compiled = find_obstacle() is None if before is None else before
             driver.study.set_user_attr(COMPILED, compiled)
         monitored = MONITORED[work.definition.objective]
         execute_cells(work, launch, driver, console, driver.describe_best, compiled=compiled, monitored=monitored)
         return is_finished(driver.states())
-
-
-def _require_same(work: SearchWork) -> None:
-    """Store the definition of a search in its folder. Raises ValueError if another one began it."""
-    file = work.folder / DEFINITION
-    try:
-        known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r}: is damaged ({error}); put a copy back, or start again by --fresh") from None
-    if changed := work.definition.find_differences(known):
-        raise ValueError(
-            f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former results "
-            "away, another name of the search, or another --runs folder, keeps both"
-        )
-    write_text(file, work.definition.to_json())
 
 
 class SearchMirror(Mirror):
@@ -314,7 +305,7 @@ class SearchMirror(Mirror):
         definition = self.definition
         params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-        return {NOTE: format_command_line()}, params, self.driver.work.base_config
+        return {NOTE: format_command_line()}, params, definition.base
 
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:  # noqa: ARG002
         tracker.save_views(list(self.definition.names.values()), [self.definition.objective])
@@ -326,9 +317,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
 
     torch.set_num_threads(threads)
     definition = work.definition
-    config = from_dict(RunConfig, definition.base)
-    data = load_outline(config.data)
-    seconds, _ = estimate_seconds(config, data, estimate_cost(config, data, ONE_DEVICE), ONE_DEVICE)
+    seconds = estimate_training(definition.base)
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)

@@ -19,8 +19,8 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import write_atomically
-from lit_lazy.support.locks import read_id
 from lit_lazy.support.inside import join_name
+from lit_lazy.support.locks import read_id
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking import views
 from lit_lazy.tracking.client import create_artifact_folder, open_artifacts, open_store, translate_errors

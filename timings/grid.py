@@ -218,7 +218,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         driver.states()
     console(f"{size} cells: table")
     with measure_time("table"):
-        save(read_grid(job.folder).build_table(), runs / "table")
+        save(read_grid(job.folder).build_table(), job.folder)
     with measure_time("mirror"):
         GridMirror(job.folder).sync(final=True)
     shutil.rmtree(runs)

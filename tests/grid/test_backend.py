@@ -89,18 +89,16 @@ def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(lab: La
     assert read_labels(first) == ["chunked", "chunked"]
 
 
-def test_a_worker_on_another_machine_needs_the_library_too(tmp_path: Path, machine: Machine) -> None:
+def test_a_worker_on_another_machine_needs_the_library_too(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine(False)
     job = Job(tmp_path / "grid", "", 1, (), compiled=True)
     with pytest.raises(
         ValueError, match=r"^grid: began with the compiled backend and keeps it, but no compiled backend"
     ):
         prepare_process(job)
-
-
-def test_a_gpu_needs_no_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(False)
-    for module in (backend, devices):
+    for module in (backend, devices):  # a GPU needs none
         monkeypatch.setattr(module, "select_training_device", lambda: torch.device("cuda"))
     backend.require_compiled_backend("grid")
     assert backend.describe_portable_backend("grid") is None

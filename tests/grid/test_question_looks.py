@@ -10,7 +10,6 @@ from test_question import RUN, SOURCE, git
 
 from lit_lazy.command.ablate_run import find_next_look
 from lit_lazy.command.main import main
-from lit_lazy.report import publish
 from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Table
 from lit_lazy.table.stored import read_table
@@ -45,10 +44,8 @@ Run = Callable[..., tuple[Table, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a question without figures, which take longer than its trainings; returns its table and what was printed."""
-    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
-    monkeypatch.setattr(publish, "write_report", lambda *_: [])
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a question; returns its table and what was printed."""
 
     def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
         assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
@@ -78,7 +75,6 @@ def test_only_rows_with_an_open_contrast_go_on(
         "apart": [3, 4, 5],
     }
     assert "look 2 of 3: n = 4, 2 cells, about " in printed
-    assert whole.verdict is not None
     assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
     assert [part.n for part in whole.verdict.parts] == [3, 6]
     assert find_next_look(whole, None, 3) is None
@@ -94,7 +90,6 @@ def test_a_resumed_question_equals_an_undisturbed_one(
     whole, _ = run(question, runs / "whole", "--looks", "3")
     for number in (1, 2, 3):
         part, _ = run(question, runs / "parts", "--looks", "1")
-        assert part.verdict is not None
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
@@ -116,7 +111,6 @@ def test_a_resumed_question_equals_an_undisturbed_one(
 
 def check_next_look(table: Table) -> None:
     """Of a question that its first look left open: what stops it."""
-    assert table.verdict is not None
     assert table.verdict.chances[0] == Chance(4, 0.0, 0.0)
     assert find_next_look(table, None, 1) == 2
     assert find_next_look(table, 1, 1) is None
@@ -131,7 +125,6 @@ def check_next_look(table: Table) -> None:
 @pytest.mark.long
 def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path, run: Run) -> None:
     table, printed = run(write_question(tmp_path / "mine", ONE), runs)
-    assert table.verdict is not None
     assert (table.verdict.status, table.verdict.n, table.verdict.exploratory) == ("supported", 3, ())
     assert seeds(table) == {name: [3, 4, 5] for name in ("softmax", "elastic", "kept", "apart")}
     assert "Supported at look 1 of 3 (n = 3): Elastic-Softmax has less mass." in printed
@@ -148,7 +141,6 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
     git(question.parent, "commit", "-am", "Look elsewhere")
     assert forked.run(command).returncode == 0
     table = read_table(runs / "q_mine-backcopy_tiny" / "table.json")
-    assert table.verdict is not None
     assert table.verdict.exploratory == ("its declaration changed after its run began",)
 
 

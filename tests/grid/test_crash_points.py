@@ -18,7 +18,7 @@ from trap import WAYS, Trap
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.result import RESULT
 
-FEW = 5
+FEW = 3
 EVERY = int(os.environ.get("EVERY_EFFECT", "12"))
 
 

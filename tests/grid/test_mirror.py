@@ -124,6 +124,8 @@ def test_runs_are_what_the_folders_hold(copied: Path) -> None:
         assert (result["metrics"] | times).items() <= run.data.metrics.items()
         assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "complete")
         assert run.data.params["train.steps"] == str(result["config"]["train"]["steps"])
+        assert {"normaliser", "lr"} <= run.data.params.keys()
+        assert {"ablation", "variant", "seed", "source", "git_sha", "environment", "backend"} <= run.data.tags.keys()
         assert "reason" not in run.data.tags
         artifacts = copied / "mlartifacts" / ID / run.info.run_id / "artifacts"
         assert (artifacts / DIAGNOSTICS).read_bytes() == (folder / DIAGNOSTICS).read_bytes()

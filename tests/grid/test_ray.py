@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from instant import Lab, read_pid
+from mistakes import expect_refusal
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
@@ -83,25 +85,16 @@ def log_of(folder: Path) -> list[str]:
 
 @pytest.mark.long
 def test_the_table_is_that_of_local_workers(
-    runs: Path,
-    empty_store: Path,
-    pair: str,
-    address: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every cell is executed once; a diverging cell does not affect others."""
     assert main(command(runs, pair)) == 1
     local = read_table(runs / "pair-backcopy_tiny" / "table.json")
-    again = runs / "ray"
-    again.mkdir()
-    shutil.copy(empty_store, again / "mlflow.db")
     monkeypatch.setenv("RAY_ADDRESS", address)
     capsys.readouterr()
-    assert main(command(again, pair, "--launcher", "ray", "--gpus", "0")) == 1
-    out = capsys.readouterr().out
-    assert "4/5 cells done, 0 running, 1 failed" in out
-    folder = again / "pair-backcopy_tiny"
+    assert main(command(runs / "ray", pair, "--launcher", "ray", "--gpus", "0")) == 1
+    assert "4/5 cells done, 0 running, 1 failed" in capsys.readouterr().out
+    folder = runs / "ray" / "pair-backcopy_tiny"
     rows, theirs = (
         [dataclasses.replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
         for of in (read_table(folder / "table.json"), local)
@@ -173,6 +166,7 @@ def kill_one(runs: Path, since: float) -> int:
 
 
 WRONG = [
+    (["--launcher", "ray"], "pip install 'lit-lazy[ray]'"),
     (["--gpus", "1"], "--gpus 1.0: needs --launcher ray"),
     (["--ray-address", "auto"], "--ray-address auto: needs --launcher ray"),
     (["--launcher", "ray", "--ray-address", "ray://head:10001"], "must be HOST:PORT of the cluster's head"),
@@ -191,39 +185,19 @@ WRONG = [
 ]
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("options", "said"), WRONG)
 def test_a_mistake_is_one_line_and_creates_nothing(
-    options: list[str],
-    said: str,
-    pair: str,
-    request: pytest.FixtureRequest,
-    closed_port: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], said: str, pair: str, closed_port: int, request: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     cluster = request.getfixturevalue("address") if "{cluster}" in options else ""
     monkeypatch.setattr(ray_pool, "JOIN_SECONDS", 5.0 if cluster else 1.0)
-    before = sorted(tmp_path.iterdir())
+    if "pip install" in said:
+        monkeypatch.setitem(sys.modules, "ray", None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ports = {"closed": closed_port, "silent": silent.getsockname()[1], "cluster": cluster}
-        try:
-            status = main(
-                ["ablate", "run", pair, "--runs", str(tmp_path / "runs"), *(o.format(**ports) for o in options)]
-            )
-        except SystemExit as stop:  # argparse exits
-            status = stop.code
-    assert status == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_without_ray_the_mend_is_told(
-    pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["ablate", "run", pair, "--launcher", "ray"]) == 2
-    assert "pip install 'lit-lazy[ray]'" in capsys.readouterr().err
+        words = ["ablate", "run", pair, *(option.format(**ports) for option in options)]
+        assert said in expect_refusal(words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -260,31 +234,22 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_files(
     assert read_state(lab.cell(cell.key)) == "complete"
     sent, kept = (found.cell(cell.key) for found in (elsewhere, lab))
     assert all((sent / name).read_bytes() == (kept / name).read_bytes() for name in ending.files or {})
-    here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
+    here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, mark, 1, ()), str(tmp_path))
     assert (here.kind, here.files) == ("done", None)
 
-
-def test_a_cell_that_fails_elsewhere_has_failed_here(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command decides who tries again, and a grid that starts anew finds nothing of the former one there."""
-    monkeypatch.chdir(tmp_path)
-    lab.folder.mkdir(parents=True)
-    cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
-    job = Job(lab.move(tmp_path / "elsewhere").folder, read_grid_id(lab.folder), 1, ())
-
-    def fail(*_: object) -> None:
-        raise ValueError("why")
-
+    # What fails there has failed here. The command decides who tries again.
+    cell, job = lab.work.cells[2], Job(lab.move(there).folder, mark, 1, ())
     with monkeypatch.context() as patch:
-        patch.setattr(lab.training, "at_step", fail)
+        patch.setattr(lab.training, "at_step", Mock(side_effect=ValueError("why")))
         driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
     assert driver.states()[cell.key] == "failed"
     assert "why" in read_failure(lab.cell(cell.key))
     driver.retry(cell.key)
+    lab.training.log.unlink()
     driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
     assert driver.states()[cell.key] == "complete"
-    steps = sum(lab.count_steps().values())
     ray_pool.execute_task(cell, dataclasses.replace(job, mark="another"), str(tmp_path))
-    assert sum(lab.count_steps().values()) == 2 * steps
+    assert {*lab.count_steps().values()} == {2}, "a grid that starts anew finds nothing of the former one there"
 
 
 @pytest.mark.long

@@ -42,25 +42,6 @@ def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.Ca
     assert "devices 2" in run.data.tags["execution"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "backcopy_tiny", "--devices", "400"], "--devices=400: must be at most the"),
-        (["train", "backcopy_tiny", *TWO, "--train.batch_size=7"], "--devices=2: must divide train.batch_size=7"),
-        (["train", "backcopy_tiny", "--micro-batch", "3"], "--micro-batch=3: must divide the 8 of 8 sequences"),
-        (["train", "backcopy_tiny", "--strategy", "fsdp"], "--strategy='fsdp': shards a model over devices"),
-        (["ablate", "run", "table2", "--micro-batch", "5"], "--micro-batch=5: must divide the 32 of 32 sequences"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--runs", str(tmp_path / "runs")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "runs").exists()
-
-
 def children(pid: int) -> list[int]:
     """The processes that a process started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

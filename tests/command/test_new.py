@@ -8,7 +8,6 @@ from pathlib import Path
 
 import forked
 import pytest
-from mistakes import expect_refusal
 
 from lit_lazy.command.main import main
 from lit_lazy.command.new import COMMANDS, fill_template
@@ -64,26 +63,3 @@ def test_a_name_is_that_of_a_class_of_nobody_else() -> None:
     assert "class MyElastic(Normaliser)" in fill_template("normaliser", "elastic")
     assert "class MyNone(DataConfig)" in fill_template("data", "none")
     assert "class MySoftpickModule(" in fill_template("normaliser", "my_softpick")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["new", "ablatoin", "mine"], "invalid choice: 'ablatoin'"),
-        (["new", "data", "3x"], "argument NAME: '3x': must be a Python identifier"),
-        (
-            ["new", "data", "class"],
-            "argument NAME: 'class': must be a name, not a keyword of Python; for example my_class",
-        ),
-        (["new", "data", "torch"], "NAME 'torch.py': torch is the name of a Python module"),
-        (["new", "data", "x" * 101], "use at most 100 bytes"),
-        (["new", "data", "mine", "--out", "mine.txt"], "--out 'mine.txt': must end in .py"),
-        (["new", "data", "there"], "NAME 'there.py': exists already"),
-        (["new", "data", "mine", "--out", "there.py/mine.py"], "--out 'there.py': nothing can be written"),
-    ],
-)
-def test_a_file_that_could_not_be_used_is_not_written(
-    words: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (place / "there.py").write_text("mine")
-    assert message in expect_refusal(words, capsys)

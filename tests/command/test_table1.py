@@ -23,7 +23,6 @@ from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 
 CFG = replace_at(load_experiment(find("experiments", "backcopy_tiny")), {"model.mixer": Mamba2()})
-TRAIN = ["train", "backcopy_tiny", "--model.mixer=RetNet"]
 RUN = ["ablate", "run", "table1", "--base", "backcopy_tiny"]
 
 
@@ -33,36 +32,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     run(CFG, folder, keep_checkpoint=True)
     return folder / FINAL_CHECKPOINT
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*TRAIN, "--model.attention.window=4"], "model.attention.window=4: has no effect in"),
-        ([*TRAIN, "--model.attention.normaliser=Elastic"], "model.attention.normaliser=Elastic("),
-        ([*TRAIN, "--model.backend=reference"], "model.backend='reference': has no effect in model.mixer=RetNet"),
-        (["train", "backcopy_tiny", "--model.mixer=Mamba"], "--model.mixer='Mamba': unknown (did you mean Mamba2?)"),
-        ([*TRAIN, "--model.mixer.state=4"], "it is Mamba2's: give --model.mixer=Mamba2"),
-        (
-            ["train", "backcopy_tiny", "--model.mixer=Mamba2", "--model.mixer.head_dim=5"],
-            "Mamba2.head_dim=5: must divide 2 * model.d_model=32",
-        ),
-        ([*RUN, "--model.d_ff=64"], "--model.d_ff: row 'RetNet' sets model.d_ff itself"),
-        ([*RUN, "--model.attention.window=4"], "--model.attention.window: row 'RetNet' sets model.attention itself"),
-        (
-            ["ablate", "run", "table1", "--base", "narrow.py", "--rows", "softmax,RetNet"],
-            "row 'RetNet': model.mixer=RetNet: has ",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(
-    arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (place / "narrow.py").write_text(
-        "from lit_lazy.config import experiment, replace_at\n"
-        "def config():\n    return replace_at(experiment('backcopy_tiny'), {'model.d_ff': 2})\n"
-    )
-    assert message in expect_refusal(arguments, capsys)
 
 
 @pytest.mark.parametrize("option", ["--heads", "--layers"])

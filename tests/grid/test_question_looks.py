@@ -144,26 +144,6 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
     assert table.verdict.exploratory == ("its declaration changed after its run began",)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("q_mask_2", "--looks", "1", "--seeds", "7"), "with --rows or --seeds all cells are trained at once"),
-        (("q_mask_2", "--looks", "0"), "--looks: '0'"),
-        (("q_mask_2", "--looks", "5"), "--looks 5: q_mask_2 has 4; ask for at most those"),
-    ],
-)
-def test_looks_that_cannot_be_made_are_named(
-    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main(["ablate", "run", *words, "--runs", str(tmp_path / "runs")])
-    except SystemExit as error:
-        status = error.code
-    assert status == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_dry_run_prices_the_first_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "run", "q_mask_2", "--base", "backcopy_tiny", "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

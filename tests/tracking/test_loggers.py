@@ -86,17 +86,6 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Pat
         assert dict(found) == pytest.approx(points)
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_grid_refuses_a_logger_that_cannot_be_before_anything_is_created(
-    command: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted(runs.iterdir())
-    twice = ["--logger", "csv", "--logger", "csv"]
-    assert main([*command, "--base", "backcopy_tiny", *twice, "--runs", str(runs)]) == 2
-    assert "--logger csv: is given twice; leave one out" in capsys.readouterr().err
-    assert sorted(runs.iterdir()) == before
-
-
 def test_settings_are_logged(tmp_path: Path) -> None:
     train(tmp_path, ("csv", "tensorboard"), range(8))
     for kind in ("csv", "tensorboard"):

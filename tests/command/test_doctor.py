@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from flash_lazy.cpu import library
-from lit_lazy.attention import Attention
 from lit_lazy.command import doctor
 from lit_lazy.command.main import main
-from lit_lazy.training import devices
 
 
 @pytest.fixture
@@ -38,10 +36,15 @@ def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: 
 
 
 def test_missing_packages_and_programs_are_reported_with_their_use(
-    runs: Path, required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Path,
+    required: list[str],
+    closed_port: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Extras and programs are optional; a missing requirement is an error."""
     monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
+    monkeypatch.setenv(library.SWITCH, "0")
     required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
     assert main(["doctor", "--runs", str(runs)]) == 0
     out = capsys.readouterr().out
@@ -49,53 +52,28 @@ def test_missing_packages_and_programs_are_reported_with_their_use(
     installed = importlib.metadata.version("torch")
     assert f"  grids on a Ray cluster (--launcher ray): torch is {installed} (needed: <2); pip install 'lit-laz" in out
     assert "  tests of pages and dashboards: the program chromium is not on the PATH\n" in out
+    assert f"  faster attention on CPUs: {library.find_obstacle()}\n" in out
     assert "RetNet" not in out
     required += ["numpy<1"]
-    assert main(["doctor", "--runs", str(runs)]) == 1
-    out = capsys.readouterr().out
-    assert (
-        f"errors:\n  numpy: is {importlib.metadata.version('numpy')} (needed: <1); pip install -r requirements.t" in out
-    )
-    assert "Everything" not in out
-
-
-def test_the_compiled_backend_is_named_with_its_instruction_set(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "find_obstacle", lambda: None)
-    monkeypatch.setattr(devices, "get_instruction_set", lambda: "avx2")
-    monkeypatch.setattr(Attention, "backend_name", lambda *_: "cpu")
-    assert main(["doctor", "--runs", str(runs)]) == 0
-    out = capsys.readouterr().out
-    assert "lazy         attention runs on cpu (avx2)\n" in out
-    assert "faster attention" not in out
-
-
-def test_a_missing_compiled_backend_is_reported_with_the_fix(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(library.SWITCH, "0")
-    assert main(["doctor", "--runs", str(runs)]) == 0
-    assert f"  faster attention on CPUs: {library.find_obstacle()}\n" in capsys.readouterr().out
-
-
-def test_a_store_that_does_not_answer_is_an_error(
-    runs: Path,
-    required: list[str],
-    closed_port: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert required == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
     assert main(["doctor", "--runs", str(runs)]) == 1
-    assert f"errors:\n  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in capsys.readouterr().out
+    _, _, errors = capsys.readouterr().out.partition("errors:\n")
+    numpy = importlib.metadata.version("numpy")
+    assert f"  numpy: is {numpy} (needed: <1); pip install -r requirements.t" in errors
+    assert f"  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in errors
+    assert "Everything" not in errors
 
 
 def test_every_extra_has_a_use() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
     assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor.USES.keys()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "lit-lazy" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +106,3 @@ def test_bash_completes(typed: list[str], completed: set[str], script: Path) -> 
         ["bash", "-c", f"{complete}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
     )
     assert {word.strip() for word in done.stdout.splitlines()} == completed
-
-
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    out = capsys.readouterr().out
-    assert "lit-lazy" in out
-    assert "--keep-checkpoint" in out or shell == "tcsh"

@@ -20,7 +20,6 @@ from lit_lazy.support.console import plain_console
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.tracking.tracker import Tracker
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
 EXPERIMENT = "é?p #1 100%25 [red] it's"
@@ -117,18 +116,6 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
     shown = capsys.readouterr().out
     for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[h]", "[/note]", "[/x] by process"):
         assert text in shown
-
-
-@pytest.mark.long
-def test_mlflow_makes_its_database_in_an_odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    runs = tmp_path / FOLDER
-    runs.mkdir()
-    tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
-    run = tracker.start_run("a", {"kind": "cell"}, {}, {"x": 1})
-    assert (runs / "mlartifacts" / EXPERIMENT / run / "artifacts" / "config.yaml").read_text() == "x: 1\n"
-    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
-    assert {path.name for path in runs.iterdir()} >= {"mlflow.db", "mlartifacts"}
 
 
 @pytest.mark.parametrize("name", NO_MLFLOW)

@@ -98,6 +98,13 @@ def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.Mo
         assert get_program_name() == shown
 
 
+def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
+    """Data of one's own have no other loss."""
+    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
+    shown = ["validation loss (nats) ↓  1.2500, untrained 3.5000", "first-key weight          0.500, untrained 0.250"]
+    assert format_summary(metrics, "untrained") == shown
+
+
 def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
     softmax = experiment("backcopy_tiny")
     elastic = replace_at(softmax, {"model.attention.normaliser": Elastic()})
@@ -108,15 +115,6 @@ def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
         "backcopy_tiny Elastic seed 0",
         "backcopy_tiny Elastic + LearnedBias seed 0",
         "backcopy_tiny Elastic + LearnedBias seed 3",
-    ]
-
-
-def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
-    """Data of one's own have no other loss."""
-    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
-    assert format_summary(metrics, "untrained") == [
-        "validation loss (nats) ↓  1.2500, untrained 3.5000",
-        "first-key weight          0.500, untrained 0.250",
     ]
 
 
@@ -137,6 +135,8 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     shutil.rmtree(folder)
     assert main(command(runs)) == 0
     assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
+    assert main(command(runs, "--evaluations=Int8()")) == 0
+    assert re.search(r"^int8/loss_rise +-?\d", capsys.readouterr().out, re.M)
     assert api.load(api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint).config == CFG
     assert main(command(runs, "--keep-checkpoint")) == 0
     damaged = f"the model of the run in {folder} is damaged{again}"
@@ -145,11 +145,3 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert f"checkpoint: {damaged}\n" in capsys.readouterr().out
     assert main(command(runs, "--keep-checkpoint")) == 2
     assert capsys.readouterr() == ("", f"lit-lazy: {damaged}\n")
-
-
-def test_what_evaluations_measured_is_printed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(runs, "--evaluations=Int8()")) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^int8/loss_rise +-?\d", out, re.M)
-    assert main(command(runs, "--evaluations=Int8()", "--verbose")) == 0
-    assert re.search(r"^int8/loss_rise +-?\d", capsys.readouterr().out, re.M)

@@ -225,10 +225,13 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     assert apply(f"--{BIAS}.factor=3", base=base)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=SteepAlibi", f"--{BIAS}.factor=3", base=BASE)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
-    (tmp_path / "bare.py").write_text(f"{path.read_text()}\nclass Bare(SteepAlibi):\n    power: float = 2.0\n")
-    bare = load_experiment(tmp_path / "bare.py")
+    (tmp_path / "bare.py").write_text(
+        "from lit_lazy.attention import Elastic\nfrom lit_lazy.config import experiment\n"
+        "class Bare(Elastic):\n    power: float = 2.0\n"
+        "def config():\n    return experiment('backcopy_tiny')\n"
+    )
     with pytest.raises(ValueError, match=r"^Bare: write @dataclass\(frozen=True\) .*: power$"):
-        apply(f"--{BIAS}=Bare", f"--{BIAS}.power=5", base=bare)
+        apply(f"--{NORMALISER}=Bare", f"--{NORMALISER}.power=5", base=load_experiment(tmp_path / "bare.py"))
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,11 @@ from lit_lazy.command.import_ import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.new import identifier
 from lit_lazy.config.checkpoint_file import read_checkpoint
-from lit_lazy.grid.plan import Plan
 from lit_lazy.report.checkpoint import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.named_files import find_python_file
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
 GONE = "cannot be read (No such file or directory)"
@@ -571,9 +570,6 @@ def test_evaluate_measures_what_the_run_did_and_creates_nothing(
     assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
     assert snapshot_tree(trained.parent) == before
     assert snapshot_tree(Path.cwd()) == {}
-
-
-def test_evaluate_measures_what_it_is_asked_for(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = "Passkey((16,), depths=(0, 1), digits=2), Lengths((1,))"
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1", "--evaluations", asked]) == 0
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
@@ -614,15 +610,6 @@ def use_other_data(content: dict[str, Any]) -> None:
         content["state_dict"][name] = content["state_dict"][name][:5].clone()
 
 
-def flip_bit(trained: Path) -> bytes:
-    """In the middle of the greatest weight, where torch would not see it."""
-    content = bytearray(trained.read_bytes())
-    with zipfile.ZipFile(trained) as archive:
-        record = max(archive.infolist(), key=lambda info: info.file_size if "/data/" in info.filename else 0)
-    content[record.header_offset + 200 + record.file_size // 2] ^= 1
-    return bytes(content)
-
-
 def compress(_trained: Path) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -633,9 +620,8 @@ def compress(_trained: Path) -> bytes:
 DAMAGED, FOREIGN = "is no checkpoint, or damaged (", "was not made by this project; give a final.ckpt"
 FILES: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "truncated": (lambda trained: trained.read_bytes()[:-1000], DAMAGED),
-    "a flipped bit": (flip_bit, f"{DAMAGED}BadZipFile: bad checksum of "),
-    "compressed": (compress, "BadZipFile: it is compressed, which torch does not do"),
     "a pickle bomb": (lambda _: pickle.dumps(Bomb(Path.cwd() / "exploded")), DAMAGED),
+    "compressed": (compress, "BadZipFile: it is compressed, which torch does not do"),
 }
 OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a torch bomb": (
@@ -647,7 +633,6 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         FOREIGN,
     ),
     "no config": (lambda content: content | {"hyper_parameters": {"config": "x", "vocab_size": 1}}, FOREIGN),
-    "step -1": (lambda content: content | {"global_step": -1}, FOREIGN),
 }
 """What stands in the file in place of the content."""
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -662,13 +647,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "other data": (use_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
     "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
     "length 1e12": (setting("context_length", 10**12), "GB of memory, of which this machine has"),
-    "width": (of_model("d_model", 10**12), "the embedding must have shape [17, 1000000000000]"),
     "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
     "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), FOREIGN),
-    "meta": (weight(EMBEDDING, lambda value: value.to("meta")), FOREIGN),
     "int8": (weight(EMBEDDING, lambda value: value.to(torch.int8)), "is (17, 16) of torch.int8, should be (17, 16)"),
     "NaN": (weight(EMBEDDING, lambda value: value * torch.nan), "the weights are not finite (model.embedding.weight)"),
-    "a number for a name": (weight(3, torch.clone), FOREIGN),
     "a long name": (weight("x" * 10**6, torch.clone), "the weights are another architecture's (xxx"),
     "a name of two lines": (weight("0\n\x1b", torch.clone), r"(0 \x1b is (17, 16), should be missing)"),
 }
@@ -792,15 +774,6 @@ def test_taus_that_are_none(taus: Any, trained: Path, place: Path) -> None:
     torch.save(read_checkpoint(trained / FINAL_CHECKPOINT) | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
     with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the learned parameters .* are damaged"):
         read_checkpoint_history(place / "c.ckpt")
-
-
-@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "3", "{}", '{"key": 3}'])
-def test_results_and_plans_that_are_none(content: str, place: Path) -> None:
-    (place / RESULT).write_text(content)
-    assert RunResult.read(place) is None
-    assert (place / f"{RESULT}.damaged").exists()
-    with pytest.raises(ValueError, match=r"^no plan \([^\n]*\)$"):
-        Plan.from_json(content)
 
 
 def test_a_folder_where_a_lock_should_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,16 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
-import torch
 import untrained
-from layers import layer_shape
 from wrong_values import GIVEN, SETTINGS, wrong_values
 
 from lit_lazy.attention import (
-    Attention,
     AttentionSpec,
     Bias,
-    BiasTerms,
     Elastic,
     Eviction,
     Fire,
@@ -31,7 +27,6 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.attention.bias import BiasModule
 from lit_lazy.attention.position import LinearScaling, Llama3Scaling
 from lit_lazy.attention.rivals import TopK
 from lit_lazy.config.key import cell_key
@@ -78,37 +73,6 @@ BASE = RunConfig(
 @dataclass(frozen=True)
 class OwnAttention(SelfAttention):
     """A user's own mixer that attends."""
-
-
-@dataclass(frozen=True)
-class StepBias(Bias):
-    """A user's own bias: `height` at distance 0."""
-
-    height: float = 1.0
-
-    def build(self, n_heads, context_length):  # noqa: ARG002
-        return _StepBias(n_heads, self.height)
-
-
-class _StepBias(BiasModule):
-    def __init__(self, n_heads, height):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.full((n_heads, 1), height))
-
-    def forward(self, n_keys):  # noqa: ARG002
-        return BiasTerms(table=self.table)
-
-
-@dataclass(frozen=True)
-class TwiceElastic(Elastic):
-    """A user's own normaliser, derived from a leaf."""
-
-    factor: int = 2
-
-    def build(self, shape):
-        module = super().build(shape)
-        module.tau.data.mul_(self.factor)
-        return module
 
 
 class TestRoundTrip:
@@ -166,20 +130,6 @@ class TestRoundTrip:
         }
         assert "class" not in plain
         assert "class" not in plain["train"]
-
-
-class TestOnesOwnClass:
-    def test_bias(self):
-        cfg = replace_at(BASE, {"model.attention.bias": StepBias(2.5)})
-        assert from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))) == cfg
-        assert find_leaf_classes(Bias)["StepBias"] is StepBias
-        attention = Attention(cfg.model.attention, layer_shape(2, 8), "auto")
-        assert attention.bias(8).table.tolist() == [[2.5], [2.5]]
-
-    def test_normaliser_below_a_leaf(self):
-        spec = from_dict(AttentionSpec, {"normaliser": {"class": "TwiceElastic", "tau_init": 1.5, "factor": 3}})
-        assert spec.normaliser == TwiceElastic(tau_init=1.5, factor=3)
-        assert Attention(spec, layer_shape(2, 8), "auto").normaliser.tau.tolist() == [4.5, 4.5]
 
 
 def other_value(value, annotation):

@@ -131,21 +131,6 @@ def test_only_what_is_set_is_in_a_key() -> None:
     }
 
 
-def test_equal_settings_have_equal_keys() -> None:
-    cfg = RunConfig(
-        data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(), Alibi((1.0, 0.5))), n_heads=2)
-    )
-    spelled = {NORMALISER: Elastic(tau_init=1, renormalise=False), "model.attention.bias": Alibi((1, 0.5))}  # type: ignore[arg-type]
-    assert cell_key(cfg, "x") == cell_key(replace_at(cfg, spelled), "x")
-    assert cell_key(cfg, "x") == cell_key(from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))), "x")
-    assert cell_key(cfg, "x") != cell_key(cfg, "y")
-    others = {NORMALISER: Softmax(), "seed": 1, "model.d_model": 32, f"{NORMALISER}.tau_init": 0.5}
-    keys = {cell_key(replace_at(cfg, {path: value}), "x") for path, value in others.items()}
-    assert len(keys | {cell_key(cfg, "x")}) == 5
-    names = {settings_key(replace_at(cfg, {path: value})) for path, value in others.items()}
-    assert len(names | {settings_key(cfg)}) == 5
-
-
 def test_changes_of_an_experiment_are_told_by_the_shortest_names_and_tell_it_apart() -> None:
     cfg = RunConfig(data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(0.5), Alibi((1.0,))), n_heads=1))
     bias, tau = "model.attention.bias", f"{NORMALISER}.tau_init"

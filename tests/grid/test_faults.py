@@ -183,7 +183,7 @@ def test_a_read_only_folder_can_be_looked_at(lab: Lab, capfd: pytest.CaptureFixt
         assert said.count("\n") == 1
 
 
-DAMAGE = (b"", b"{", b"null", b"[1, 2]", b"\x00" * 64, b'{"format": 1}\n')
+DAMAGE = (b"", b"{", b"null", b"[1, 2]", b"[" * 200_000, b"\x00" * 64, b'{"format": 1}\n')
 
 
 @pytest.mark.parametrize("content", DAMAGE, ids=range(len(DAMAGE)))

@@ -100,9 +100,7 @@ def parse_or_none(kind: Any, text: str) -> Any:
 @pytest.mark.parametrize(
     ("words", "action"), VALUED, ids=[f"{' '.join(words)} {action.dest}" for words, action in VALUED]
 )
-def test_a_value_that_an_option_does_not_take(
-    words: tuple[str, ...], action: argparse.Action, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_an_option_does_not_take(words, action, place, capsys) -> None:
     """Every option and argument of every command, by its type: the option, the value and what it must be."""
     (place / "loop").symlink_to("loop")
     (place / "lost").symlink_to("nowhere/x")
@@ -210,9 +208,7 @@ SIZES = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is asked for")
 @pytest.mark.parametrize("command", [TRAIN, RUN])
-def test_a_backend_without_its_device(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_without_its_device(command, monkeypatch, capsys) -> None:
     monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
     said = expect_refusal([*command, "--model.backend=triton"], capsys)
     assert "model.backend='triton': needs a GPU, and this machine has none; leave it at auto, or give chunked" in said
@@ -247,9 +243,7 @@ def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.Cap
     assert (arguments, named) not in SIZES or MEMORY in said
 
 
-def test_a_machine_without_a_folder_for_temporary_files_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     """Libraries ask for one when they are imported, and fail with a traceback."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
@@ -268,13 +262,7 @@ REFUSED = [
 
 @pytest.mark.usefixtures("traps")
 @pytest.mark.parametrize(("arguments", "named", "fix"), REFUSED, ids=lambda value: " ".join(value))
-def test_a_dry_run_refuses_what_the_training_does(
-    arguments: list[str],
-    named: str,
-    fix: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dry_run_refuses_what_the_training_does(arguments, named, fix, capsys, monkeypatch) -> None:
     """And neither creates anything."""
     monkeypatch.setattr("lit_lazy.tracking.logger_kinds.find_spec", lambda _package: None)
     for more in ([], ["--dry-run"]):
@@ -499,14 +487,7 @@ STORAGES = [
 
 
 @pytest.mark.parametrize(("make", "url", "named"), STORAGES, ids=[url for _, url, _ in STORAGES])
-def test_storages(
-    make: Callable[[Path, Path], None] | None,
-    url: str,
-    named: str,
-    empty_store: Path,
-    closed_port: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_storages(make, url, named, empty_store, closed_port, capsys) -> None:
     path = Path.cwd() / "storage"
     if make is not None:
         make(path, empty_store)
@@ -558,9 +539,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path
     return next((runs / "train-backcopy_tiny").iterdir())
 
 
-def test_evaluate_measures_what_the_run_did_and_creates_nothing(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_measures_what_the_run_did_and_creates_nothing(trained, capsys) -> None:
     before = snapshot_tree(trained.parent)
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
@@ -686,9 +665,7 @@ def test_the_bombs_do_explode_where_they_are_trusted(trained: Path, place: Path)
 
 
 @pytest.mark.parametrize("kind", ["truncated", "a torch bomb"])
-def test_a_checkpoint_that_cannot_be_resumed_from_is_quarantined_and_said(
-    kind: str, trained: Path, runs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_cannot_be_resumed_from_is_quarantined_and_said(kind, trained, runs, caplog) -> None:
     last = runs / "train-backcopy_tiny" / trained.name / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
     named = spoil(trained, last, kind).partition(";")[0]
@@ -715,9 +692,7 @@ class MyOwnBias(LearnedBias):
 """
 
 
-def test_a_checkpoint_of_ones_own_class_wants_its_file(
-    trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_ones_own_class_wants_its_file(trained, place, capsys) -> None:
     content = read_checkpoint(trained / FINAL_CHECKPOINT)
     content["hyper_parameters"]["config"]["model"]["attention"]["bias"]["class"] = "MyOwnBias"
     torch.save(content, place / "own.ckpt")

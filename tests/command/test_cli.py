@@ -165,9 +165,7 @@ def test_a_signal_after_the_work_does_not_hide_the_status(number: signal.Signals
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_warning_that_is_an_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_that_is_an_error_is_one_line(monkeypatch, capsys) -> None:
     """As by PYTHONWARNINGS=error, with which MLflow's import fails."""
 
     def warn(*_: object) -> None:

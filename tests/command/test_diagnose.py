@@ -58,9 +58,7 @@ def diagnosed(trained: Path, tmp_path_factory: pytest.TempPathFactory, empty_sto
     return runs, said.getvalue()
 
 
-def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
-    diagnosed: tuple[Path, str], trained: Path
-) -> None:
+def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(diagnosed, trained) -> None:
     found = Diagnostics.load(diagnosed[0] / "diagnose-abcdef" / "diagnostics.npz")
     assert found.prefixes == ["", "init/", "L24/", "L16/", "L32/"]
     module = LitLM(**read_checkpoint(trained)["hyper_parameters"])
@@ -192,9 +190,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_mlflow_out_of_reach_leaves_the_results(
-    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, capsys) -> None:
     from lit_lazy.tracking.store import TrackingError
 
     def refuse(*_: object, **__: object) -> None:
@@ -342,9 +338,7 @@ def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", [pytest.param("diagnose", marks=pytest.mark.long), "evaluate"])
-def test_data_that_have_changed_since_the_training_are_told(
-    command: str, trained: Path, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_have_changed_since_the_training_are_told(command, trained, tmp_path, runs, capsys) -> None:
     result = json.loads((trained.parent / RESULT).read_text())
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
     (tmp_path / RESULT).write_text(json.dumps(result | {"fingerprint": "0123456789abcdef"}))

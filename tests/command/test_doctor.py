@@ -35,13 +35,7 @@ def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: 
     assert out.endswith("Everything required is installed.\n")
 
 
-def test_missing_packages_and_programs_are_reported_with_their_use(
-    runs: Path,
-    required: list[str],
-    closed_port: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_packages_and_programs_are_reported_with_their_use(runs, required, closed_port, capsys, monkeypatch):
     """Extras and programs are optional; a missing requirement is an error."""
     monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
     monkeypatch.setenv(library.SWITCH, "0")

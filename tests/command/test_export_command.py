@@ -63,9 +63,7 @@ def names(out: Path) -> set[str]:
     return {file.name for file in out.iterdir()}
 
 
-def test_the_card_has_the_row_of_the_run_and_no_path(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_card_has_the_row_of_the_run_and_no_path(trained, tmp_path, capsys) -> None:
     out = tmp_path / "new" / "out"
     exported(trained, out)
     printed = capsys.readouterr().out

@@ -62,9 +62,7 @@ def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling
     return [bytes(text).decode(errors="replace").rstrip("\ufffd") for text in ids]
 
 
-def test_a_text_is_continued(
-    of_bytes: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_continued(of_bytes, capsys, monkeypatch) -> None:
     torch.set_num_threads(1)
     words = [of_bytes, "--prompt", "def f(", "--tokens", "20", "--threads", "1"]
     out, last = said([*words, "--temperature", "0"], capsys)
@@ -84,9 +82,7 @@ def test_a_text_is_continued(
     assert drawn[0].rstrip("\ufffd\n") == text.rstrip("\n")
 
 
-def test_several_texts_have_headers_and_may_come_from_files(
-    of_bytes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_texts_have_headers_and_may_come_from_files(of_bytes, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "ü.txt").write_bytes("naïve".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x = ")))
     files = ["--prompt-file", str(tmp_path / "ü.txt"), "--prompt-file", "-"]
@@ -97,9 +93,7 @@ def test_several_texts_have_headers_and_may_come_from_files(
     assert [part.rstrip("\ufffd\n") for part in re.split(r"(?m)^(?=== -)", out)[1:]] == [x.rstrip("\n") for x in shown]
 
 
-def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(
-    of_bytes: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(of_bytes, capsys) -> None:
     out, last = said([of_bytes, "--prompt", "import", "--tokens", "60", "--first", "2", "--window", "10"], capsys)
     assert out
     drawn = int(last[1])
@@ -155,9 +149,7 @@ class TestTokenizers:
             assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
 
     @pytest.mark.parametrize("trims", [True, False], ids=["llama", "gemma"])
-    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(
-        self, trims: bool, tmp_path: Path
-    ) -> None:
+    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(self, trims, tmp_path) -> None:
         file = self.byte_fallback(tmp_path, trims)
         tokenizer = FileTokenizer(file)
         whole = tokenizers.Tokenizer.from_file(str(file))
@@ -167,9 +159,7 @@ class TestTokenizers:
             before, text = (whole.decode(part, skip_special_tokens=False) for part in (ids[:3], ids))
             assert "".join(tokenizer.decode(ids[3:], ids[:3])).rstrip("\ufffd") == text[len(before) :].rstrip("\ufffd")
 
-    def test_what_a_byte_fallback_model_samples_is_printed(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_a_byte_fallback_model_samples_is_printed(self, tmp_path, capsys) -> None:
         file = self.byte_fallback(tmp_path, trims=True)
         cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(file))})
         checkpoint = save(tmp_path / "fallback.ckpt", cfg, FileTokenizer(file).vocab_size, 64)
@@ -315,9 +305,7 @@ def test_mistakes(words: str, named: str, wrong: Path, monkeypatch: pytest.Monke
     assert named in expect_refusal(["generate", *shlex.split(words)], capsys)
 
 
-def test_ctrl_c_ends_the_text(
-    of_bytes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_the_text(of_bytes, monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -135,9 +135,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("spoil", "named"), SOURCES.values(), ids=SOURCES)
-def test_a_wrong_source(
-    spoil: Callable[[Path], object], named: str | None, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_source(spoil, named, source, capsys) -> None:
     spoil(source)
     if named is None:  # <|endoftext|> is a usual name
         assert main(IMPORT) == 0
@@ -148,9 +146,7 @@ def test_a_wrong_source(
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Llama"])
-def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(
-    family: str, bpe: Path, place: Path
-) -> None:
+def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(family, bpe, place) -> None:
     make_published(place / "source", family, bpe)
     change_config(eos_token_id=[1, 303, 302])(place / "source")
     content = Tokenizer.from_file(str(bpe))
@@ -172,9 +168,7 @@ def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(
     assert {*words} & {*prompts.special.ids} == {5}  # a pad that is a byte of the text too
 
 
-def test_a_tokenizer_that_is_larger_than_the_embedding(
-    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_is_larger_than_the_embedding(bpe, place, capsys) -> None:
     make_published(place / "source", "Llama", bpe, words=200)
     assert "the embedding only 200 rows" in expect_refusal(IMPORT, capsys)
     content = json.loads((place / "source" / "tokenizer.json").read_text().replace("<|endoftext|>", "<end>"))
@@ -189,9 +183,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(
     )
 
 
-def test_a_wrong_gguf(
-    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     make_published(place / "published", "Llama", bpe)
     write_gguf(place / "source.gguf", place / "published", "llama", "smollm")
     whole = (place / "source.gguf").read_bytes()
@@ -241,12 +233,7 @@ def test_a_wrong_gguf(
 
 
 @pytest.mark.usefixtures("source")
-def test_other_mistakes(
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
     (place / "model.bin").write_bytes(pickle.dumps({}))
     (place / "full").mkdir()
     (place / "notes.txt").write_text("mine")

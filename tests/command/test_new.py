@@ -23,9 +23,7 @@ CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "bias": 1, "data": 1, "
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "question" else ()) for kind in COMMANDS]
 )
-def test_a_new_file_runs_by_the_command_that_is_printed(
-    kind: str, place: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_file_runs_by_the_command_that_is_printed(kind, place, runs, capsys) -> None:
     assert main(["new", kind, f"some_{kind}"]) == 0
     said = capsys.readouterr().out.splitlines()
     words = shlex.split(said[-1].removeprefix("run it:"))

@@ -55,9 +55,7 @@ def test_studies_are_in_the_folder_that_was_named(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_grid_of_odd_names(
-    place: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_of_odd_names(place, empty_store, monkeypatch, capsys) -> None:
     """From the command to table and report, all that it writes is in the folder that was named."""
     monkeypatch.setenv("COLUMNS", "200")
     runs = place / FOLDER
@@ -97,9 +95,7 @@ def check_table(folder: Path) -> None:
     assert "<b>&amp;" not in (folder / "report.html").read_text()
 
 
-def test_the_terminal_shows_names_and_reasons_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_shows_names_and_reasons_as_they_are(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     names = ("lazy [/x]", "[red]b[/red] :smile:")
     made = MadeGrid(tmp_path, rows=(*names, "c [/z]"))
@@ -119,9 +115,7 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
 
 
 @pytest.mark.parametrize("name", NO_MLFLOW)
-def test_a_folder_that_mlflow_cannot_use(
-    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_mlflow_cannot_use(name, place, monkeypatch, capsys) -> None:
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
     for command in (["train", "backcopy_tiny"], run, ["dashboard"]):
         said = expect_refusal([*command, "--runs", name], capsys)

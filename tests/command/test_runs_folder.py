@@ -62,9 +62,7 @@ def runs(finished: Path, place: Path) -> Path:
     return shutil.copytree(finished, place / "runs")
 
 
-def test_tables_are_compared_with_the_settings_of_cells_and_of_packed_cells(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_are_compared_with_the_settings_of_cells_and_of_packed_cells(runs, capsys) -> None:
     assert main(["ablate", "pack", DUO]) == 0
     Path("kept").mkdir()
     for name in ("table.json", "cells.jsonl.xz"):
@@ -209,9 +207,7 @@ def test_a_browser_shows_the_page_over_all_results(runs: Path, tmp_path: Path) -
             assert header == ("none" if width == 390 else "table-header-group")
 
 
-def test_a_page_is_opened_or_its_place_said(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_opened_or_its_place_said(runs, monkeypatch, capsys) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) < 3)
     monkeypatch.setattr("lit_lazy.tracking.serve._run_server", lambda *given: show_links(*given[2::2]) or 0)
@@ -239,9 +235,7 @@ def read_table(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_results_are_listed_and_an_ablation_is_removed_by_its_short_name(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_listed_and_an_ablation_is_removed_by_its_short_name(runs, capsys) -> None:
     (runs / "notes").mkdir()
     aside = f"{DUO}.until-20260101-000000"
     (runs / aside / "cells").mkdir(parents=True)
@@ -259,9 +253,7 @@ def test_results_are_listed_and_an_ablation_is_removed_by_its_short_name(
     assert not (runs / DUO).exists()
 
 
-def test_garbage_is_collected_and_nothing_that_is_needed(
-    runs: Path, duo: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_garbage_is_collected_and_nothing_that_is_needed(runs, duo, capsys) -> None:
     cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
     for folder in (cell, training, runs / "lost-tiny" / "cells" / "a", runs / "shell-tiny" / "cells" / "a"):
         (folder / "checkpoints").mkdir(parents=True)
@@ -347,9 +339,7 @@ def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[st
     assert not (runs / "mlartifacts" / "diagnose").exists()
 
 
-def test_runs_of_others_stay_in_a_store_that_is_shared(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys) -> None:
     (runs / "mlflow.db").rename("shared.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{Path('shared.db').resolve()}")
     others = {}

@@ -35,9 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("option", ["--heads", "--layers"])
-def test_a_model_without_heads_has_none_to_choose(
-    option: str, trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_heads_has_none_to_choose(option, trained, place, capsys) -> None:
     shutil.copy(trained, place)
     said = expect_refusal(["diagnose", FINAL_CHECKPOINT, option, "0"], capsys)
     assert f"{option} 0: the model has no attention; leave the option out" in said

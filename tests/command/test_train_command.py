@@ -40,9 +40,7 @@ def interrupt_at_four(_self: HeadMonitor, trainer, *_: object) -> None:
         raise KeyboardInterrupt
 
 
-def test_it_ends_in_a_summary_and_where_all_is(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> None:
     """Interrupted at step 4, resumed from the checkpoint at 3; asked for once more while another process holds it."""
     with monkeypatch.context() as patch:
         patch.setattr(HeadMonitor, "on_train_batch_end", interrupt_at_four)

@@ -260,9 +260,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("name", "old", "new", "counts"), EDITS, ids=[f"{name} {new}" for name, _, new, _ in EDITS])
-def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(
-    name: str, old: str, new: str, counts: bool, mine: Path
-) -> None:
+def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(name, old, new, counts, mine) -> None:
     """Comments, docstrings, layout, settings beside a class and files that it does not import change none."""
     before = make_key(mine)
     edit(mine.with_name(name), old, new)
@@ -280,9 +278,7 @@ def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(
         ("reloaded", "factors.py", "2 *", "3 *"),
     ],
 )
-def test_an_edit_after_the_import_asks_for_a_new_process(
-    how: str, name: str, old: str, new: str, mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mine, monkeypatch) -> None:
     """A key of new code for a model of old code would spoil the runs folder for good."""
     monkeypatch.syspath_prepend(mine.parent)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -410,9 +406,7 @@ def make_rule(scale: float) -> type:
     return Scaled
 
 
-def test_a_class_whose_source_does_not_tell_what_it_does_is_refused(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_whose_source_does_not_tell_what_it_does_is_refused(mine, monkeypatch) -> None:
     """Without a file, typed at a prompt, with values from around it, or defined twice, as in an exported notebook."""
     unread = r"its source cannot be read.*define it in a \.py file$"
     for file in (None, "<stdin>"):

@@ -179,9 +179,7 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_path, monkeypatch, capsys) -> None:
     """With all threads of a busy machine the small tensors of a check take several times as long."""
 
     threads = []

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,9 +88,7 @@ def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(lab: La
     assert read_labels(first) == ["chunked", "chunked"]
 
 
-def test_a_worker_on_another_machine_needs_the_library_too(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_on_another_machine_needs_the_library_too(tmp_path, machine, monkeypatch) -> None:
     machine(False)
     job = Job(tmp_path / "grid", "", 1, (), compiled=True)
     with pytest.raises(

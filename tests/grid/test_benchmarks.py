@@ -1,7 +1,6 @@
 """An ablation with standard benchmarks: its table has the same values as `lit-lazy lm-eval`."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +31,7 @@ ablation = Ablation(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("offline")
-def test_a_table_holds_what_lm_eval_says(
-    runs: Path, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_holds_what_lm_eval_says(runs, task_folder, tmp_path, capsys) -> None:
     (tmp_path / "judged.py").write_text(SOURCE.format(folder=str(task_folder)))
     options = ["--runs", str(runs), "--workers", "1", "--keep-checkpoint"]
     assert main(["ablate", "run", str(tmp_path / "judged.py"), "--verbose", *options]) == 0

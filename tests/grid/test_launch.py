@@ -103,9 +103,7 @@ def begin(ablation: Path, runs: Path) -> Path:
         ("q_mask_2.py", "margin=REMOVED", "margin=0.04", "its claim or rules changed since its run"),
     ],
 )
-def test_the_status_says_that_a_file_was_edited_since_the_grid_began(
-    name: str, old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_says_that_a_file_was_edited_since_the_grid_began(name, old, new, said, tmp_path, capsys) -> None:
     path = tmp_path / name
     if name == "mine.py":
         path.write_text(two_rows("mine"))
@@ -125,9 +123,7 @@ def test_the_status_says_that_a_file_was_edited_since_the_grid_began(
     assert f"{path} was edited: {said}" in capsys.readouterr().out
 
 
-def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(
-    tmp_path: Path, pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(tmp_path, pair, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("some text")

@@ -12,7 +12,6 @@ import pytest
 from made_grid import MadeGrid
 from mlflow.entities import Run, ViewType
 from mlflow.tracking import MlflowClient
-from mlflow_server import MlflowServer
 from rich.console import Console
 from stores import forget_databases
 from two_rows import WILD, two_rows
@@ -142,9 +141,7 @@ def lose(runs: Path) -> None:
     forget_databases()
 
 
-def test_it_is_made_right_and_what_is_right_stays_as_it_is(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, monkeypatch, capsys) -> None:
     """Unchanged, lost while it is out of reach, an older copy, another's."""
     mirror, whole = ["mirror", "pair", "--runs", str(copied)], describe(default_uri(copied))
     before = dump(copied)
@@ -171,9 +168,7 @@ def test_it_is_made_right_and_what_is_right_stays_as_it_is(
     assert describe(default_uri(copied)) == whole, "another's"
 
 
-def test_nothing_but_people_reads_it(
-    copied: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_people_reads_it(copied, closed_port, monkeypatch, capsys) -> None:
     table = (copied / ID / "table.csv").read_bytes()
     before = results("pair", runs=copied)
     lose(copied)
@@ -191,9 +186,7 @@ def test_nothing_but_people_reads_it(
 
 
 @pytest.mark.long
-def test_a_server_that_dies_during_a_grid_is_sent_the_rest(
-    mlflow_server: MlflowServer, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)
     monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.2)
     sync = GridMirror._open_parent

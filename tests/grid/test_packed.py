@@ -96,9 +96,7 @@ def list_files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if not path.name.endswith(".lock")}
 
 
-def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
-    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained, elsewhere, tmp_path, capsys) -> None:
     half = trained.edit(tmp_path / "half.xz", lambda line: line if line["seed"] == 0 else None)
     assert trained.run(elsewhere, "--results", str(half)) == 0
     out = capsys.readouterr().out
@@ -121,9 +119,7 @@ def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
         assert run.data.tags.get("taken_from", "") == results[run.data.tags["cell"]]["taken_from"]
 
 
-def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(trained, tmp_path, capsys) -> None:
     pack = ["ablate", "pack", ID, "--runs", str(trained.runs), "--out", str(tmp_path / "new" / "cells.xz")]
     assert main(pack) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cells.xz'}: 4 of 4 cells of {ID}\n"
@@ -200,9 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
-    case: str, trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, trained, elsewhere, tmp_path, capsys):
     make, message = REFUSED[case]
     path, before = tmp_path / "cells.xz", list_files(elsewhere)
     make(trained, path)
@@ -216,9 +210,7 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
         assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"cells.xz of {ID}"}
 
 
-def test_two_sources_of_a_cell_must_agree(
-    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_sources_of_a_cell_must_agree(trained, elsewhere, tmp_path, capsys) -> None:
     """Timings may differ, and the metrics that are times."""
     slower = trained.edit(tmp_path / "slower.xz", set_at("timings", "train_seconds", 1e3))
     other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
@@ -238,9 +230,7 @@ def test_two_sources_of_a_cell_must_agree(
     assert [found.result.timings["train_seconds"] for found in trained.take(elsewhere, *agreeing).values()] == [1e3] * 4
 
 
-def test_a_training_is_shared_with_another_grid(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> None:
     """With its curves, so that its report lacks nothing."""
     second = tmp_path / "another.py"
     second.write_text(two_rows("another", lazy="ours"))

@@ -135,9 +135,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
         assert_clean(str(path), path.read_bytes())
 
 
-def test_mlflow_is_told_no_address_with_a_password(
-    tmp_path: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_is_told_no_address_with_a_password(tmp_path, closed_port, monkeypatch) -> None:
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, "")
     tracker = Tracker(f"http://me:{TYPED}@127.0.0.1:{closed_port}", tmp_path, "x")

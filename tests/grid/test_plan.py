@@ -150,9 +150,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("changes", "order", "message"), OTHERS, ids=[message for *_, message in OTHERS])
-def test_a_row_that_is_another_training_or_has_another_name_is_refused(
-    changes: dict[str, Any], order: list[str], message: str
-) -> None:
+def test_a_row_that_is_another_training_or_has_another_name_is_refused(changes, order, message) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         PLAN.merge(replace(PLAN, **changes), order, str, finished=() if GONE in message else None)
 
@@ -255,9 +253,7 @@ def test_a_table_of_several_backends_says_so(backends: dict[str, tuple[str, ...]
     [((None, None), False), ((1.0, 1.0), False), ((1.0, None), True), ((1.0, 0.0), True)],
     ids=["no row has a tau", "one start", "one row has a tau", "two starts"],
 )
-def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(
-    starts: tuple[float | None, float | None], differ: bool
-) -> None:
+def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(starts, differ) -> None:
     observations = [
         Observation(
             name,

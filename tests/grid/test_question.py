@@ -217,9 +217,7 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     assert digest not in digests
 
 
-def test_a_published_declaration_keeps_its_commit_while_its_digest_is_the_same(
-    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_declaration_keeps_its_commit_while_its_digest_is_the_same(mine, tmp_path, monkeypatch) -> None:
     """A file may change in other respects. What differs in the declaration was declared when the file was committed."""
     published = tmp_path / "published" / "q-base"
     published.mkdir(parents=True)
@@ -339,9 +337,7 @@ def test_a_file_that_makes_none_is_told_with_line_and_kind(body: str, said: str,
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(name, tmp_path, monkeypatch) -> None:
     """Earlier tables used seeds 0 to 4, pilots 7 and 20."""
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
@@ -358,9 +354,7 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
 @pytest.mark.long
 # test_ladder.py has those of the frontier; q_lasts names its steps itself, 18,000.
 @pytest.mark.parametrize("name", [name for name in QUESTIONS if "frontier" not in name and name != "q_lasts"])
-def test_shipped_questions_run_in_a_tiny_form(
-    name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     tiny = f"{ablation.base}_tiny"
@@ -378,9 +372,7 @@ def test_shipped_questions_run_in_a_tiny_form(
     assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows if row.variant in used)
 
 
-def test_questions_whose_model_is_missing_stop_no_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(named_files, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
     assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
@@ -390,9 +382,7 @@ def test_questions_whose_model_is_missing_stop_no_others(
     assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask_2"]
 
 
-def test_no_step_of_a_large_model_is_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_step_of_a_large_model_is_timed(monkeypatch, tmp_path, capsys) -> None:
     """A step of SmolLM2 takes many seconds."""
     monkeypatch.setattr("lit_lazy.training.cost_estimate.MOST_FLOPS_OF_A_TIMED_STEP", 0)
     monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", None)
@@ -404,9 +394,7 @@ def test_no_step_of_a_large_model_is_timed(
     assert "q_mask_2         about " in capsys.readouterr().out
 
 
-def test_questions_are_priced_and_what_does_not_fit_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys) -> None:
     from lit_lazy.command import ablate_questions
 
     use_stand_in(monkeypatch, tmp_path / "results")

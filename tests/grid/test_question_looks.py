@@ -64,9 +64,7 @@ def seeds(table: Table) -> dict[str, list[int]]:
 
 
 @pytest.mark.long
-def test_only_rows_with_an_open_contrast_go_on(
-    tmp_path: Path, runs: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rows_with_an_open_contrast_go_on(tmp_path, runs, run, capsys) -> None:
     whole, printed = run(write_question(tmp_path / "mine", OPEN), runs, "--looks", "3")
     assert seeds(whole) == {
         "softmax": [3, 4, 5, 6, 7, 8],
@@ -83,9 +81,7 @@ def test_only_rows_with_an_open_contrast_go_on(
 
 
 @pytest.mark.long
-def test_a_resumed_question_equals_an_undisturbed_one(
-    tmp_path: Path, runs: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_question_equals_an_undisturbed_one(tmp_path, runs, run, capsys) -> None:
     question = write_question(tmp_path / "mine", OPEN)
     whole, _ = run(question, runs / "whole", "--looks", "3")
     for number in (1, 2, 3):

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
-from instant import Lab, read_pid
+from instant import read_pid
 from mistakes import expect_refusal
 from two_rows import WILD, two_rows
 
@@ -84,9 +83,7 @@ def log_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_table_is_that_of_local_workers(
-    runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_is_that_of_local_workers(runs, pair, address, capsys, monkeypatch) -> None:
     """Every cell is executed once; a diverging cell does not affect others."""
     assert main(command(runs, pair)) == 1
     local = read_table(runs / "pair-backcopy_tiny" / "table.json")
@@ -106,9 +103,7 @@ def test_the_table_is_that_of_local_workers(
 
 
 @pytest.mark.long
-def test_interrupted_and_killed_cells_go_on(
-    runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None:
     """Ctrl-C with a local Ray; then the same command on a cluster, where a task is killed in training."""
     process = start(command(runs, pair, "--launcher", "ray", *LONG))
     grid = wait_for_training(runs, time.time())
@@ -187,9 +182,7 @@ WRONG = [
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("options", "said"), WRONG)
-def test_a_mistake_is_one_line_and_creates_nothing(
-    options: list[str], said: str, pair: str, closed_port: int, request: Any, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_mistake_is_one_line_and_creates_nothing(options, said, pair, closed_port, request, monkeypatch, capsys):
     cluster = request.getfixturevalue("address") if "{cluster}" in options else ""
     monkeypatch.setattr(ray_pool, "JOIN_SECONDS", 5.0 if cluster else 1.0)
     if "pip install" in said:
@@ -217,9 +210,7 @@ def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -
     assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
 
 
-def test_a_worker_that_does_not_share_the_folder_sends_its_files(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, monkeypatch) -> None:
     """They are written here, the result last, and the cell is done."""
     monkeypatch.chdir(tmp_path)
     lab.folder.mkdir(parents=True)

@@ -237,9 +237,7 @@ def points_in(lab: Lab) -> dict[int, Point]:
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite"])
-def test_commands_that_share_a_search_draw_each_point_once(
-    storage: str | None, search_lab: Lab, tmp_path: Path
-) -> None:
+def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, tmp_path) -> None:
     url = None if storage is None else f"sqlite:///{tmp_path / 'studies.db'}"
     commands = [search_lab.start(storage=url) for _ in range(3)]
     assert [command.wait() for command in commands] == [0] * 3, "".join(command.said for command in commands)
@@ -304,9 +302,7 @@ def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
-def test_fresh_draws_new_points_in_whatever_storage(
-    storage: str | None, search_lab: Lab, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_fresh_draws_new_points_in_whatever_storage(storage, search_lab, tmp_path, request) -> None:
     url = request.getfixturevalue("postgres_storage") if storage == "postgresql" else f"sqlite:///{tmp_path / 's.db'}"
     options = {} if storage is None else {"storage": url}
     search_lab.run(**options)

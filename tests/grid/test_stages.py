@@ -65,9 +65,7 @@ def test_the_rates_of_the_first_round_are_the_best_of_its_record() -> None:
     assert find_best_rates(first_stage.NAME) == {name: min(sums, key=sums.__getitem__) for name, sums in found.items()}
 
 
-def test_a_search_is_written_where_second_stages_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("search-b", "search-c"):
         (tmp_path / name).mkdir()
@@ -99,9 +97,7 @@ def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_stage_takes_the_rates_over_and_says_so(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
@@ -133,9 +129,7 @@ def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monke
     )
 
 
-def test_commands_go_on_without_what_waits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> None:
     from lit_lazy.command import ablate_questions
 
     use_stand_in(monkeypatch, tmp_path, {})
@@ -159,9 +153,7 @@ def test_commands_go_on_without_what_waits(
 
 
 @pytest.mark.parametrize(("name", "base"), [("rivals_backcopy", "backcopy"), ("rivals_text", "stdlib_small")])
-def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(
-    name: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(name, base, tmp_path, monkeypatch) -> None:
     rates, _ = load_ablation_or_question(find("ablations", "rivals_rates"))
     rivals, _ = load_ablation_or_question(find("ablations", "rivals"))
     tried = sorted({row.changes["train.lr"] for row in rates.rows})
@@ -177,9 +169,7 @@ def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(
         assert row.changes == {**plain.changes, "train.lr": best[row.name]}
 
 
-def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(tmp_path, monkeypatch) -> None:
     path, sizes = find("ablations", "frontier"), []
     for count in (1, 2):
         use_stand_in(monkeypatch, tmp_path, dict.fromkeys(first_stage.FRONTIER[:count], first_stage.FRONTIER_BEST))

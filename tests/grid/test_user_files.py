@@ -148,9 +148,7 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["a worker", "a task of Ray", "the dashboard's server", "a measurement's process"])
-def test_no_process_takes_a_module_from_the_current_folder(
-    kind: str, mine: Path, runs: Path, tmp_path: Path, closed_port: int
-) -> None:
+def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp_path, closed_port) -> None:
     """Real processes: a fork has already imported Python's modules."""
     script = tmp_path / "measures.py"  # its folder is on the path, the current one is not: as with a console script
     script.write_text(MEASURES)
@@ -232,9 +230,7 @@ def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: 
     del sys.modules["twin"], sys.modules["through"]
 
 
-def test_a_file_runs_as_it_is_however_alike_its_former_version_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_runs_as_it_is_however_alike_its_former_version_was(tmp_path, monkeypatch) -> None:
     """Python reuses bytecode if size and time are equal; keys depend on the source."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path, beside = tmp_path / "uses_constant.py", tmp_path / "its_constant.py"

@@ -143,9 +143,7 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Rec
         (("csv", "wandb"), r"--logger wandb: needs the package wandb; pip install 'lit-lazy\[wandb\]'"),
     ],
 )
-def test_a_logger_that_cannot_be_is_named(
-    kinds: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(logger_kinds, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=message):
         check_logger_kinds(kinds)

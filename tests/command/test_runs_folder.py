@@ -80,10 +80,7 @@ def test_tables_are_compared_with_the_settings_of_cells_and_of_packed_cells(runs
 
 
 WRONG = [
-    (
-        "ablate compare duo BOTH",
-        "'duo': names several tables; give a folder with a table.json, or a grid in 'runs': duo-a",
-    ),
+    ("ablate compare duo BOTH", "'duo': names several tables; give a folder with a table.json, or a grid in 'runs': d"),
     ("ablate compare duo-backcopy_tini BOTH", "'duo-backcopy_tini': no such table (did you mean duo-backcopy_tiny?)"),
     ("ablate compare notes BOTH", "'notes': 'notes' holds no table.json"),
     ("ablate compare wrong.json BOTH", "'wrong.json': is no table.json (KeyError"),
@@ -93,17 +90,11 @@ WRONG = [
         (f"ablate compare -- {commit}:x {commit}:x", "git shows no such file")
         for commit in ("--output=y", "--help", "")
     ),
-    (
-        "report --runs nowhere",
-        "--runs 'nowhere': holds no results; `lit-lazy ablate run` and `lit-lazy train` make them",
-    ),
+    ("report --runs nowhere", "--runs 'nowhere': holds no results; `lit-lazy ablate run` and `lit-lazy train` make th"),
     ("report --figures lazy", "--figures ['lazy']: is for the report of one ablation; give its NAME too"),
     ("report --base stdlib", "--base 'stdlib': is for the report of one ablation; give its NAME too"),
     ("report --out runs", "--out 'runs': is a folder; name a file in it"),
-    (
-        "runs rm duo-backcopy_tini",
-        "'runs' has no such results (did you mean duo-backcopy_tiny?); it has duo-again, duo-b",
-    ),
+    ("runs rm duo-backcopy_tini", "'runs' has no such results (did you mean duo-backcopy_tiny?); it has duo-again, du"),
     ("runs rm duo", "'duo': 'runs' has no such results; it has duo-again, duo-back"),
     ("runs rm mlartifacts", "'mlartifacts': 'runs' has no such results"),
     ("runs rm notes --yes", "'notes': is no ablation, search, training or diagnosis; remove the folder yourself"),

@@ -1,5 +1,8 @@
-"""The command line: instant help, and what the commands print. tests/test_bad_input.py has the mistakes."""
+"""Help, what commands print, what `doctor` finds missing and what shells complete; test_bad_input.py has mistakes."""
 
+import contextlib
+import importlib.metadata
+import io
 import os
 import re
 import signal
@@ -15,6 +18,8 @@ import forked
 import pytest
 from mistakes import iter_commands
 
+from flash_lazy.cpu import library
+from lit_lazy.command import doctor
 from lit_lazy.command.main import main, make_parser
 
 
@@ -176,3 +181,91 @@ def test_a_warning_that_is_an_error_is_one_line(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == (
         "lit-lazy: PYTHONWARNINGS or -W makes a library's warning an error (DeprecationWarning: old); leave it out\n"
     )
+
+
+@pytest.fixture
+def required(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requirements of the distribution, which a test fills in."""
+    needed: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
+    return needed
+
+
+def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    required += ["torch>=2.11", 'absent-for-windows>=1; sys_platform == "win32"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    for name in ("lit-lazy", "python", "torch", "triton", "lightning", "mlflow", "optuna", "datasets", "CPU", "GPU"):
+        assert f"\n{name} " in f"\n{out}", name
+    assert f"torch        {importlib.metadata.version('torch')}\n" in out
+    assert re.search(r"^lazy         attention runs on (chunked|cpu \(\w+\)|triton)$", out, re.MULTILINE)
+    assert f"tracking     sqlite:///{runs.resolve()}/mlflow.db\n" in out
+    assert "absent" not in out
+    assert out.endswith("Everything required is installed.\n")
+
+
+def test_missing_packages_and_programs_are_reported_with_their_use(runs, required, closed_port, capsys, monkeypatch):
+    """Extras and programs are optional; a missing requirement is an error."""
+    monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
+    monkeypatch.setenv(library.SWITCH, "0")
+    required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "  --logger wandb: no-such-package is not installed (needed: >=3); pip install 'lit-lazy[wandb]'\n" in out
+    installed = importlib.metadata.version("torch")
+    assert f"  grids on a Ray cluster (--launcher ray): torch is {installed} (needed: <2); pip install 'lit-laz" in out
+    assert "  tests of pages and dashboards: the program chromium is not on the PATH\n" in out
+    assert f"  faster attention on CPUs: {library.find_obstacle()}\n" in out
+    assert "RetNet" not in out
+    required += ["numpy<1"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
+    assert main(["doctor", "--runs", str(runs)]) == 1
+    _, _, errors = capsys.readouterr().out.partition("errors:\n")
+    numpy = importlib.metadata.version("numpy")
+    assert f"  numpy: is {numpy} (needed: <1); pip install -r requirements.t" in errors
+    assert f"  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in errors
+    assert "Everything" not in errors
+
+
+def test_every_extra_has_a_use() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor.USES.keys()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "lit-lazy" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The completion script of bash."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "lit-lazy"
+    path.write_text(out.getvalue())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        (["tra"], {"train"}),
+        (["ablate", "ru"], {"run"}),
+        (["train", "backcopy_t"], {"backcopy_tiny"}),
+        (["train", "backcopy", "--keep"], {"--keep-checkpoint"}),
+        (["train", "backcopy", "--logger", "t"], {"tensorboard"}),
+        (["ablate", "run", "table2_"], {"table2_grid"}),
+        (["completion", "z"], {"zsh"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(typed: list[str], completed: set[str], script: Path) -> None:
+    complete = f"source {script}; COMP_WORDS=(lit-lazy {' '.join(typed)}) COMP_CWORD={len(typed)}; _shtab_lit_lazy"
+    done = subprocess.run(
+        ["bash", "-c", f"{complete}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+    )
+    assert {word.strip() for word in done.stdout.splitlines()} == completed

@@ -164,26 +164,6 @@ def test_evaluations_are_in_a_cells_key_and_not_in_its_trainings(tmp_path: Path)
     assert len({*before, evaluation_key(Lengths()), *map(evaluation_key, asked.evaluations)}) == 4
 
 
-def test_a_new_option_leaves_keys_as_they_were() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Rule(ABC):  # noqa: B024
-        """A part, before."""
-
-        old: float = 1.0
-
-    before = to_minimal_dict(Rule(old=2.0))
-
-    @dataclasses.dataclass(frozen=True)
-    class Grown(Rule):
-        """The same with an option more."""
-
-        new: str = "as it was"
-
-    Grown.__name__ = "Rule"
-    assert to_minimal_dict(Grown(old=2.0)) == before == {"class": "Rule", "old": 2.0}
-    assert to_minimal_dict(Grown(old=2.0, new="other")) == {"class": "Rule", "old": 2.0, "new": "other"}
-
-
 RULE = """
 from dataclasses import dataclass
 from lit_lazy.attention import Elastic

@@ -1,7 +1,8 @@
-"""A second stage takes the best learning rates of the first from ablations/rates.json, or says that it lacks them."""
+"""A second stage takes the best learning rates of the first, or says that it lacks them; the ladder of model sizes."""
 
 import json
 import lzma
+import math
 from pathlib import Path
 
 import first_stage
@@ -10,7 +11,9 @@ from first_stage import use_stand_in
 
 from lit_lazy.command.main import main
 from lit_lazy.config import RunConfig
-from lit_lazy.config.user_files import experiment, load_attribute
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment, load_attribute, load_module
+from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import (
@@ -20,10 +23,13 @@ from lit_lazy.grid.stages import (
     choose_best_rates,
     find_best_rates,
 )
+from lit_lazy.measure.evaluation import Varied
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.stored import read_table
+from lit_lazy.training.run import run
 
 ROOT = Path(__file__).parents[2]
 SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
@@ -185,3 +191,42 @@ def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(tmp_path, monke
 def apply_rows(ablation: Ablation) -> dict[str, RunConfig]:
     base = experiment(ablation.base)
     return {row.name: row.apply_to(base) for row in ablation.all_rows}
+
+
+LADDER, LADDER_RATES = (load_module(find("ablations", name)) for name in ("frontier", "frontier_rates"))
+SIZES = {"100k": 1e5, "300k": 3e5, "1m": 1e6, "3m": 3e6, "10m": 1e7, "30m": 3e7}
+
+
+@pytest.mark.parametrize(("size", "parameters"), SIZES.items())
+def test_a_size_has_its_parameters_and_twenty_tokens_for_each(size: str, parameters: float) -> None:
+    config = experiment(f"frontier_{size}")
+    counted = LADDER.count_parameters(size)
+    assert counted == pytest.approx(parameters, rel=0.15)
+    tokens = config.train.steps * config.train.batch_size * config.data.context_length
+    assert tokens == pytest.approx(LADDER.TOKENS_PER_PARAMETER * counted, rel=0.01)
+    assert config.data.context_length == (256 if size in LADDER.SIZES else 512)
+
+
+def test_ratios_change_the_steps_and_rules_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_in(monkeypatch, tmp_path)
+    ladder, _ = load_ablation_or_question(find("ablations", "frontier"))
+    trained = {row.name: row.apply_to(experiment("frontier_100k")).train for row in ladder.rows}
+    usual = trained["lazy 300k"]
+    for ratio in LADDER.RATIOS:
+        other = trained[f"lazy 300k x{ratio}"]
+        assert other.steps == usual.steps * ratio // 20
+        assert (other.lr, other.batch_size) == (usual.lr, usual.batch_size)
+
+
+def test_every_rule_trains_and_all_is_measured_in_a_tiny_form(tmp_path: Path) -> None:
+    base, measure = experiment("frontier_tiny"), LADDER.measure_at(512)
+    assert measure(replace_at(base, {"data": Packages()})) == (*measure(base), Varied("validated", ("packages",)))
+    usual = (*COLUMNS, *HEAD_COLUMNS, *SINK_COLUMNS)  # some of them are of other data
+    own = {column.key for column in LADDER.MEASURED if column not in usual} - {"validated_packages/loss/val"}
+    asked = {"sink/rate", "sparsity/over_null"}
+    for name, changes in LADDER_RATES.RULES.items():
+        whole = name == "lazy"
+        cell = replace_at(base, changes | ({"evaluations": measure(base)} if whole else {}))
+        result = run(cell, tmp_path / name)
+        assert result.metrics["loss/val"] < math.log(256), name  # of no text
+        assert not whole or own | asked <= result.metrics.keys()

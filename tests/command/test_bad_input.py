@@ -664,24 +664,6 @@ def test_the_bombs_do_explode_where_they_are_trusted(trained: Path, place: Path)
     assert (place / "exploded").exists()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "a torch bomb"])
-def test_a_checkpoint_that_cannot_be_resumed_from_is_quarantined_and_said(kind, trained, runs, caplog) -> None:
-    last = runs / "train-backcopy_tiny" / trained.name / "checkpoints" / "last.ckpt"
-    last.parent.mkdir(parents=True)
-    named = spoil(trained, last, kind).partition(";")[0]
-    left = last.read_bytes()
-    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias"]
-    assert main([*TRAIN, *lazy, "--runs", str(runs)]) == 0
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.support.disk"]
-    assert said.startswith(f"{last}: {named}")
-    assert said.endswith("quarantined as last.ckpt.damaged, started again without it")
-    assert "\n" not in said
-    assert not (Path.cwd() / "exploded").exists()
-    first, again = (json.loads((folder / RESULT).read_text()) for folder in (trained, last.parents[1]))
-    assert again["metrics"] == first["metrics"]
-    assert (last.parents[1] / "last.ckpt.damaged").read_bytes() == left
-
-
 OWN_CLASS = """
 from dataclasses import dataclass
 from lit_lazy.attention import LearnedBias

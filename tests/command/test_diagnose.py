@@ -1,21 +1,24 @@
-"""`lit-lazy diagnose`: a checkpoint's arrays, figures and MLflow run; wrong input ends in one line, nothing created."""
+"""`lit-lazy diagnose`: arrays, figures and MLflow run of a checkpoint; Table 1; a mistake is one line, nothing is made."""
 
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import forked
 import numpy as np
 import pytest
 import torch
 from mistakes import expect_refusal
 from untrained import save
 
-from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
+from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, Mamba2, NoBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
@@ -24,6 +27,7 @@ from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.report.checkpoint import Request, diagnose
+from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.module import LitLM
@@ -31,6 +35,7 @@ from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.xdist_group("diagnose")  # one process trains and diagnoses
+MAMBA = experiment("backcopy_tiny", {"model.mixer": Mamba2()})
 LAZY = {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}
 CFG = experiment("backcopy_tiny", {"model.n_layers": 2, "model.n_heads": 2, **LAZY})
 
@@ -236,6 +241,8 @@ WRONG = [
     ("truncated.ckpt", "checkpoint 'truncated.ckpt': is no checkpoint, or damaged ("),
     ("words.ckpt", "was trained on data with vocab_size=5, which now has vocab_size=17"),
     ("short.ckpt", "was trained on data with context_length=12, which now has context_length=16"),
+    ("mamba.ckpt --heads 0", "--heads 0: the model has no attention; leave the option out"),
+    ("mamba.ckpt --layers 0", "--layers 0: the model has no attention; leave the option out"),
     ("learned.ckpt --lengths 17", "--lengths 17: LearnedAbsolute: 17 positions requested, 16 learned; "),
     ("fire.ckpt --lengths 8,17", "--lengths 17: Fire.length=16: cannot serve 17 keys"),
     ("text.ckpt --lengths 64,100000", BEYOND),
@@ -253,6 +260,7 @@ def wrong(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "short.ckpt", CFG, context_length=12)
     save(folder / "learned.ckpt", replace_at(CFG, {"model.position": LearnedAbsolute()}))
     save(folder / "fire.ckpt", replace_at(CFG, {"model.attention.bias": Fire()}))
+    save(folder / "mamba.ckpt", MAMBA)
     save(folder / "text.ckpt", experiment("stdlib_tiny"), 256, 32)
     return folder
 
@@ -344,3 +352,50 @@ def test_data_that_have_changed_since_the_training_are_told(command, trained, tm
     del result["fingerprint"]  # an earlier version's, which tells of no contents
     (tmp_path / RESULT).write_text(json.dumps(result))
     assert main(words) == 0
+
+
+TABLE1 = ["ablate", "run", "table1", "--base", "backcopy_tiny"]
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mamba") / "abcdef"
+    torch.set_num_threads(1)
+    run(MAMBA, folder, keep_checkpoint=True)
+    return folder / FINAL_CHECKPOINT
+
+
+def test_the_rest_of_a_diagnosis_is_made(mamba: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss by position at further lengths, hidden states, figures of both, and the run in MLflow."""
+    assert main(["diagnose", str(mamba), "--runs", str(runs), "--lengths", "32", "--threads", "1"]) == 0
+    folder = runs / "diagnose-abcdef"
+    found = Diagnostics.load(folder / "diagnostics.npz")
+    assert found.prefixes == ["", "init/", "L32/"]
+    assert found.arrays["L32/loss/by_position"].shape == (32,)
+    assert np.isfinite(found.arrays["hidden/effective_rank"]).all()
+    assert not [name for name in found.arrays if "sink" in name or "maps" in name]
+    assert json.loads((folder / "diagnostics.json").read_text())["maps"] == []
+    assert {path.stem for path in folder.glob("*.png")} == {"rank_profile", "loss_by_length"}
+    printed = capsys.readouterr().out
+    assert "effective_rank" in printed
+    assert "sink" not in printed
+    assert main(["evaluate", str(mamba), "--threads", "1"]) == 0
+    assert "loss/val" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_table1_end_to_end(runs: Path) -> None:
+    """Every row trains; what has no attention has no share of it, and the parameters are within 2 %."""
+    command = [str(Path(sys.executable).parent / "lit-lazy"), *TABLE1, "--seeds", "0", "--workers", "1"]
+    done = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.variant: row.metrics for row in read_table(runs / "table1-backcopy_tiny" / "table.json").rows}
+    assert list(rows) == ["softmax", "lazy", "RetNet", "Mamba2", "Gated DeltaNet"]
+    defined = {name: {key for key, metric in row.items() if metric.n} for name, row in rows.items()}
+    assert "mass/trigger" in defined["softmax"] & defined["lazy"]
+    for name in ("RetNet", "Mamba2", "Gated DeltaNet"):
+        assert {key.partition("/")[0] for key in defined[name]} == {"loss", "accuracy", "collapse", "model"}
+    sizes = [row["model/parameters"].mean for row in rows.values()]
+    assert max(sizes) <= 1.02 * min(sizes)
+    again = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert "5 cells, all finished: nothing to do" in again.stdout

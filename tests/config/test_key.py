@@ -303,21 +303,6 @@ def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:
     assert forked.run_in_fork(retry)  # this process is not to know two classes of one name
 
 
-def made(folder: Path, files: dict[str, str], module: str) -> object:
-    """An object of the class `Deep` of a module of files below a new folder, imported as a user's file would."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("deeprules", "deepuser")]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
-    sys.path.append(str(folder))
-    try:
-        return importlib.import_module(module).Deep()
-    finally:
-        sys.path.remove(str(folder))
-
-
 DEEP = """
 from dataclasses import dataclass
 from lit_lazy.support.checked_fields import CheckedFields
@@ -325,27 +310,6 @@ from lit_lazy.support.checked_fields import CheckedFields
 class Deep(CheckedFields):
     pass
 """
-PACKAGE = {
-    "deepuser.py": f"import deeprules.a\n{DEEP}",
-    "deeprules/__init__.py": "",
-    "deeprules/a.py": f"from .b import g\nfrom deeprules.c import h\nfrom . import d\n{DEEP}",
-    "deeprules/b.py": "def g(): return 1\n",
-    "deeprules/c.py": "def h(): return 1\n",
-    "deeprules/d.py": "def search(): return 1\n",
-    "lit_lazy/__init__.py": "def own(): return 1\n",
-}
-
-
-@pytest.mark.parametrize("module", ["deepuser", "deeprules.a"])
-@pytest.mark.parametrize("edited", ["deeprules/b.py", "deeprules/c.py", "deeprules/d.py", "lit_lazy/__init__.py"])
-def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
-    """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
-    files = PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}
-    edit = {edited: files[edited].replace("return 1", "return 2")}
-    before, after = (
-        hash_user_code(made(tmp_path / name, files | new, module)) for name, new in (("a", {}), ("b", edit))
-    )
-    assert (after == before) == edited.startswith("lit_lazy")
 
 
 def test_one_file_is_one_module_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,16 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
-import psutil
 import pytest
 from instant import read_pid
 from mistakes import expect_refusal
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import read_state
-from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.job import Job
 from lit_lazy.grid.plan import read_grid, read_grid_id
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.table.stored import read_table
@@ -31,7 +29,7 @@ from lit_lazy.training.run_folder import read_failure
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
 from lit_lazy.grid import ray_pool
-from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, join_cluster
+from lit_lazy.grid.ray_pool import Cluster, Share
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -241,67 +239,3 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, 
     assert driver.states()[cell.key] == "complete"
     ray_pool.execute_task(cell, dataclasses.replace(job, mark="another"), str(tmp_path))
     assert {*lab.count_steps().values()} == {2}, "a grid that starts anew finds nothing of the former one there"
-
-
-@pytest.mark.long
-def test_every_end_of_a_task_is_counted(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Success, exception, signal, first and second interrupt, and kill."""
-
-    def execute(_cell: object, _job: Job, folder: str) -> Ending:
-        turn = Path(folder, "turn").read_text()
-        Path(folder, "pid").write_text(str(os.getpid()))
-        if turn == "raises":
-            raise ImportError("no module named here")
-        if turn == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if turn == "hangs":
-            subprocess.Popen(["sleep", "300"]).wait()
-        if turn == "swallows":
-            for attempt in ("swallowed", "obeyed"):
-                try:
-                    while True:
-                        time.sleep(0.05)
-                except KeyboardInterrupt:
-                    Path(folder, attempt).touch()
-        return Ending("key", "done")
-
-    (tmp_path / "grid").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_pool, "execute_task", execute)
-    monkeypatch.setattr(ray_pool, "AGAIN_SECONDS", 2.0)
-    pid, cell = tmp_path / "pid", Cell("key", "v", "ours", 0, {}, {})
-
-    def begin(turn: str) -> None:
-        Path("turn").write_text(turn)
-        pid.unlink(missing_ok=True)
-        pool.start(cell)
-        assert (len(pool), pool.free) == (1, 0)
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.1)
-
-    def after(turn: str) -> str:
-        begin(turn)
-        while not (ended := pool.poll()):
-            time.sleep(0.1)
-        return ended[0].kind
-
-    with join_cluster(address):
-        pool = RayPool(Job(tmp_path / "grid", "", 1, ()), 1, 0.0)
-        assert after("well") == "done"
-        assert after("raises") == "died"
-        assert "ImportError: no module named here" in pool.describe_last_failure()
-
-        begin("swallows")
-        pool.stop()
-        assert len(pool) == 0
-        assert Path("swallowed").exists()
-        assert Path("obeyed").exists()
-
-        assert after("dies") == "died"
-        assert "WorkerCrashedError" in pool.describe_last_failure()
-
-        monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
-        begin("hangs")
-        process = psutil.Process(int(pid.read_text()))
-        assert [ending.kind for ending in pool.stop()] == ["died"]
-        process.wait(timeout=20)

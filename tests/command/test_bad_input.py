@@ -296,6 +296,7 @@ EXPERIMENTS = {
     "ablation = 1": "defines no function config(); `lit-lazy ablate run ",
     "\0\1\2": "null bytes",
 }
+"""Content -> what is said of it."""
 CONFIGS = {
     "return 1 / 0": "ZeroDivisionError: division by zero",
     "raise RuntimeError('a\\nb')": "RuntimeError: a b",
@@ -334,19 +335,6 @@ LOADS = {
     f"return but(train=TokenDataset(NONE, {EVERY}))": "every sequence must have the same number, at least 1",
     "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [*EXPERIMENTS.items(), *((f"{BASE}\ndef config():\n    {body}\n", named) for body, named in CONFIGS.items())],
-    ids=[*EXPERIMENTS, *CONFIGS],
-)
-def test_experiment_files(content: str, named: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "e.py").write_text(content)
-    for command in ("train", "fields"):
-        error = expect_refusal([command, "e.py"], capsys)
-        assert named in error
-        assert error.startswith(f"lit-lazy: {place / 'e.py'}: ") or content not in EXPERIMENTS
 
 
 @pytest.mark.parametrize("body", LOADS)
@@ -425,36 +413,36 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("settings", ABLATIONS)
-def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "mine.py").write_text(ABLATION.format(settings=settings))
-    assert ABLATIONS[settings] in expect_refusal(["ablate", "run", "mine.py"], capsys)
+SEARCH = """
+from lit_lazy.grid.search.definition import Real, Search
 
-
+rest = dict(name="mine", axes={{"train.lr": Real(1e-4, 1e-2, log=True)}}, base="backcopy_tiny")
+search = Search(**(rest | dict({settings})))
+"""
 SEARCHES = {
     "name='/../../x'": "search '/../../x': is used as a folder name; use letters, digits, _, - and .",
     "axes={'train.lr': (1, 2)}": "each value a Real",
     "axes={f'train.lr{i}': Real(0, 1) for i in range(40)}": "must be at most 10",
     "trials=10**12": "trials=1000000000000: must be at most 100000",
 }
+WRITTEN = [
+    *(("train", content, named) for content, named in EXPERIMENTS.items()),
+    *(("train", f"{BASE}\ndef config():\n    {body}\n", named) for body, named in CONFIGS.items()),
+    *(("ablate run", ABLATION.format(settings=settings), named) for settings, named in ABLATIONS.items()),
+    ("ablate run", "ablation = 3", "defines no `ablation`; give it one"),
+    ("ablate run", "def config(): ...", "; `lit-lazy train "),
+    *(("ablate search", SEARCH.format(settings=settings), named) for settings, named in SEARCHES.items()),
+]
 
 
-@pytest.mark.parametrize("settings", SEARCHES)
-def test_search_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "s.py").write_text(
-        "from lit_lazy.grid.search.definition import Real, Search\n"
-        "rest = dict(name='mine', axes={'train.lr': Real(1e-4, 1e-2, log=True)}, base='backcopy_tiny')\n"
-        f"search = Search(**(rest | dict({settings})))\n"
-    )
-    assert SEARCHES[settings] in expect_refusal(["ablate", "search", "s.py"], capsys)
-    assert not list(place.parent.glob("x*"))
-
-
-def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "empty.py").write_text("ablation = 3\n")
-    assert "defines no `ablation`; give it one" in expect_refusal(["ablate", "run", "empty.py"], capsys)
-    (place / "trained.py").write_text("def config(): ...\n")
-    assert "; `lit-lazy train " in expect_refusal(["ablate", "run", "trained.py"], capsys)
+@pytest.mark.parametrize(
+    ("command", "content", "named"), WRITTEN, ids=[f"{words} {said}" for words, _, said in WRITTEN]
+)
+def test_files_of_users(command: str, content: str, named: str, place: Path, capsys: Any) -> None:
+    (place / "e.py").write_text(content)
+    error = expect_refusal([*command.split(), "e.py"], capsys)
+    assert named in error
+    assert error.startswith(f"lit-lazy: {place / 'e.py'}: ") or content not in EXPERIMENTS
 
 
 def random_bytes(path: Path, _store: Path) -> None:

@@ -1,4 +1,4 @@
-"""`lit-lazy diagnose`: arrays, figures and MLflow run of a checkpoint; Table 1; a mistake is one line, nothing is made."""
+"""`lit-lazy diagnose`: arrays, figures and MLflow run of a checkpoint; Table 1; a mistake is one line."""
 
 import contextlib
 import io

@@ -333,11 +333,16 @@ class Snapshot:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
             return [f"cannot be read: {error}"]
+        wanted, there = ({name: _dump(part) for name, part in asdict(state).items()} for state in (self, found))
         return [
-            f"{name}: {_find_first_difference(wanted, is_)}"
-            for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
-            if wanted != is_
+            f"{name}: {next(pair for pair in itertools.zip_longest(lines, there[name]) if pair[0] != pair[1])}"
+            for name, lines in wanted.items()
+            if lines != there[name]
         ]
+
+
+def _dump(part: Any) -> list[str]:
+    return json.dumps(part, indent=0, sort_keys=True).splitlines()
 
 
 def _read_published(file: Path) -> Any:
@@ -372,22 +377,6 @@ def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
         "artifacts": sorted(artifacts),
         "sizes": sizes,
     }
-
-
-def _find_first_difference(wanted: Any, found: Any, at: str = "") -> str:
-    """First difference of two plain values."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for key in sorted(wanted.keys() | found.keys()):
-            if wanted.get(key) != found.get(key):
-                return _find_first_difference(wanted.get(key), found.get(key), f"{at}/{key}")
-    if isinstance(wanted, list) and isinstance(found, list):
-        if len(wanted) != len(found):
-            extra = [x for x in found if x not in wanted] or [x for x in wanted if x not in found]
-            return f"{at}: {len(found)} instead of {len(wanted)}, such as {str(extra[:1])[:300]}"
-        for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
-            if one != other:
-                return _find_first_difference(one, other, f"{at}/{number}")
-    return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stores of several people, of whom each retires only runs of their own folder; artifacts of copied and moved stores."""
+"""Stores of several people, who retire only runs of their own folder; artifacts of copied and moved stores."""
 
 import os
 import shutil

@@ -106,7 +106,7 @@ MALFORMED = [
         "common['train.lr'] is an axis too, which replaces it; leave it out of",
     ),
     (
-        {"rows": [replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS], "common": {LR: 0.3}},
+        {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
         "common['train.lr'] is in every row too, which replaces it; leave it out of",
     ),
     ({"rows": (*ROWS, Row("mine", {NORMALISER: Elastic}, "ours"))}, "is the class Elastic; make one of it, Elastic(.."),
@@ -124,7 +124,8 @@ def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: st
 def test_a_common_setting_may_be_replaced_by_some_rows_and_used_by_others() -> None:
     rows = Row("slow", {LR: 0.1}, "ours"), Row("as usual", {}, "ours")
     ablation(rows=rows, baseline="slow", common={LR: 0.3})
-    ablation(rows=(rows[0], Row("double", {LR: lambda base: 2 * base.train.lr}, "ours")), baseline="", common={LR: 0.3})
+    double = Row("double", {LR: lambda base: 2 * base.train.lr}, "ours")
+    ablation(rows=(rows[0], double), baseline="slow", common={LR: 0.3})
 
 
 def test_twenty_thousand_points_are_made_in_linear_time() -> None:

@@ -148,10 +148,13 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
     assert read_grid(runs / "q_late-backcopy_tiny").plan.declaration.exploratory == (OLDER,)
 
 
-def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:
+def test_settings_of_the_command_line_were_declared_nowhere(mine: Path) -> None:
     asked = make_parser().parse_args(["ablate", "run", str(mine)])
-    for overrides, commit in (([], find_last_commit(mine)), (["--train.lr=0.1"], "")):  # declared nowhere
+    for overrides, commit in (([], find_last_commit(mine)), (["--train.lr=0.1"], "")):
         assert make_grid(asked, overrides).plan.declaration.commit == commit
+
+
+def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:
     helper = mine.with_name("my_helper.py")
     helper.write_text("SEED = 3\n")
     assert hash_uncommitted([mine]) == {}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from mistakes import expect_refusal
 from subwords import bpe
-from torch_alone import link_packages, run_alone
 from untrained import save
 
 from lit_lazy.config.user_files import experiment
@@ -29,7 +28,6 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder
 from lit_lazy.model.export.folder import collect_code
-from lit_lazy.model.generation import generate
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -125,38 +123,6 @@ def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path) -> N
     with torch.no_grad():
         ours = load(Path(checkpoint)).model.eval()(tokens)
         torch.testing.assert_close(model(tokens).logits, ours, rtol=1e-4, atol=1e-4)
-
-
-BARE = """
-import importlib.util, json, sys
-assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, text = {folder!r}, {text!r}
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=True)
-batch = tokenizer([text, "x"], return_tensors="pt", padding=True)
-ids = model.generate(**batch, max_new_tokens=9, do_sample=False)
-model.save_pretrained(folder + "-again")
-again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
-logits = model(batch.input_ids[:1]).logits
-assert (again(batch.input_ids[:1]).logits == logits).all()
-print(json.dumps([ids[:, batch.input_ids.shape[1]:].tolist(), logits.tolist()]))
-"""
-
-
-@pytest.mark.long
-def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that finds torch, transformers and what these two require."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    (tmp_path / "site").mkdir()
-    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
-    checkpoint = save(tmp_path / "bytes.ckpt", BYTES, 256, 32)
-    out = exported(checkpoint, tmp_path / "out")
-    found, logits = json.loads(run_alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
-    model, prompts = load(Path(checkpoint)).model.eval(), [[*TEXT.encode()], [*b"x"]]
-    assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=[0])] == found
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(logits), model(torch.tensor(prompts[:1])), rtol=1e-5, atol=1e-5)
 
 
 def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

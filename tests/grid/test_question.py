@@ -351,7 +351,7 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(na
 
 
 @pytest.mark.long
-# test_ladder.py has those of the frontier; q_lasts names its steps itself, 18,000.
+# test_stages.py has those of the frontier; q_lasts names its steps itself, 18,000.
 @pytest.mark.parametrize("name", [name for name in QUESTIONS if "frontier" not in name and name != "q_lasts"])
 def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)

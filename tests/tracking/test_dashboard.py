@@ -12,6 +12,8 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
+from lit_lazy.report import publish
+from lit_lazy.report.page import REPORT
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
 from lit_lazy.tracking.serve import select_links
 from lit_lazy.tracking.store import default_uri
@@ -48,7 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", ",".join(ROWS), "--seeds", "0,1"]
-    assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
+    with pytest.MonkeyPatch.context() as patch:  # the report is only linked to
+        patch.setattr(publish, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
+        assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), runs, "train-other")
     other.start_run("other", {"kind": "run"}, {}, {})
     made_up(runs)

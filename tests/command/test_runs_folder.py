@@ -1,13 +1,14 @@
 """Commands on a folder of finished runs."""
 
+import html
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
 import subprocess
 from contextlib import closing
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -114,24 +115,6 @@ def test_mistakes(words: str, message: str, runs: Path, capsys: pytest.CaptureFi
     assert message in expect_refusal(words.replace("BOTH", DUO).split(), capsys)
 
 
-class Links(HTMLParser):
-    """The tags, link targets and text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.targets: list[str] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.targets += [value or "" for name, value in attributes if name in ("href", "src")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += f" {data}"
-
-
 ODD = "<b>&#x%'\" é"
 
 
@@ -153,8 +136,9 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
         assert main(["report", *out]) == 0
         file = Path(capsys.readouterr().out.split()[-1])
         assert file == Path(out[1] if out else "runs/index.html")
-        page = Links(file.read_text("ascii"))
-        files = [(file.parent / unquote(target)).resolve() for target in page.targets if not target.startswith("#")]
+        page = file.read_text("ascii")
+        targets = [html.unescape(found) for found in re.findall(r'(?:href|src)="([^"]*)"', page)]
+        files = [(file.parent / unquote(target)).resolve() for target in targets if not target.startswith("#")]
         assert all(path.is_file() for path in files)
         wanted = {
             runs / DUO / "report.html",
@@ -162,8 +146,8 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
             runs / "q_window_2-stdlib_small" / "report.html",
         }
         assert {path.resolve() for path in wanted} < {*files}
-        assert not {"script", "link", "img", "b"} & page.tags
-    text = " ".join(page.text.split())
+        assert not {"script", "link", "img", "b"} & {*re.findall(r"<([a-z0-9]+)", page)}
+    text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
     assert f"{DUO} complete No row learned the task." in text
     assert (
         "refuted Refuted at look 1 of 4 (n = 10, 2 of 2 contrasts refuted): Elastic-Softmax, which sees all keys"

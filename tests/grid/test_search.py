@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,11 +78,11 @@ def test_a_malformed_search_is_refused(make: Callable[[], object], message: str)
 # Drawing
 
 
-def begun(folder: Path, points: int, changes: Mapping[str, object] | None = None, **parts: object) -> SearchDriver:
-    """The driver of a search in a folder; changes: made to the experiment."""
+def begun(folder: Path, points: int, **parts: object) -> SearchDriver:
+    """The driver of a search in a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "search-s").mkdir(exist_ok=True)
-    definition = define(search(**parts), base(**changes or {}))
+    definition = define(search(**parts), base())
     cells = [definition.make_placeholder(number) for number in range(points)]
     return SearchDriver(SearchWork("search-s", cells, definition.base, folder, (), definition), None)
 

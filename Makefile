@@ -110,7 +110,6 @@ bench-grid: .venv/.complete
 crash-points: .venv/.complete-test
 	EVERY_EFFECT=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m long tests/grid/test_crash_points.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points
-	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/power.py --out $(RUNS)/crash-points --report docs/results/reliability.md
 
 # An hour of two cores, resumed by the same command.
 soak: .venv/.complete-test

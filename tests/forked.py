@@ -135,7 +135,9 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
         for pipe in {pipe for pipe in pipes if pipe > 2}:
             os.close(pipe)
         # Never closed: a fork of this fork would close its own streams when it drops the inherited objects.
-        sys.stdin, sys.stdout, sys.stderr = (open(number, "rww"[number], closefd=False) for number in range(3))  # noqa: SIM115
+        streams = [open(number, "rww"[number], closefd=False) for number in range(3)]  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = streams
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
         if given["start_new_session"]:
             os.setsid()
         if given["cwd"] is not None:

@@ -1,4 +1,4 @@
-"""Wrong input: one line that names it and the fix, exit status 2, nothing created or changed, no code run."""
+"""Wrong input, sizes that no machine holds, users' files that misbehave: one line, status 2, nothing created or run."""
 
 import argparse
 import io
@@ -10,6 +10,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +22,7 @@ import forked
 import pytest
 import torch
 from mistakes import PASSWORD, expect_refusal, iter_commands, snapshot_tree
+from tokenizers import Tokenizer, models, pre_tokenizers
 from wrong_values import wrong_texts
 
 from lit_lazy.command import options
@@ -28,19 +31,23 @@ from lit_lazy.command.import_ import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.new import identifier
 from lit_lazy.config.checkpoint_file import read_checkpoint
+from lit_lazy.report.checkpoint import read_checkpoint_history
 from lit_lazy.support.checks import parse
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.named_files import find_python_file
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
 GONE = "cannot be read (No such file or directory)"
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
+TABLE1 = ["ablate", "run", "table1", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "rivals-stdlib"
 DEVICE = os.devnull
 """In place of a checkpoint, to check other options: only files and folders are refused at once."""
-NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
+NORMALISER, BIAS, MIXER = "--model.attention.normaliser", "--model.attention.bias", "--model.mixer"
+TRILLION, LONG = "1000000000000", "x" * 300
+MEMORY = "GB of memory, of which this machine has"
 pytestmark = pytest.mark.usefixtures("place")
 
 COMMANDS = dict(iter_commands(make_parser()))
@@ -93,9 +100,7 @@ def parse_or_none(kind: Any, text: str) -> Any:
 @pytest.mark.parametrize(
     ("words", "action"), VALUED, ids=[f"{' '.join(words)} {action.dest}" for words, action in VALUED]
 )
-def test_a_value_that_an_option_does_not_take(
-    words: tuple[str, ...], action: argparse.Action, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_an_option_does_not_take(words, action, place, capsys) -> None:
     """Every option and argument of every command, by its type: the option, the value and what it must be."""
     (place / "loop").symlink_to("loop")
     (place / "lost").symlink_to("nowhere/x")
@@ -118,83 +123,132 @@ def test_an_argument_that_a_command_lacks(words: tuple[str, ...], capsys: pytest
 
 
 OPTIONS = [
-    (["train", "notes.txt"], "experiment 'notes.txt': unknown (did you mean text?); there are backcopy"),
     (["train", "backcopy_tniy"], "experiment 'backcopy_tniy': unknown (did you mean backcopy_tiny?); there are "),
+    (["train", "my_softpick"], "'my_softpick': unknown (did you mean my_softpick.py?)"),
     (["ablate", "run", "backcopy"], "unknown; it is an experiment: `lit-lazy train backcopy` runs it"),
     (["train", "table2"], "unknown; it is an ablation: `lit-lazy ablate run table2` runs it"),
+    (["ablate", "search", "table2"], "defines an ablation, not a search; `lit-lazy ablate run table2` runs it"),
+    (["ablate", "run", "lazy_search"], "a search, not an ablation; `lit-lazy ablate search lazy_search` runs it"),
+    (["ablate", "search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "is an axis of search"),
     ([*RUN, "--rows", "softmaxx"], "--rows 'softmaxx': table2 has no such row (did you mean softmax?); it has softmax"),
     ([*RUN, "--rows", "softmax", "--baseline", "lazy"], "--baseline 'lazy': is not among the rows; they are softmax"),
-    ([*RUN, "--baseline", "softmaxx"], "--baseline 'softmaxx': is not among the rows (did you mean softmax?)"),
+    ([*RUN, "--results", DEVICE, "--keep-checkpoint"], "--results, --keep-checkpoint: a packed file holds no models; "),
+    ([*RUN, "--results", DEVICE, "--dry-run"], "--results, --dry-run: a dry run reads no data, whose content tells"),
+    (["ablate", "run", "q_mask_2", "--looks", "1", "--seeds", "7"], "with --rows or --seeds all cells are trained at"),
+    (["ablate", "run", "q_mask_2", "--looks", "5"], "--looks 5: q_mask_2 has 4; ask for at most those"),
     ([*TRAIN, "--logger", "tensorbord"], "'wandb') (did you mean tensorboard?); see `lit-lazy train --help`"),
-    (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
-    (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
-    (["ablate", "rum"], "invalid choice: 'rum' (choose from 'run'"),
-    (["ablate"], "the following arguments are required: COMMAND"),
+    ([*TRAIN, "--logger", "csv", "--logger", "csv"], "--logger csv: is given twice; leave one out"),
+    (["trian", "backcopy"], "argument COMMAND: invalid choice: 'trian' (choose from 'tokenise', 'train'"),
+    (["ablate", "rum"], "(did you mean run?); see `lit-lazy ablate --help`"),
     ([], "the following arguments are required: COMMAND"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
-    (["ablate", "list", "--nothing=1"], "unknown argument '--nothing=1'; see `lit-lazy ablate list --help`"),
     (["export", "--", DEVICE, "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
     (["dashboard", "--runs=--"], "--runs=--: has no value; give one as in --runs=VALUE"),
     ([*TRAIN, "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
-    ([*TRAIN, "--runs", f"{__file__}/runs"], "/runs': nothing can be written there (Not a directory); name another"),
+    ([*TRAIN, "--runs", "/".join([LONG[:200]] * 18)], "nothing can be written there (File name too long)"),
     ([*RUN, "--seed=3"], "--seed: an ablation's seeds are given by --seeds"),
     ([*RUN, f"{BIAS}=Alibi"], f"{BIAS}: row 'softmax' sets model.attention.bias itself; leave one of the two out"),
+    ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=150000: must be at most 100000"),
+    ([*RUN, "--micro-batch", "5"], "--micro-batch=5: must divide the 8 of 8 sequences"),
+    ([*TRAIN, "--micro-batch", "3"], "--micro-batch=3: must divide the 8 of 8 sequences"),
+    ([*TRAIN, "--devices", "400"], "--devices=400: must be at most the"),
+    ([*TRAIN, "--devices", "2", "--train.batch_size=7"], "--devices=2: must divide train.batch_size=7"),
+    ([*TRAIN, "--strategy", "fsdp"], "--strategy='fsdp': shards a model over devices"),
     (["ablate", "status", "table2"], "--runs 'runs': does not exist; `lit-lazy train` or `ablate run` creates it"),
     (["ablate", "table", "table2", "--runs", "."], "'table2': . holds no grids; `lit-lazy ablate run` creates them"),
-    (["mirror", "table2", "--runs", "."], "'table2': . holds no grids; `lit-lazy ablate run` creates them"),
     (["ablate", "table", "table2", "--from", "no.json"], "--from 'no.json': is no table.json (FileNotFoundError"),
-    (
-        ["ablate", "table", "table2", "--from", str(RESULTS)],
-        f"--from '{RESULTS}': is a folder; give the table.json in it, --from {RESULTS}/table.json",
-    ),
-    (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
+    (["ablate", "table", "table2", "--from", str(RESULTS)], "is a folder; give the table.json in it, --from "),
     (["train", "smollm2"], f"data.tokenizer='models/tokenizer.json': {GONE}; `make smollm2` makes it"),
-    (["ablate", "run", "adapt"], f"init_from='models/smollm2.ckpt': {GONE}; `make smollm2` makes it"),
     (["diagnose", "models/smollm2.ckpt"], f"checkpoint 'models/smollm2.ckpt': {GONE}; `make smollm2` makes it"),
     (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give its parent folder"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"),
+    (["new", "data", "torch"], "NAME 'torch.py': torch is the name of a Python module"),
+    (["new", "data", "x" * 101], "use at most 100 bytes"),
+    (["new", "data", "mine", "--out", "mine.txt"], "--out 'mine.txt': must end in .py"),
+    (["new", "data", "my_softpick"], "NAME 'my_softpick.py': exists already"),
+    (["new", "data", "mine", "--out", "my_softpick.py/mine.py"], "--out 'my_softpick.py': nothing can be written"),
+    (["evaluate", "fifo"], "cannot be read (It is a pipe or a device, and no file)"),
+    ([*TABLE1, "--model.d_ff=64"], "--model.d_ff: row 'RetNet' sets model.d_ff itself"),
 ]
 FIELDS = [
     (["--train.device=cuda"], "--train.device: no such field (did you mean the option --devices?); `lit-lazy fields"),
-    (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
     (["--thread", "2"], "--thread: no such option or field (did you mean --threads?); `lit-lazy fields EXPERIMENT` "),
     (["--init_from=a", "--init-from", DEVICE], "--init_from: is given twice, as 'a' and as '"),
     (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),
-    (["--model.head_dim=4", "--model.mixer=RetNet"], "model.head_dim=4: has no effect in model.mixer=RetNet"),
+    ([f"{MIXER}=RetNet", "--model.attention.window=4"], "model.attention.window=4: has no effect in"),
+    ([f"{MIXER}=RetNet", f"{NORMALISER}=Elastic"], "model.attention.normaliser=Elastic("),
+    ([f"{MIXER}=RetNet", "--model.backend=reference"], "model.backend='reference': has no effect in model.mixer=RetN"),
+    ([f"{MIXER}=Mamba2", f"{MIXER}.head_dim=5"], "Mamba2.head_dim=5: must divide 2 * model.d_model=32"),
     (["--train.batch_size=1000"], "train.batch_size=1000: must not exceed the 256 training sequences"),
     (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller length"),
     (["--data=Stdlib", "--data.validation_windows=99999999"], "choose fewer or shorter ones"),
     ([f"{BIAS}=Fire", f"{BIAS}.length=8"], "Fire.length=8: cannot serve 16 keys"),
-    (
-        [f"{NORMALISER}=Elastic", f"{NORMALISER}.threshold=constant"],
-        "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1",
-    ),
     ([f"--{'x' * 120_000}=1"], "no such field"),
     ([f"{NORMALISER}.help=Nothing"], "Normaliser='Nothing': unknown"),
     (["--\x1b[31m\n=1"], r"\x1b[31m"),
     (["--\ud800=1"], r"\ud800"),
     (["--storage", "postgresql://me:geheim@h/x"], "--storage='postgresql://me:***@h/x': no such field"),
+    (["--data=Text", "--data.path=loop"], "data.path='loop': Too many levels of symbolic links; choose another path"),
+    (["--data=Text", f"--data.path={LONG}"], "File name too long; choose another path"),
+    (["--data=Text", "--data.path=notes.md", "--data.tokenizer=fifo"], "It is a pipe or a device, and no file"),
+    (["--data=Text", "--data.path=notes.md", "--data.tokenizer=words.json"], "cannot encode the text (WordLevel"),
+    (["--data=Text", "--data.path=deep.jsonl"], "line 1 is not JSON (maximum recursion depth exceeded"),
 ]
+"""Of `train`."""
+SIZES = [
+    *(([*TRAIN, f"--{field}={TRILLION}"], f"{field}={TRILLION}") for field in ("model.d_model", "data.context_length")),
+    ([*TRAIN, "--model.n_layers=1000000000"], "model.n_layers=1000000000"),
+    ([*TRAIN, f"--data.train_sequences={TRILLION}"], f"data.train_sequences={TRILLION}"),
+    ([*TRAIN, f"{BIAS}=Fire", f"{BIAS}.width={TRILLION}"], "model.attention="),
+    ([*CELL, f"--model.d_model={TRILLION}"], f"row 'softmax': model.d_model={TRILLION}"),
+    ([*CELL, "--workers", TRILLION], f"--workers={TRILLION}"),
+]
+"""Refused by an estimate."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is asked for")
 @pytest.mark.parametrize("command", [TRAIN, RUN])
-def test_a_backend_without_its_device(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_without_its_device(command, monkeypatch, capsys) -> None:
     monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
     said = expect_refusal([*command, "--model.backend=triton"], capsys)
     assert "model.backend='triton': needs a GPU, and this machine has none; leave it at auto, or give chunked" in said
     assert " q" not in said
 
 
+@pytest.fixture
+def traps(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of things that are no files, or no good ones."""
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
+    (place / "my_softpick.py").write_text("")
+    (place / "loop").symlink_to("loop")
+    os.mkfifo(place / "fifo")
+    (place / "notes.md").write_text("unknown words\n\n" * 5000)
+    (place / "deep.jsonl").write_text("[" * 200_000)
+    tokenizer = Tokenizer(models.WordLevel({"hello": 0, "</s>": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(place / "words.json"))
+    return place
+
+
+@pytest.mark.usefixtures("traps")
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [*OPTIONS, *(([*TRAIN, *fields], named) for fields, named in FIELDS)],
-    ids=lambda value: " ".join(value).replace(str(Path(__file__).parent), "") if isinstance(value, list) else "",
+    [*OPTIONS, *(([*TRAIN, *fields], named) for fields, named in FIELDS), *SIZES],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in expect_refusal(arguments, capsys)
+    said = expect_refusal(arguments, capsys)
+    assert named in said
+    assert len(said) < LONGEST_MESSAGE + 200
+    assert (arguments, named) not in SIZES or MEMORY in said
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    """Libraries ask for one when they are imported, and fail with a traceback."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    for arguments in (TRAIN, RUN, ["ablate", "status", "table2"]):
+        assert expect_refusal(arguments, capsys).startswith("lit-lazy: TMPDIR: No usable temporary directory")
 
 
 REFUSED = [
@@ -206,59 +260,114 @@ REFUSED = [
 ]
 
 
+@pytest.mark.usefixtures("traps")
 @pytest.mark.parametrize(("arguments", "named", "fix"), REFUSED, ids=lambda value: " ".join(value))
-def test_a_dry_run_refuses_what_the_training_does(
-    arguments: list[str],
-    named: str,
-    fix: str,
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dry_run_refuses_what_the_training_does(arguments, named, fix, capsys, monkeypatch) -> None:
     """And neither creates anything."""
     monkeypatch.setattr("lit_lazy.tracking.logger_kinds.find_spec", lambda _package: None)
-    (place / "notes.md").write_text("# Notes\n")
     for more in ([], ["--dry-run"]):
         said = expect_refusal([*TRAIN, *arguments, *more], capsys)
         assert named in said
         assert fix in said
 
 
+BASE = """
+import asyncio, dataclasses, sys
+import torch
+from lit_lazy.config import *
+from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.data.backcopy import Backcopy
+DATA = Backcopy(vocab_size=16, context_length=16, train_sequences=256, validation_sequences=64)
+MODEL, TRAINING = dict(d_model=16, d_ff=32), dict(steps=6, batch_size=8, warmup_steps=2)
+class Odd(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise ValueError
+class Shy:
+    def __repr__(self): raise ValueError
+def made(model={}, train={}, **rest):
+    rest = dict(data=DATA) | rest
+    return RunConfig(model=ModelConfig(**MODEL | model), train=TrainConfig(**TRAINING | train), **rest)
+"""
 EXPERIMENTS = {
-    "syntax": ("def config(:\n", "line 1: SyntaxError"),
-    "import": ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named"),
-    "raises": ("def config():\n    return 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
-    "exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-    "other": ("def config():\n    return 1\n", "config() returned 1; it must return a RunConfig"),
-    "none": ("x = 1\n", "defines no function config(); give it one that returns a RunConfig"),
-    "an ablation": ("ablation = 1\n", "defines no function config(); `lit-lazy ablate run "),
-    "no text": ("\0\1\2", "null bytes"),
-    "class for a part": (
-        "from lit_lazy.config.schema import RunConfig\nfrom lit_lazy.data.backcopy import Backcopy\n"
-        "def config():\n    return RunConfig(Backcopy)\n",
-        "data=<class 'lit_lazy.data.backcopy.Backcopy'>: must be a DataConfig, such as Backcopy()",
+    "def config(:": "line 1: SyntaxError",
+    "import nothing_of_this_name": "line 1: ModuleNotFoundError: No module named",
+    "import sys\nsys.exit(3)": "line 2: SystemExit: 3",
+    "x = 1": "defines no function config(); give it one that returns a RunConfig",
+    "ablation = 1": "defines no function config(); `lit-lazy ablate run ",
+    "\0\1\2": "null bytes",
+}
+"""Content -> what is said of it."""
+CONFIGS = {
+    "return 1 / 0": "ZeroDivisionError: division by zero",
+    "raise RuntimeError('a\\nb')": "RuntimeError: a b",
+    "raise RuntimeError('x' * 100000)": "RuntimeError: xxx",
+    "return None": "config() returned None; it must return a RunConfig",
+    "return 10**5000": "config() returned a int; it must",
+    "return Shy()": "config() returned a Shy; it must",
+    "return config()": "RecursionError: maximum recursion depth exceeded",
+    "raise Odd('x')": "Odd: x",
+    "raise Mute": "Mute",
+    "return made(train=dict(betas=[0.9, 0.95]))": "train.betas=[0.9, 0.95]: must be 2 items in brackets",
+    "return made(train=dict(lr=torch.tensor(0.1)))": "train.lr=tensor(0.1000): must be a finite number",
+    "return made(data=None)": "data=None: must be a DataConfig, such as Backcopy()",
+}
+EVERY = "targets=100 * torch.eye(64, 16).long() - 100"
+LOADS = {
+    "raise RuntimeError('a\\nb')": "data=Mine: RuntimeError (e.py, line ",
+    "return None": "data=Mine: load() returned None; let it return a DataSource",
+    "sys.exit(3)": "data=Mine: SystemExit (e.py",
+    "return self.load()": "data=Mine: RecursionError (e.py",
+    "return but(vocab_size=-1)": "data=Mine: vocab_size=-1: must be a whole number of at least 1",
+    "return but(vocab_size=10**12)": MEMORY,
+    "return but(vocab_size=3)": "tokens must be 0 to 2",
+    "return but(context_length=9)": "must be whole numbers of shape [N, 10]",
+    "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be one line",
+    "return but(info={'x': object()})": "must be texts and numbers by name",
+    "return but(train=None)": "data=Mine: train=None: must be a TokenDataset",
+    "return but(train=TokenDataset(torch.rand(64, 17)))": "must be whole numbers of shape [N, 17]",
+    "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
+    "return but(train=TokenDataset(NONE, targets=NONE))": (
+        "train: targets='torch.int64 [64, 17]': must be whole numbers of shape [64, 16]"
     ),
+    "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
+        "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
+    ),
+    f"return but(train=TokenDataset(NONE, {EVERY}))": "every sequence must have the same number, at least 1",
+    "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_files(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content, named = EXPERIMENTS[name]
-    path = place / f"broken {name}.py"
-    path.write_text(content)
-    for command in ("train", "fields"):
-        error = expect_refusal([command, path.name], capsys) if "<class" not in named else said_of(path, capsys)
-        assert error.startswith(f"lit-lazy: {path}: ")
-        assert named in error
-    assert named in error
+@pytest.mark.parametrize("body", LOADS)
+def test_data_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"Mine{list(LOADS).index(body)}"  # each is known as long as the process lives
+    mine = f"@dataclasses.dataclass(frozen=True)\nclass {name}(DataConfig):\n    x: int = 1\n    def load(self):\n"
+    but = "NONE = torch.zeros(64, 17).long()\ndef but(**changes): return dataclasses.replace(DATA.load(), **changes)\n"
+    (place / "e.py").write_text(f"{BASE}\n{but}\n{mine}        {body}\ndef config(): return made(data={name}())\n")
+    priced = [] if LOADS[body] == MEMORY else [["train", "e.py", "--dry-run"]]  # for a machine with more memory, too
+    for words in (["train", "e.py"], *priced):
+        assert LOADS[body].replace("Mine", name) in expect_refusal(words, capsys)
 
 
-def said_of(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Like `refused`, for a message that shows the user's own value, which looks like jargon."""
-    assert main(["train", path.name]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
+def test_data_of_users_are_loaded_no_third_time(place: Path, runs: Path) -> None:
+    """A source without a cache of its own is loaded to be checked and to be trained on."""
+    (place / "e.py").write_text(
+        f"{BASE}\n@dataclasses.dataclass(frozen=True)\nclass Counted(DataConfig):\n    x: int = 1\n"
+        "    def load(self):\n        with open('loads', 'a') as file: file.write('.')\n"
+        "        return DATA.load()\ndef config(): return made(data=Counted())\n"
+    )
+    assert main(["train", "e.py", "--runs", str(runs), "--train.steps=1", "--train.warmup_steps=0"]) == 0
+    assert (place / "loads").read_text() == ".."
+
+
+def test_an_interrupt_in_a_users_file_is_an_interrupt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for body in ("raise KeyboardInterrupt", "def config():\n    raise KeyboardInterrupt"):
+        (place / "e.py").write_text(body)
+        assert main(["train", "e.py"]) == 130
+        assert capsys.readouterr().err == "interrupted; the same command resumes\n"
+        time.sleep(0.01)  # another time of change, or Python takes the compiled file of before
+    (place / "a.py").write_text("raise KeyboardInterrupt")
+    assert main(["ablate", "run", "a.py", "--fresh"]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command without --fresh resumes\n"
 
 
 ABLATION = """
@@ -274,80 +383,66 @@ ablation = Ablation(**(rest | dict({settings})))
 """
 ABLATIONS = {
     "name='a/b'": "ablation 'a/b': is used as a folder name; use letters, digits, _, - and .",
-    "name='../a'": "ablation '../a': is used as a folder name",
-    "name='a b'": "ablation 'a b': is used as a folder name",
-    'name="it\'s"': 'ablation "it\'s": is used as a folder name',
     "name=''": "ablation '': is used as a folder name",
-    "name='a\\n'": "ablation 'a\\n': is used as a folder name",
+    "name='a' * 300": "is used as a folder name",
     "rows=(SOFT, SOFT)": "two rows have the same name 'softmax'; rename one",
     "rows=(SOFT, Row('b', {NORMALISER: Softmax()}, 'ours'))": "rows 'softmax' and 'b' are the same training (seed 0)",
     "rows=(SOFT, Row('', {}, 'ours'))": "row '' has an empty, long or unprintable name; rename it",
     "rows=(SOFT, Row('a,b', {}, 'ours'))": "row 'a,b' has a comma in its name",
+    "rows=(SOFT, Row('../x', {}, 'ours'))": "row '../x': MLflow would read its name as a path",
     "rows=(SOFT, Row('b', {'model.width': 3}, 'ours'))": "row 'b': ModelConfig has no field 'width'",
-    "rows=(SOFT, Row('b', {'train.lr': 'fast'}, 'ours'))": "row 'b': train.lr='fast': must be a finite number",
     "rows=(SOFT, Row('b', {NORMALISER: 'Elastic'}, 'ours'))": "model.attention.normaliser='Elastic': must be a Normali",
     "rows=(SOFT, Row('b', {'model.n_heads': 3}, 'ours'))": "row 'b': model.n_heads=3: must divide",
+    "rows=(SOFT, Row('b', {'model.d_model': 10**12}, 'ours'))": "row 'b': model.d_model=1000000000000",
     "rows=(SOFT, Row('b', {}, 'ours', seeds=(2, 2)))": "seeds=(2, 2): must be distinct",
-    "seeds=(0, 0)": "seeds=(0, 0): must be distinct",
+    "seeds=()": "seeds=(): must be a tuple, ",
     "baseline='lazy'": "baseline 'lazy' is not one of its rows; they are 'softmax', 'elastic'",
     "rows=()": "give either rows or axes",
     "rows=(), axes={'model.d_model': ()}": "its axes have no point; give each axis a value",
     "rows=(), axes={'model.d_model': (8, 16)}": "'softmax' is not one of its rows; they are 'd_model=8', 'd_model=16'",
+    "rows=(), axes={'model.d_model': range(10**9)}": "points of its axes=1000000000: must be at most 100000",
     "base='nothing'": "experiment 'nothing': unknown; there are backcopy",
     "sedes=(0,)": "unexpected keyword argument 'sedes'",
-    "name='a' * 300": "is used as a folder name",
-    "rows=(SOFT, Row('b' * 300, {}, 'ours'))": "has an empty, long or unprintable name",
-    "rows=(SOFT, Row('b\\n', {}, 'ours'))": "row 'b\\n' has an empty, long or unprintable name",
-    **{
-        f"rows=(SOFT, Row({name!r}, {{}}, 'ours'))": f"row {name!r}: MLflow would read its name as a path"
-        for name in ("a//b", "../x", "x/..", "./x", "x/", "/x", ".", "..", "x/./y")
-    },
-    "columns=(Column('loss//val', 'b'),)": "MLflow takes no metric of this name",
-    "columns=(Column('loss%', 'b'),)": "MLflow takes no metric of this name",
-    "rows=(SOFT, Row('b', {'model.d_model': 10**12}, 'ours'))": "row 'b': model.d_model=1000000000000",
     "columns=()": "columns=(): needs at least one; COLUMNS has the usual ones",
+    "columns=(Column('loss//val', 'b'),)": "MLflow takes no metric of this name",
     "columns=(*COLUMNS, COLUMNS[0])": "two columns are 'loss/excess'; leave one out",
     "columns=(Column('a', 'b', scale=0),)": "column 'a': scale=0: must not be 0; 1 shows values as they are",
-    "columns=(Column('a', 'b', digits=10**9),)": "column 'a': digits=1000000000: must be",
-    "columns=(Column('a\\n', 'b'),)": "must be 1 to 250 printable characters",
     "contrasts=(Contrast('x', {'softmax': 1, 'b': -1}),)": "contrast 'x': 'b' is not one of its rows",
-    "primary=('los',)": "primary 'los' is not one of its columns",
     "contrasts=(Contrast('x', {'softmax': 1, 'elastic': -1}),) * 2": "two contrasts are 'x'; leave one out",
-    "rows=(), axes={'model.d_model': range(10**9)}": "points of its axes=1000000000: must be at most 100000",
+    "primary=('los',)": "primary 'los' is not one of its columns",
 }
 
 
-@pytest.mark.parametrize("settings", ABLATIONS)
-def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "mine.py").write_text(ABLATION.format(settings=settings))
-    assert ABLATIONS[settings] in expect_refusal(["ablate", "run", "mine.py"], capsys)
+SEARCH = """
+from lit_lazy.grid.search.definition import Real, Search
 
-
+rest = dict(name="mine", axes={{"train.lr": Real(1e-4, 1e-2, log=True)}}, base="backcopy_tiny")
+search = Search(**(rest | dict({settings})))
+"""
 SEARCHES = {
     "name='/../../x'": "search '/../../x': is used as a folder name; use letters, digits, _, - and .",
     "axes={'train.lr': (1, 2)}": "each value a Real",
-    "axes={'train.lr': Real(2, 1)}": "Real(2, 1): low=2: must be below high=1",
     "axes={f'train.lr{i}': Real(0, 1) for i in range(40)}": "must be at most 10",
     "trials=10**12": "trials=1000000000000: must be at most 100000",
 }
+WRITTEN = [
+    *(("train", content, named) for content, named in EXPERIMENTS.items()),
+    *(("train", f"{BASE}\ndef config():\n    {body}\n", named) for body, named in CONFIGS.items()),
+    *(("ablate run", ABLATION.format(settings=settings), named) for settings, named in ABLATIONS.items()),
+    ("ablate run", "ablation = 3", "defines no `ablation`; give it one"),
+    ("ablate run", "def config(): ...", "; `lit-lazy train "),
+    *(("ablate search", SEARCH.format(settings=settings), named) for settings, named in SEARCHES.items()),
+]
 
 
-@pytest.mark.parametrize("settings", SEARCHES)
-def test_search_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "s.py").write_text(
-        "from lit_lazy.grid.search.definition import Real, Search\n"
-        "rest = dict(name='mine', axes={'train.lr': Real(1e-4, 1e-2, log=True)}, base='backcopy_tiny')\n"
-        f"search = Search(**(rest | dict({settings})))\n"
-    )
-    assert SEARCHES[settings] in expect_refusal(["ablate", "search", "s.py"], capsys)
-    assert not list(place.parent.glob("x*"))
-
-
-def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "empty.py").write_text("ablation = 3\n")
-    assert "defines no `ablation`; give it one" in expect_refusal(["ablate", "run", "empty.py"], capsys)
-    (place / "trained.py").write_text("def config(): ...\n")
-    assert "; `lit-lazy train " in expect_refusal(["ablate", "run", "trained.py"], capsys)
+@pytest.mark.parametrize(
+    ("command", "content", "named"), WRITTEN, ids=[f"{words} {said}" for words, _, said in WRITTEN]
+)
+def test_files_of_users(command: str, content: str, named: str, place: Path, capsys: Any) -> None:
+    (place / "e.py").write_text(content)
+    error = expect_refusal([*command.split(), "e.py"], capsys)
+    assert named in error
+    assert error.startswith(f"lit-lazy: {place / 'e.py'}: ") or content not in EXPERIMENTS
 
 
 def random_bytes(path: Path, _store: Path) -> None:
@@ -366,13 +461,12 @@ STORAGES = [
     (random_bytes, "sqlite:///{path}", "file is not a database); move that file away, or name another"),
     (a_folder, "sqlite:///{path}", "unable to open database file"),
     (mlflows, "sqlite:///{path}", "is another program's database; name another"),
-    (None, "sqlite:///{path}/x/queue.db", "does not exist"),
     (None, "sqlite:////proc/queue.db", "--storage '/proc': nothing can be written there"),
-    (None, "sqlite://", "--storage 'sqlite://': must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"),
+    (None, "sqlite:////dev/zero", "is a pipe or a device, not a file; name another"),
+    (None, f"sqlite:///{LONG}.db", "File name too long"),
+    (None, "sqlite:///a?b.db", "has a ?, which starts a query; write %3F for one in a path"),
     (None, "sqlite:///:memory:", "--storage 'sqlite:///:memory:': must be sqlite:///FILE"),
-    (None, "queue.db", "--storage 'queue.db': must be sqlite:///FILE or postgresql://"),
     (None, "mysql://me:geheim@localhost/x", "--storage 'mysql://me:***@localhost/x': must be sqlite:///FILE or"),
-    (None, "postgres//me:geheim@localhost/x", "--storage 'postgres//me:***@localhost/x': must be sqlite:///FILE or"),
     (None, "postgresql://me:geheim@127.0.0.1:{port}/x", "are server, user, password and database right?"),
     (None, "postgresql://127.0.0.1:{port}/x?user=me&password=geheim", "are server, user, password and database right?"),
     (None, "postgresql://me:geh@geheim@localhost/x", "has more than one @; write %40 for one in a password"),
@@ -381,14 +475,7 @@ STORAGES = [
 
 
 @pytest.mark.parametrize(("make", "url", "named"), STORAGES, ids=[url for _, url, _ in STORAGES])
-def test_storages(
-    make: Callable[[Path, Path], None] | None,
-    url: str,
-    named: str,
-    empty_store: Path,
-    closed_port: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_storages(make, url, named, empty_store, closed_port, capsys) -> None:
     path = Path.cwd() / "storage"
     if make is not None:
         make(path, empty_store)
@@ -397,41 +484,25 @@ def test_storages(
 
 
 TRACKING = [
-    ("http://127.0.0.1:{port}", "Connection refused); start the server, or unset the variable"),
     ("http://me:geheim@127.0.0.1:{port}", "MLFLOW_TRACKING_URI=http://me:***@127.0.0.1:"),
-    ("http://127.0.0.1:port", "does not answer"),
+    ("http://127.0.0.1:{port}", "Connection refused); start the server, or unset the variable"),
     ("postgresql://me:geheim@127.0.0.1:{port}/x", "MLFLOW_TRACKING_URI 'postgresql://me:***@127.0.0.1:"),
     ("file:{place}/mlruns", "must be http://HOST:PORT, sqlite:///FILE or postgresql://"),
-    ("file://{place}/mlruns", "must be http://HOST:PORT, sqlite:///FILE or postgresql://"),
-    ("mlruns", "MLFLOW_TRACKING_URI=mlruns: must be http://HOST:PORT"),
     ("sqlite://", "MLFLOW_TRACKING_URI=sqlite://: must be http://HOST:PORT"),
-    ("nonsense://x", "MLFLOW_TRACKING_URI=nonsense://x: must be http://HOST:PORT"),
-    ("sqlite:///{place}/random.db", "random.db': cannot be used (file is not a database); move that file away"),
+    ("sqlite:///{place}/runs/mlflow.db", "mlflow.db': cannot be used (file is not a database); move that file away"),
+    ("", "mlflow.db': cannot be used (file is not a database); move that file away"),
     ("sqlite:////proc/mlflow.db", "MLFLOW_TRACKING_URI '/proc': nothing can be written there"),
 ]
 
 
 @pytest.mark.parametrize(("uri", "named"), TRACKING, ids=[uri for uri, _ in TRACKING])
-def test_tracking_stores(
-    uri: str,
-    named: str,
-    place: Path,
-    closed_port: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    random_bytes(place / "random.db", place)
+def test_tracking_stores(uri: str, named: str, place: Path, closed_port: int, monkeypatch: Any, capsys: Any) -> None:
+    """Without an address the store is in the runs folder, damaged here."""
+    (place / "runs").mkdir()
+    random_bytes(place / "runs" / "mlflow.db", place)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(place=place, port=closed_port))
     for command in (TRAIN, CELL, ["dashboard"]):
         assert named in expect_refusal(command, capsys), command
-
-
-def test_a_damaged_store_in_the_runs_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "runs").mkdir()
-    random_bytes(place / "runs" / "mlflow.db", place)
-    for command in (TRAIN, CELL, ["dashboard"]):
-        said = expect_refusal(command, capsys)
-        assert "mlflow.db': cannot be used (file is not a database); move that file away" in said
 
 
 def test_a_port_in_use(place: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,9 +527,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path
     return next((runs / "train-backcopy_tiny").iterdir())
 
 
-def test_evaluate_measures_what_the_run_did_and_creates_nothing(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_measures_what_the_run_did_and_creates_nothing(trained, capsys) -> None:
     before = snapshot_tree(trained.parent)
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
@@ -468,9 +537,6 @@ def test_evaluate_measures_what_the_run_did_and_creates_nothing(
     assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
     assert snapshot_tree(trained.parent) == before
     assert snapshot_tree(Path.cwd()) == {}
-
-
-def test_evaluate_measures_what_it_is_asked_for(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = "Passkey((16,), depths=(0, 1), digits=2), Lengths((1,))"
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1", "--evaluations", asked]) == 0
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
@@ -511,15 +577,6 @@ def use_other_data(content: dict[str, Any]) -> None:
         content["state_dict"][name] = content["state_dict"][name][:5].clone()
 
 
-def flip_bit(trained: Path) -> bytes:
-    """In the middle of the greatest weight, where torch would not see it."""
-    content = bytearray(trained.read_bytes())
-    with zipfile.ZipFile(trained) as archive:
-        record = max(archive.infolist(), key=lambda info: info.file_size if "/data/" in info.filename else 0)
-    content[record.header_offset + 200 + record.file_size // 2] ^= 1
-    return bytes(content)
-
-
 def compress(_trained: Path) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -529,12 +586,9 @@ def compress(_trained: Path) -> bytes:
 
 DAMAGED, FOREIGN = "is no checkpoint, or damaged (", "was not made by this project; give a final.ckpt"
 FILES: dict[str, tuple[Callable[[Path], bytes], str]] = {
-    "empty": (lambda _: b"", DAMAGED),
-    "text": (lambda _: b"the weights\n", DAMAGED),
     "truncated": (lambda trained: trained.read_bytes()[:-1000], DAMAGED),
-    "a flipped bit": (flip_bit, f"{DAMAGED}BadZipFile: bad checksum of "),
-    "compressed": (compress, "BadZipFile: it is compressed, which torch does not do"),
     "a pickle bomb": (lambda _: pickle.dumps(Bomb(Path.cwd() / "exploded")), DAMAGED),
+    "compressed": (compress, "BadZipFile: it is compressed, which torch does not do"),
 }
 OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a torch bomb": (
@@ -545,10 +599,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda _: {"state_dict": {"w": torch.zeros(2)}, "hyper_parameters": {"lr": 0.1}, "global_step": 3},
         FOREIGN,
     ),
-    "a tensor": (lambda _: torch.zeros(3), FOREIGN),
     "no config": (lambda content: content | {"hyper_parameters": {"config": "x", "vocab_size": 1}}, FOREIGN),
-    "step -1": (lambda content: content | {"global_step": -1}, FOREIGN),
-    "callbacks": (lambda content: content | {"callbacks": []}, FOREIGN),
 }
 """What stands in the file in place of the content."""
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -562,18 +613,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "other data": (use_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
     "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
-    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding must have shape [1000000000000, 16]"),
-    "length -1": (setting("context_length", -1), "context_length=-1: must be a whole number of at least 1"),
     "length 1e12": (setting("context_length", 10**12), "GB of memory, of which this machine has"),
-    "width": (of_model("d_model", 10**12), "the embedding must have shape [17, 1000000000000]"),
     "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
     "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), FOREIGN),
-    "csr": (weight(EMBEDDING, torch.Tensor.to_sparse_csr), FOREIGN),
-    "meta": (weight(EMBEDDING, lambda value: value.to("meta")), FOREIGN),
-    "complex": (weight(EMBEDDING, lambda value: value.to(torch.complex64)), FOREIGN),
     "int8": (weight(EMBEDDING, lambda value: value.to(torch.int8)), "is (17, 16) of torch.int8, should be (17, 16)"),
     "NaN": (weight(EMBEDDING, lambda value: value * torch.nan), "the weights are not finite (model.embedding.weight)"),
-    "a number for a name": (weight(3, torch.clone), FOREIGN),
     "a long name": (weight("x" * 10**6, torch.clone), "the weights are another architecture's (xxx"),
     "a name of two lines": (weight("0\n\x1b", torch.clone), r"(0 \x1b is (17, 16), should be missing)"),
 }
@@ -608,26 +652,6 @@ def test_the_bombs_do_explode_where_they_are_trusted(trained: Path, place: Path)
     assert (place / "exploded").exists()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "a pickle bomb", "a torch bomb", "another project's"])
-def test_a_checkpoint_that_cannot_be_resumed_from_is_quarantined_and_said(
-    kind: str, trained: Path, runs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    last = runs / "train-backcopy_tiny" / trained.name / "checkpoints" / "last.ckpt"
-    last.parent.mkdir(parents=True)
-    named = spoil(trained, last, kind).partition(";")[0]
-    left = last.read_bytes()
-    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias"]
-    assert main([*TRAIN, *lazy, "--runs", str(runs)]) == 0
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.support.disk"]
-    assert said.startswith(f"{last}: {named}")
-    assert said.endswith("quarantined as last.ckpt.damaged, started again without it")
-    assert "\n" not in said
-    assert not (Path.cwd() / "exploded").exists()
-    first, again = (json.loads((folder / RESULT).read_text()) for folder in (trained, last.parents[1]))
-    assert again["metrics"] == first["metrics"]
-    assert (last.parents[1] / "last.ckpt.damaged").read_bytes() == left
-
-
 OWN_CLASS = """
 from dataclasses import dataclass
 from lit_lazy.attention import LearnedBias
@@ -638,9 +662,7 @@ class MyOwnBias(LearnedBias):
 """
 
 
-def test_a_checkpoint_of_ones_own_class_wants_its_file(
-    trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_ones_own_class_wants_its_file(trained, place, capsys) -> None:
     content = read_checkpoint(trained / FINAL_CHECKPOINT)
     content["hyper_parameters"]["config"]["model"]["attention"]["bias"]["class"] = "MyOwnBias"
     torch.save(content, place / "own.ckpt")
@@ -661,39 +683,23 @@ def real(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-PROCESSES = [
-    (real, ["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number of at least 1"),
-    (real, [*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
-    (forked.run, ["evaluate", "bomb.ckpt"], "could run code"),
-    (
-        forked.run,
-        [*CELL, "--storage", "postgresql://me:geheim@127.0.0.1:{port}/x"],
-        "are server, user, password and database right?",
-    ),
-]
-
-
-@pytest.mark.parametrize(("run", "arguments", "named"), PROCESSES, ids=[" ".join(words) for _, words, _ in PROCESSES])
-def test_in_a_process_of_its_own(
-    run: Callable[..., subprocess.CompletedProcess[str]],
-    arguments: list[str],
-    named: str,
-    trained: Path,
-    place: Path,
-    closed_port: int,
-) -> None:
+@pytest.mark.parametrize(
+    ("run", "arguments", "named"),
+    [
+        (real, [*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
+        (forked.run, ["evaluate", "bomb.ckpt"], "could run code"),
+    ],
+)
+def test_in_a_process_of_its_own(run: Any, arguments: list[str], named: str, trained: Path, place: Path) -> None:
     spoil(trained, place / "bomb.ckpt", "a torch bomb")
     before = snapshot_tree(place)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
-    words = [argument.format(port=closed_port) for argument in arguments]
-    command = [sys.executable, "-m", "lit_lazy.command", *words]
+    command = [sys.executable, "-m", "lit_lazy.command", *arguments]
     done = run(command, cwd=place, env=environment | {"OMP_NUM_THREADS": "1"})
     assert snapshot_tree(place) == before
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", done.stderr), done.stderr
     assert named in done.stderr
-    assert PASSWORD not in done.stderr
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,16 +712,29 @@ def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.Monk
         assert "postgresql://me:***@host/x" in format_command_line()
 
 
-@pytest.mark.parametrize("words", [["train"], ["ablate", "run"]])
-def test_a_file_without_its_ending_is_guessed(
-    words: list[str], place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (place / "my_softpick.py").write_text("")
-    assert "'my_softpick': unknown (did you mean my_softpick.py?)" in expect_refusal([*words, "my_softpick"], capsys)
+@pytest.mark.parametrize(
+    "taus", [3, {"a": torch.zeros(1, 1)}, {1: torch.zeros(1)}, {1: None}, {1: torch.zeros(1, 1), 2: torch.zeros(2, 1)}]
+)
+def test_taus_that_are_none(taus: Any, trained: Path, place: Path) -> None:
+    torch.save(read_checkpoint(trained / FINAL_CHECKPOINT) | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the learned parameters .* are damaged"):
+        read_checkpoint_history(place / "c.ckpt")
 
 
-def test_trainings_are_not_offered_as_ablations(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("train-own", "diagnose-own", "mlartifacts", "duo-tiny"):
-        (place / "runs" / name).mkdir(parents=True)
-    said = expect_refusal(["ablate", "status", "nothing"], capsys)
-    assert said.endswith("'nothing': 'runs' has no such results; it has duo-tiny\n")
+def test_a_folder_where_a_lock_should_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "runs" / "table2-backcopy_tiny" / "plan.json.lock").mkdir(parents=True)
+    assert main([*RUN, "--runs", "runs"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lit-lazy: ")
+    assert line.endswith("plan.json.lock': cannot be used (Is a directory)")
+
+
+def test_a_message_is_one_line_without_passwords() -> None:
+    url = "postgresql://me:ge@he/im geheim@host/x?password=geheim&a=b"
+    assert sanitise(f"--storage '{url}'\n: no") == "--storage 'postgresql://me:***@host/x?password=***&a=b' : no"
+    assert sanitise("http://127.0.0.1:5000/a me@host").startswith("http://127.0.0.1:")
+    assert sanitise("write postgresql://USER:PASSWORD@HOST") == "write postgresql://USER:PASSWORD@HOST"
+    long = sanitise(f"--x='{'y' * 10**6}': fix")
+    assert len(long) < LONGEST_MESSAGE + 10
+    assert long.startswith("--x='yyy")
+    assert long.endswith("': fix")

@@ -39,40 +39,30 @@ def config():
 """
 
 
-@pytest.fixture
-def checkpoint(place: Path) -> Path:
-    """A model of a custom rule, whose file is not imported into this process."""
+def test_an_edited_rule_is_said(place: Path) -> None:
+    """Also where the edit is in a file that the rule's own imports. This process does not import the rule."""
+    helper = place / "helper.py"
     (place / "rule.py").write_text(RULE)
-    (place / "helper.py").write_text("SCALE = 1.0\n")
+    helper.write_text("SCALE = 1.0\n")
     forked.run_in_fork(lambda: main(["train", "./rule.py", "--threads", "1"]))
-    return next(place.glob("runs/*/*/final.ckpt"))
+    checkpoint = next(place.glob("runs/*/*/final.ckpt"))
 
+    def run(*words: str) -> str:
+        given = [words[0], str(checkpoint), *words[1:], "--import", "rule.py", "--threads", "1"]
+        done = forked.run([sys.executable, "-m", "lit_lazy.command", *given])
+        assert done.returncode == 0, done.stderr
+        return done.stderr
 
-@pytest.mark.parametrize("command", [["evaluate"], ["generate", "--prompt", "1 2", "--tokens", "2"]])
-@pytest.mark.parametrize(
-    ("helper", "said"),
-    [
-        ("SCALE = 1.0  # as before\n", ""),
-        ("SCALE = 9.0\n", "a file that defines Cooled has changed since its training; this is new code"),
-    ],
-)
-def test_an_edited_rule_is_said(checkpoint: Path, command: list[str], helper: str, said: str) -> None:
-    """Also where the edit is in a file that the rule's own imports."""
-    Path("helper.py").write_text(helper)
-    words = [command[0], str(checkpoint), *command[1:], "--import", "rule.py", "--threads", "1"]
-    done = forked.run([sys.executable, "-m", "lit_lazy.command", *words])
-    assert done.returncode == 0, done.stderr
-    assert said in done.stderr
-    assert ("Cooled" in done.stderr) is bool(said)
-
-
-def test_a_hash_of_an_earlier_version_is_not_compared(checkpoint: Path) -> None:
+    commands = ("evaluate",), ("generate", "--prompt", "1 2", "--tokens", "2")
+    helper.write_text("SCALE = 1.0  # as before\n")
+    assert not [command for command in commands if "Cooled" in run(*command)]
+    helper.write_text("SCALE = 9.0\n")
+    changed = "a file that defines Cooled has changed since its training; this is new code"
+    assert all(changed in run(*command) for command in commands)
     content = torch.load(checkpoint)
     content["sources"]["code"]["Cooled"] = "0123456789ab"
     torch.save(content, checkpoint)
-    words = ["evaluate", str(checkpoint), "--import", "rule.py", "--threads", "1"]
-    done = forked.run([sys.executable, "-m", "lit_lazy.command", *words])
-    assert "an earlier version hashed the code of Cooled, so it may have changed since" in done.stderr
+    assert "an earlier version hashed the code of Cooled, so it may have changed since" in run("evaluate")
 
 
 def swap_tokens(file: Path) -> None:
@@ -83,28 +73,19 @@ def swap_tokens(file: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-@pytest.mark.long
-def test_a_replaced_tokenizer_is_refused(place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("trained", marks=pytest.mark.long), "imported"])
+def test_a_replaced_tokenizer_is_refused(kind: str, place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("text.txt", "held.txt"):
         (place / name).write_text("the cat sat on the mat, äußerst ✓ on that " * 100 + name)
-    given = [*TEXT, f"--data.tokenizer={bpe}", "--threads=1"]
-    sizes = ["--model.d_model=16", "--model.n_layers=1", "--train.steps=2", "--train.warmup_steps=1"]
-    assert main(["train", "text", *given, *sizes]) == 0
-    (checkpoint,) = place.glob("runs/*/*/final.ckpt")
-    refuse_after_swap(str(checkpoint), bpe, [], capsys)
-
-
-def test_the_replaced_tokenizer_of_an_imported_model_is_refused(
-    place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_published(place / "source", "Qwen2", bpe)
-    for name in ("text.txt", "held.txt"):
-        (place / name).write_text("the cat sat on the mat, äußerst ✓ on that " * 100 + name)
-    assert main(["import", "source", "new/model.ckpt"]) == 0
-    refuse_after_swap("new/model.ckpt", place / "new" / "tokenizer.json", TEXT, capsys)
-
-
-def refuse_after_swap(checkpoint: str, tokenizer: Path, data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if kind == "trained":
+        given = [*TEXT, f"--data.tokenizer={bpe}", "--threads=1"]
+        sizes = ["--model.d_model=16", "--model.n_layers=1", "--train.steps=2", "--train.warmup_steps=1"]
+        assert main(["train", "text", *given, *sizes]) == 0
+        checkpoint, tokenizer, data = str(next(place.glob("runs/*/*/final.ckpt"))), bpe, []
+    else:
+        make_published(place / "source", "Qwen2", bpe)
+        assert main(["import", "source", "new/model.ckpt"]) == 0
+        checkpoint, tokenizer, data = "new/model.ckpt", place / "new" / "tokenizer.json", TEXT
     commands = [
         ["generate", checkpoint, "--prompt", "the cat", "--tokens", "2"],
         ["export", checkpoint, "exported"],

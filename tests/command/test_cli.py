@@ -1,28 +1,30 @@
-"""The command line: instant help, and what the commands print. tests/test_bad_input.py has the mistakes."""
+"""Help, what commands print, missing packages, completion, and the files of `lit-lazy new`."""
 
-import argparse
-import errno
+import ast
+import contextlib
+import importlib.metadata
 import io
 import os
 import re
-import shutil
+import shlex
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import pytest
+from mistakes import iter_commands
 
+from flash_lazy.cpu import library
+from lit_lazy.command import doctor
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.tracking.client import list_experiment_names
-from lit_lazy.tracking.store import default_uri
-
-BIN = Path(sys.executable).parent
+from lit_lazy.command.new import COMMANDS, fill_template
+from lit_lazy.table.stored import read_table
 
 
 def test_help_answers_in_a_second_without_torch() -> None:
@@ -74,7 +76,8 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     (tmp_path / "own.py").write_text("x = 1\n")
     with zipfile.ZipFile(tmp_path / "own.zip", "w"):
         pass
-    (tmp_path / "full" / "duo-tiny").mkdir(parents=True)
+    for name in ("duo-tiny", "train-own", "diagnose-own", "mlartifacts"):  # trainings are no ablations
+        (tmp_path / "full" / name).mkdir(parents=True)
     with closing(sqlite3.connect(tmp_path / "full" / "queue.db")) as database, database:
         database.execute("CREATE TABLE studies AS SELECT 'duo-queued' AS study_name")
     done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
@@ -87,17 +90,8 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
-    """Every command, by its words."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for word, below in action.choices.items():
-                yield [word]
-                yield from ([word, *words] for words in commands(below))
-
-
-@pytest.mark.parametrize("command", list(commands(make_parser())), ids=" ".join)
-def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [words for words, _ in iter_commands(make_parser())], ids=" ".join)
+def test_every_command_explains_itself(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Its usage, and what it and each of its options do."""
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])
@@ -109,12 +103,40 @@ def test_every_command_explains_itself(command: list[str], capsys: pytest.Captur
         assert len(about.split()) >= 3, option
 
 
-@pytest.mark.parametrize("words", [["trian"], ["ablate", "rum"]])
-def test_an_unknown_command_is_told_as_argparse_does(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert f"argument COMMAND: invalid choice: '{words[-1]}' (choose from " in capsys.readouterr().err
+def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "list"]) == 0
+    out, _, searches = capsys.readouterr().out.partition("searches:\n")
+    assert all(f"  {name} " in out for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"))
+    assert searches.startswith("  lazy_search ")
+
+
+TRAIN = ["train", "backcopy_tiny", "--threads", "1", "--train.steps=2", "--train.warmup_steps=0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "streams"), [(["--help"], "1"), (["fields", "backcopy"], "1"), (TRAIN, "1"), (TRAIN, "2")]
+)
+def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, tmp_path: Path) -> None:
+    """As in `lit-lazy train backcopy | head -1`: the work is done."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = {"stdout": forked.PIPE, "stderr": forked.PIPE} | {{"1": "stdout", "2": "stderr"}[streams]: writer}
+    with forked.Popen([sys.executable, "-m", "lit_lazy.command", *words], cwd=tmp_path, text=True, **given) as process:
+        os.close(writer)
+        out, err = process.communicate()
+    assert process.returncode == 0
+    assert "Traceback" not in (err or "")
+    assert bool(out) == (streams == "2")
+    assert len(list(tmp_path.glob("runs/*/*/result.json"))) == (words == TRAIN)
+
+
+@pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
+def test_closed_streams_are_no_failure(words: str, status: int, tmp_path: Path) -> None:
+    """What is printed is lost, as with /dev/null, and the exit status is the same."""
+    command = f"{sys.executable} -m lit_lazy.command {words}"
+    end = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Traceback" not in end.stderr
+    assert end.returncode == status
 
 
 def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,42 +153,7 @@ def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     )
 
 
-def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "list"]) == 0
-    out = capsys.readouterr().out
-    for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"):
-        assert f"  {name} " in out
-
-
-FEW_STEPS = ["--train.steps=2", "--train.warmup_steps=0"]
-CLOSED_PIPE = """
-import os, sys
-reader, writer = os.pipe()
-os.dup2(writer, int(sys.argv[1]))
-os.close(reader), os.close(writer)
-os.execvp(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-TRAIN = ["train", "backcopy_tiny", "--threads", "1", *FEW_STEPS]
-
-
-@pytest.mark.parametrize(
-    ("stream", "words"),
-    [(1, ["--help"]), (1, ["fields", "backcopy"]), (1, TRAIN), (2, TRAIN)],
-    ids=["help", "fields", "train", "train, stderr"],
-)
-def test_a_reader_that_ends_early_is_no_failure(stream: int, words: list[str], tmp_path: Path) -> None:
-    """As in `lit-lazy train backcopy | head -1`: the work is done."""
-    command = [sys.executable, "-c", CLOSED_PIPE, str(stream), "-m", "lit_lazy.command", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    assert bool(done.stdout) == (stream == 2)
-    assert len(list(tmp_path.glob("runs/*/*/result.json"))) == (words[0] == "train")
-
-
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_child_processes_print_in_the_encoding_of_the_command(encoding: str) -> None:
     code = (
         "import subprocess, sys\nfrom lit_lazy.support.streams import prepare_streams\nprepare_streams()\n"
@@ -174,24 +161,6 @@ def test_child_processes_print_in_the_encoding_of_the_command(encoding: str) -> 
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"loss \\u2193\n"
-
-
-@pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
-def test_closed_streams_are_no_failure(words: str, status: int, tmp_path: Path) -> None:
-    """What is printed is lost, as with /dev/null, and the exit status is the same."""
-    command = f"{sys.executable} -m lit_lazy.command {words}"
-    end = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "Traceback" not in end.stderr
-    assert end.returncode == status
-
-
-@pytest.mark.long
-def test_a_grid_is_executed_with_all_streams_closed(runs: Path) -> None:
-    few = "--rows lazy --seeds 0 --workers 1 --threads 1 --train.steps=2 --train.warmup_steps=0"
-    words = f"ablate run table2 --base backcopy_tiny {few} --runs {runs}"
-    end = subprocess.run(["sh", "-c", f"{sys.executable} -m lit_lazy.command {words} <&- >&- 2>&-"], check=False)
-    assert end.returncode == 0
-    assert list(runs.glob("table2-*/table.md"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -205,18 +174,7 @@ def test_a_signal_after_the_work_does_not_hide_the_status(number: signal.Signals
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> int:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr("lit_lazy.command.main.run_command", broken)
-    with pytest.raises(BrokenPipeError):
-        main(["ablate", "list"])
-
-
-def test_a_warning_that_is_an_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_that_is_an_error_is_one_line(monkeypatch, capsys) -> None:
     """As by PYTHONWARNINGS=error, with which MLflow's import fails."""
 
     def warn(*_: object) -> None:
@@ -229,30 +187,139 @@ def test_a_warning_that_is_an_error_is_one_line(
     )
 
 
-def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        shutil.copy(empty_store, tmp_path / name / "mlflow.db")
-        assert main(["train", "backcopy_tiny", "--runs", str(tmp_path / name), "--threads", "1"]) == 0
-        assert list_experiment_names(default_uri(tmp_path / name))[:1] == ["train-backcopy_tiny"]
+@pytest.fixture
+def required(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requirements of the distribution, which a test fills in."""
+    needed: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
+    return needed
 
 
-def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--dry-run", "--rows", "softmax", "--seeds", "0"]
-    assert main([*command, "--model.n_kv_heads=None"]) == 0
-    assert "1 cells of table2-backcopy_tiny:" in capsys.readouterr().out
+def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    required += ["torch>=2.11", 'absent-for-windows>=1; sys_platform == "win32"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    for name in ("lit-lazy", "python", "torch", "triton", "lightning", "mlflow", "optuna", "datasets", "CPU", "GPU"):
+        assert f"\n{name} " in f"\n{out}", name
+    assert f"torch        {importlib.metadata.version('torch')}\n" in out
+    assert re.search(r"^lazy         attention runs on (chunked|cpu \(\w+\)|triton)$", out, re.MULTILINE)
+    assert f"tracking     sqlite:///{runs.resolve()}/mlflow.db\n" in out
+    assert "absent" not in out
+    assert out.endswith("Everything required is installed.\n")
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
-def test_work_is_not_undone_by_a_character_that_the_terminal_lacks(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def print_arrow(*_: object) -> int:
-        print("loss \u2193", flush=True)
-        return 0
+def test_missing_packages_and_programs_are_reported_with_their_use(runs, required, closed_port, capsys, monkeypatch):
+    """Extras and programs are optional; a missing requirement is an error."""
+    monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
+    monkeypatch.setenv(library.SWITCH, "0")
+    required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "  --logger wandb: no-such-package is not installed (needed: >=3); pip install 'lit-lazy[wandb]'\n" in out
+    installed = importlib.metadata.version("torch")
+    assert f"  grids on a Ray cluster (--launcher ray): torch is {installed} (needed: <2); pip install 'lit-laz" in out
+    assert "  tests of pages and dashboards: the program chromium is not on the PATH\n" in out
+    assert f"  faster attention on CPUs: {library.find_obstacle()}\n" in out
+    assert "RetNet" not in out
+    required += ["numpy<1"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
+    assert main(["doctor", "--runs", str(runs)]) == 1
+    _, _, errors = capsys.readouterr().out.partition("errors:\n")
+    numpy = importlib.metadata.version("numpy")
+    assert f"  numpy: is {numpy} (needed: <1); pip install -r requirements.t" in errors
+    assert f"  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in errors
+    assert "Everything" not in errors
 
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
-    monkeypatch.setattr("lit_lazy.command.main.run_command", print_arrow)
-    assert main([]) == 0
-    assert written.getvalue() == b"loss \\u2193\n"
+
+def test_every_extra_has_a_use() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor.USES.keys()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "lit-lazy" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The completion script of bash."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "lit-lazy"
+    path.write_text(out.getvalue())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        (["tra"], {"train"}),
+        (["ablate", "ru"], {"run"}),
+        (["train", "backcopy_t"], {"backcopy_tiny"}),
+        (["train", "backcopy", "--keep"], {"--keep-checkpoint"}),
+        (["train", "backcopy", "--logger", "t"], {"tensorboard"}),
+        (["ablate", "run", "table2_"], {"table2_grid"}),
+        (["completion", "z"], {"zsh"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(typed: list[str], completed: set[str], script: Path) -> None:
+    complete = f"source {script}; COMP_WORDS=(lit-lazy {' '.join(typed)}) COMP_CWORD={len(typed)}; _shtab_lit_lazy"
+    done = subprocess.run(
+        ["bash", "-c", f"{complete}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+    )
+    assert {word.strip() for word in done.stdout.splitlines()} == completed
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+OPTIONS = {"ablation": ["--dry-run"]}
+"""The page's own ablation, which is the same code, is executed by tests/test_frame.py."""
+CELLS = {"ablation": 0, "question": 20, "normaliser": 1, "bias": 1, "data": 1, "metric": 1}
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "question" else ()) for kind in COMMANDS]
+)
+def test_a_new_file_runs_by_the_command_that_is_printed(kind, place, runs, capsys) -> None:
+    assert main(["new", kind, f"some_{kind}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    words = shlex.split(said[-1].removeprefix("run it:"))
+    assert words[1:] == [*COMMANDS[kind], f"some_{kind}.py"]
+    command = [str(Path(sys.executable).parent / "lit-lazy"), *words[1:], *OPTIONS.get(kind, []), "--runs", str(runs)]
+    done = forked.run([*command, "--threads", "1"], cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = list(runs.glob(f"*some_{kind}*/**/result.json"))
+    assert len(results) == CELLS[kind]
+    if kind == "question":
+        assert read_table(next(runs.glob("some_question-*/table.json"))).verdict is not None
+
+
+def strip_docstrings(text: str) -> str:
+    """The code of a file without its docstrings and comments."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [
+                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_page_shows_what_is_written(kind: str) -> None:
+    name = "my_softpick" if kind == "normaliser" else f"my_{kind}"
+    example = re.search(rf"^```python\n(# {name}\.py.*?)^```", PAGE, re.M | re.S)
+    assert example
+    assert strip_docstrings(fill_template(kind, name)) == strip_docstrings(example[1])
+
+
+def test_a_name_is_that_of_a_class_of_nobody_else() -> None:
+    """A second class called Elastic could not be told from the first in a config."""
+    assert "class MyElastic(Normaliser)" in fill_template("normaliser", "elastic")
+    assert "class MyNone(DataConfig)" in fill_template("data", "none")
+    assert "class MySoftpickModule(" in fill_template("normaliser", "my_softpick")

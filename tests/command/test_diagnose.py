@@ -1,28 +1,33 @@
-"""`lit-lazy diagnose`: a checkpoint's arrays, figures and MLflow run; wrong input ends in one line, nothing created."""
+"""`lit-lazy diagnose`: arrays, figures and MLflow run of a checkpoint; Table 1; a mistake is one line."""
 
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
-import mistakes
+import forked
 import numpy as np
 import pytest
 import torch
+from mistakes import expect_refusal
 from untrained import save
 
-from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
+from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, Mamba2, NoBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import load_experiment
+from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.report.checkpoint import Request, diagnose
-from lit_lazy.support.named_files import find
+from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.module import LitLM
@@ -30,15 +35,9 @@ from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.xdist_group("diagnose")  # one process trains and diagnoses
-CFG = replace_at(
-    load_experiment(find("experiments", "backcopy_tiny")),
-    {
-        "model.n_layers": 2,
-        "model.n_heads": 2,
-        "model.attention.normaliser": Elastic(),
-        "model.attention.bias": LearnedBias(),
-    },
-)
+MAMBA = experiment("backcopy_tiny", {"model.mixer": Mamba2()})
+LAZY = {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}
+CFG = experiment("backcopy_tiny", {"model.n_layers": 2, "model.n_heads": 2, **LAZY})
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +63,7 @@ def diagnosed(trained: Path, tmp_path_factory: pytest.TempPathFactory, empty_sto
     return runs, said.getvalue()
 
 
-def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
-    diagnosed: tuple[Path, str], trained: Path
-) -> None:
+def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(diagnosed, trained) -> None:
     found = Diagnostics.load(diagnosed[0] / "diagnose-abcdef" / "diagnostics.npz")
     assert found.prefixes == ["", "init/", "L24/", "L16/", "L32/"]
     module = LitLM(**read_checkpoint(trained)["hyper_parameters"])
@@ -110,6 +107,9 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
     assert facts["data"]["L24/"]["context_length"] == 24
     assert facts["data"]["trained"]["fingerprint"] == CFG.data.load().fingerprint
     assert {"git_sha", "torch", "python", "machine"} <= facts["versions"].keys()
+    for name in ("attention_maps", "mass_by_position", "sparsity_by_layer", "bias_curves", "loss_by_length"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+        assert "<svg" in (folder / f"{name}.svg").read_text(), name
     arrays = Diagnostics.load(folder / "diagnostics.npz")
     scalars = arrays.scalars()
     assert scalars.items() <= facts["metrics"].items()
@@ -129,13 +129,6 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
         means[f"{prefix}length/n"] = length
         means[f"{prefix}length/theta"] = means[f"{prefix}tau/mean"] / length
     assert beside == pytest.approx(means, rel=1e-5)
-
-
-def test_figures_are_drawn(diagnosed: tuple[Path, str]) -> None:
-    folder = diagnosed[0] / "diagnose-abcdef"
-    for name in ("attention_maps", "mass_by_position", "sparsity_by_layer", "bias_curves", "loss_by_length"):
-        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
-        assert "<svg" in (folder / f"{name}.svg").read_text(), name
 
 
 def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,25 +172,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_data_of_another_experiment_and_another_folder(trained: Path, runs: Path, tmp_path: Path) -> None:
-    """Its own data again, but drawn with another seed, and in longer sequences."""
-    (tmp_path / "other.py").write_text(
-        "from dataclasses import replace\n"
-        "from lit_lazy.config.user_files import find, load_experiment\n"
-        "def config():\n"
-        "    tiny = load_experiment(find('experiments', 'backcopy_tiny'))\n"
-        "    return replace(tiny, data=replace(tiny.data, context_length=20, task_seed=1))\n"
-    )
-    out = tmp_path / "new" / "here"
-    data = ["--data", str(tmp_path / "other.py")]
-    assert main(["diagnose", str(trained), *data, "--out", str(out), "--runs", str(runs), "--threads", "1"]) == 0
-    arrays = Diagnostics.load(out / "diagnostics.npz").arrays
-    assert arrays["sample"].tolist() == [32, 20, 2]
-    assert len(arrays["maps/heads"]) == 2
-    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["mlartifacts"]
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--lengths", "40", "--first", "2", "--window", "10", "--sequences", "6", "--threads", "1"]
     assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
@@ -221,9 +195,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_mlflow_out_of_reach_leaves_the_results(
-    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, capsys) -> None:
     from lit_lazy.tracking.store import TrackingError
 
     def refuse(*_: object, **__: object) -> None:
@@ -239,96 +211,9 @@ def test_mlflow_out_of_reach_leaves_the_results(
     assert (folder / "diagnostics.npz").exists()
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What `lit-lazy diagnose` prints of a mistake."""
-    return mistakes.expect_refusal(["diagnose", *arguments], capsys)
-
-
-OPTIONS = [
-    ([], "the following arguments are required: CHECKPOINT"),
-    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 layers; choose from 0 to 1"),
-    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 layers; choose from 0 to 1"),
-    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 heads; choose from 0 to 1"),
-    (["{ckpt}", "--lengths", "2"], "--lengths 2: data.context_length=2: must be a whole number of at least 3"),
-    (["{ckpt}", "--first", "4"], "--first 4: nothing is evicted without --window; give both"),
-    (["{ckpt}", "--out", "/proc/here"], "--out '/proc/here': nothing can be written there"),
-    (["{ckpt}", "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
-    (["{ckpt}", "--data", "nothing"], "experiment 'nothing': unknown; there are backcopy"),
-    (
-        ["{ckpt}", "--data", "stdlib_tiny"],
-        "--data 'stdlib_tiny': the model has a vocabulary of 17 tokens, these data have 256; name data",
-    ),
-    (["{ckpt}", "--import", "mine.py"], "argument --import: file 'mine.py': no such file; give the path"),
-    (
-        ["{ckpt}", "--train.steps=3"],
-        "train.steps: has no effect on a trained model; set only fields of model and data",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "named"), OPTIONS, ids=[" ".join(a) for a, _ in OPTIONS])
-def test_options(
-    arguments: list[str], named: str, trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert place == Path.cwd()
-    assert named in refused([argument.format(ckpt=trained) for argument in arguments], capsys)
-
-
-def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    del place
-    whole = trained.read_bytes()
-    (tmp_path / "truncated.ckpt").write_bytes(whole[:-1000])
-    torch.save({"state_dict": {"weight": torch.zeros(2)}, "global_step": 3}, tmp_path / "foreign.ckpt")
-    for name, named in (
-        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
-        ("truncated", "is no checkpoint, or damaged ("),
-        ("foreign", "was not made by this project; give a final.ckpt"),
-    ):
-        error = refused([str(tmp_path / f"{name}.ckpt"), "--lengths", "32"], capsys)
-        assert f"checkpoint '{tmp_path / name}.ckpt': " in error
-        assert named in error
-
-
-def test_data_that_are_no_longer_those_of_the_training(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    del place
-    for changed, named in (
-        ({"vocab_size": 5}, "vocab_size=5, which now has vocab_size=17"),
-        ({"context_length": 12}, "context_length=12, which now has context_length=16"),
-    ):
-        assert f"was trained on data with {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
-
-
-LENGTHS = [
-    ({"model.position": LearnedAbsolute()}, 17, "--lengths 17: LearnedAbsolute: 17 positions requested, 16 learned; "),
-    ({"model.attention.bias": Fire()}, 17, "--lengths 17: Fire.length=None: cannot serve 17 keys"),
-]
-
-
-@pytest.mark.parametrize(("changes", "length", "named"), LENGTHS, ids=[named for _, _, named in LENGTHS])
-def test_lengths_beyond_the_positions(
-    changes: dict[str, object],
-    length: int,
-    named: str,
-    place: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    del place
-    path = save(tmp_path / "short.ckpt", replace_at(CFG, changes))
-    assert named.replace("None", "16") in refused([path, "--lengths", f"8,{length}"], capsys)
-
-
-def test_lengths_beyond_the_data(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    del place
-    stdlib = load_experiment(find("experiments", "stdlib_tiny"))
-    error = refused([save(tmp_path / "text.ckpt", stdlib, 256, 32), "--lengths", "64,100000"], capsys)
-    assert error.startswith("lit-lazy: --lengths 100000: data.validation_windows=16: the validation text under ")
-
-
 OWN_DATA = """
 from dataclasses import dataclass
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 
@@ -336,18 +221,54 @@ from lit_lazy.data.backcopy import Backcopy
 class Fixed(DataConfig):
     def load(self):
         return Backcopy(vocab_size=16, context_length=16, train_sequences=8, validation_sequences=8).load()
+
+def config():
+    return RunConfig(data=Fixed())
 """
+BEYOND = "lit-lazy: --lengths 100000: data.validation_windows=16: the validation text under "
+WRONG = [
+    ("model.ckpt --layers 0,7", "--layers 7: the model has 2 layers; choose from 0 to 1"),
+    ("model.ckpt --heads 2", "--heads 2: the model has 2 heads; choose from 0 to 1"),
+    ("model.ckpt --lengths 2", "--lengths 2: data.context_length=2: must be a whole number of at least 3"),
+    ("model.ckpt --first 4", "--first 4: nothing is evicted without --window; give both"),
+    ("model.ckpt --out /proc/here", "--out '/proc/here': nothing can be written there"),
+    ("model.ckpt --runs /proc/runs", "--runs '/proc/runs': nothing can be written there"),
+    ("model.ckpt --data nothing", "experiment 'nothing': unknown; there are backcopy"),
+    ("model.ckpt --data stdlib_tiny", "--data 'stdlib_tiny': the model has a vocabulary of 17 tokens, these data have"),
+    ("model.ckpt --train.steps=3", "train.steps: has no effect on a trained model; set only fields of model and data"),
+    ("model.ckpt --data own.py --lengths 24", "--lengths 24: Fixed has no context_length to change; measure only at i"),
+    ("missing.ckpt", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
+    ("truncated.ckpt", "checkpoint 'truncated.ckpt': is no checkpoint, or damaged ("),
+    ("words.ckpt", "was trained on data with vocab_size=5, which now has vocab_size=17"),
+    ("short.ckpt", "was trained on data with context_length=12, which now has context_length=16"),
+    ("mamba.ckpt --heads 0", "--heads 0: the model has no attention; leave the option out"),
+    ("mamba.ckpt --layers 0", "--layers 0: the model has no attention; leave the option out"),
+    ("learned.ckpt --lengths 17", "--lengths 17: LearnedAbsolute: 17 positions requested, 16 learned; "),
+    ("fire.ckpt --lengths 8,17", "--lengths 17: Fire.length=16: cannot serve 17 keys"),
+    ("text.ckpt --lengths 64,100000", BEYOND),
+]
 
 
-def test_data_without_a_length_to_change(
-    trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    del place
-    (tmp_path / "fixed.py").write_text(
-        OWN_DATA + "from lit_lazy.config.schema import RunConfig\ndef config():\n    return RunConfig(data=Fixed())\n"
-    )
-    error = refused([str(trained), "--data", str(tmp_path / "fixed.py"), "--lengths", "16,24"], capsys)
-    assert error == "lit-lazy: --lengths 24: Fixed has no context_length to change; measure only at its own length\n"
+@pytest.fixture(scope="module")
+def wrong(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints, most of which have something wrong."""
+    folder = tmp_path_factory.mktemp("wrong")
+    shutil.copy(trained, folder / "model.ckpt")
+    (folder / "truncated.ckpt").write_bytes(trained.read_bytes()[:-1000])
+    (folder / "own.py").write_text(OWN_DATA)
+    save(folder / "words.ckpt", CFG, vocab_size=5)
+    save(folder / "short.ckpt", CFG, context_length=12)
+    save(folder / "learned.ckpt", replace_at(CFG, {"model.position": LearnedAbsolute()}))
+    save(folder / "fire.ckpt", replace_at(CFG, {"model.attention.bias": Fire()}))
+    save(folder / "mamba.ckpt", MAMBA)
+    save(folder / "text.ckpt", experiment("stdlib_tiny"), 256, 32)
+    return folder
+
+
+@pytest.mark.parametrize(("words", "named"), WRONG, ids=[words for words, _ in WRONG])
+def test_mistakes(words: str, named: str, wrong: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(wrong)
+    assert named in expect_refusal(["diagnose", *words.split()], capsys)
 
 
 OWN_NORMALISER = """
@@ -378,6 +299,30 @@ def test_a_custom_normaliser_needs_no_more_than_its_weights(trained: Path, runs:
     np.testing.assert_allclose(arrays["entropy/normalised"], 1, rtol=1e-6)
 
 
+def test_a_long_measurement_says_where_it_is_and_an_interrupt_promises_no_resumption(
+    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the model's own data, but drawn with another seed, and longer sequences."""
+    data = ("--data.context_length=20", "--data.task_seed=1")
+    monkeypatch.setattr("lit_lazy.report.checkpoint.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("lit_lazy.measure.diagnostics.TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr("lit_lazy.report.checkpoint.draw_run_figures", lambda *_: {})
+    said: list[str] = []
+    diagnose(Request(trained, overrides=data, sequences=2, out=tmp_path / "new" / "out", runs=runs), said.append)
+    lines = [re.sub(r"[\d,]+ tokens/s, \d+:\d\d", "", line) for line in said if "done" in line]
+    assert lines == [
+        "measuring 1 of 2, 20 of 80 tokens done ( left)",
+        "measuring 1 of 2, 40 of 80 tokens done ( left)",
+        "measuring 2 of 2, 60 of 80 tokens done ( left)",
+        "measuring 2 of 2, 80 of 80 tokens done ( left)",
+    ]
+    assert Diagnostics.load(tmp_path / "new" / "out" / "diagnostics.npz").arrays["sample"].tolist() == [2, 20, 2]
+    monkeypatch.setattr("lit_lazy.report.checkpoint.measure_all", Mock(side_effect=KeyboardInterrupt))
+    assert main(["diagnose", str(trained), "--runs", str(runs)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["mlartifacts"]
+
+
 @pytest.mark.long
 def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "there"
@@ -394,38 +339,8 @@ def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path)
     assert (folder / "mine.png").read_text() == "of another model"
 
 
-def test_a_long_measurement_says_where_it_is(
-    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("lit_lazy.report.checkpoint.REPORT_SECONDS", -1.0)
-    monkeypatch.setattr("lit_lazy.measure.diagnostics.TOKENS_AT_ONCE", 16)
-    monkeypatch.setattr("lit_lazy.report.checkpoint.draw_run_figures", lambda *_: {})
-    said: list[str] = []
-    diagnose(Request(trained, sequences=2, out=tmp_path / "out", runs=runs), said.append)
-    lines = [re.sub(r"[\d,]+ tokens/s, \d+:\d\d", "", line) for line in said if "done" in line]
-    assert lines == [
-        "measuring 1 of 2, 16 of 64 tokens done ( left)",
-        "measuring 1 of 2, 32 of 64 tokens done ( left)",
-        "measuring 2 of 2, 48 of 64 tokens done ( left)",
-        "measuring 2 of 2, 64 of 64 tokens done ( left)",
-    ]
-
-
-def test_an_interrupt_promises_no_resumption(
-    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lit_lazy.report.checkpoint.measure_all", interrupt)
-    assert main(["diagnose", str(trained), "--runs", str(runs)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 @pytest.mark.parametrize("command", [pytest.param("diagnose", marks=pytest.mark.long), "evaluate"])
-def test_data_that_have_changed_since_the_training_are_told(
-    command: str, trained: Path, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_have_changed_since_the_training_are_told(command, trained, tmp_path, runs, capsys) -> None:
     result = json.loads((trained.parent / RESULT).read_text())
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
     (tmp_path / RESULT).write_text(json.dumps(result | {"fingerprint": "0123456789abcdef"}))
@@ -437,3 +352,50 @@ def test_data_that_have_changed_since_the_training_are_told(
     del result["fingerprint"]  # an earlier version's, which tells of no contents
     (tmp_path / RESULT).write_text(json.dumps(result))
     assert main(words) == 0
+
+
+TABLE1 = ["ablate", "run", "table1", "--base", "backcopy_tiny"]
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mamba") / "abcdef"
+    torch.set_num_threads(1)
+    run(MAMBA, folder, keep_checkpoint=True)
+    return folder / FINAL_CHECKPOINT
+
+
+def test_the_rest_of_a_diagnosis_is_made(mamba: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss by position at further lengths, hidden states, figures of both, and the run in MLflow."""
+    assert main(["diagnose", str(mamba), "--runs", str(runs), "--lengths", "32", "--threads", "1"]) == 0
+    folder = runs / "diagnose-abcdef"
+    found = Diagnostics.load(folder / "diagnostics.npz")
+    assert found.prefixes == ["", "init/", "L32/"]
+    assert found.arrays["L32/loss/by_position"].shape == (32,)
+    assert np.isfinite(found.arrays["hidden/effective_rank"]).all()
+    assert not [name for name in found.arrays if "sink" in name or "maps" in name]
+    assert json.loads((folder / "diagnostics.json").read_text())["maps"] == []
+    assert {path.stem for path in folder.glob("*.png")} == {"rank_profile", "loss_by_length"}
+    printed = capsys.readouterr().out
+    assert "effective_rank" in printed
+    assert "sink" not in printed
+    assert main(["evaluate", str(mamba), "--threads", "1"]) == 0
+    assert "loss/val" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_table1_end_to_end(runs: Path) -> None:
+    """Every row trains; what has no attention has no share of it, and the parameters are within 2 %."""
+    command = [str(Path(sys.executable).parent / "lit-lazy"), *TABLE1, "--seeds", "0", "--workers", "1"]
+    done = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.variant: row.metrics for row in read_table(runs / "table1-backcopy_tiny" / "table.json").rows}
+    assert list(rows) == ["softmax", "lazy", "RetNet", "Mamba2", "Gated DeltaNet"]
+    defined = {name: {key for key, metric in row.items() if metric.n} for name, row in rows.items()}
+    assert "mass/trigger" in defined["softmax"] & defined["lazy"]
+    for name in ("RetNet", "Mamba2", "Gated DeltaNet"):
+        assert {key.partition("/")[0] for key in defined[name]} == {"loss", "accuracy", "collapse", "model"}
+    sizes = [row["model/parameters"].mean for row in rows.values()]
+    assert max(sizes) <= 1.02 * min(sizes)
+    again = forked.run([*command, "--runs", str(runs)], cwd=runs, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert "5 cells, all finished: nothing to do" in again.stdout

@@ -3,14 +3,17 @@
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from mistakes import expect_refusal
 from subwords import bpe
-from torch_alone import link_packages, run_alone
 from untrained import save
+
+from lit_lazy.config.user_files import experiment
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -25,8 +28,6 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder
 from lit_lazy.model.export.folder import collect_code
-from lit_lazy.model.generation import generate
-from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -37,8 +38,7 @@ LAZY = {
     "model.attention.bias": LearnedBias(init_std=0.5),
     "model.init_std": 0.3,
 }
-NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
-BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
+NUMBERS, BYTES = experiment("backcopy_tiny", LAZY), experiment("stdlib_tiny", LAZY)
 MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", *collect_code(NUMBERS.model)}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
@@ -61,9 +61,7 @@ def names(out: Path) -> set[str]:
     return {file.name for file in out.iterdir()}
 
 
-def test_the_card_has_the_row_of_the_run_and_no_path(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_card_has_the_row_of_the_run_and_no_path(trained, tmp_path, capsys) -> None:
     out = tmp_path / "new" / "out"
     exported(trained, out)
     printed = capsys.readouterr().out
@@ -85,11 +83,6 @@ def test_the_card_has_the_row_of_the_run_and_no_path(
     assert str(trained.parent) not in text + (out / "config.json").read_text()
 
 
-def test_without_a_result_the_card_says_so(tmp_path: Path) -> None:
-    out = exported(save(tmp_path / "bytes.ckpt", BYTES, 256, 32), tmp_path / "out")
-    assert "The checkpoint had no result next to it" in (out / "README.md").read_text()
-
-
 TEXT = "def f(x):\n\treturn 'naïve ✓' # the cat"
 
 
@@ -107,13 +100,10 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
         assert theirs.decode(ids.tolist()) == TEXT
         assert theirs.bos_token_id == begin
         assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
-        assert theirs("a cat on that", return_tensors="pt", padding="max_length", max_length=30).input_ids.shape == (
-            1,
-            30,
-        )
-        assert str(tmp_path) not in "".join(
-            (out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}
-        )
+        padded = theirs("a cat on that", return_tensors="pt", padding="max_length", max_length=30)
+        assert padded.input_ids.shape == (1, 30)
+        written = [(out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}]
+        assert str(tmp_path) not in "".join(written)
 
 
 @pytest.mark.usefixtures("module_cache")
@@ -131,67 +121,25 @@ def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert model.blocks[0].attention.bias.slope.requires_grad
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(tokens).logits, load(Path(checkpoint)).model.eval()(tokens), rtol=1e-4, atol=1e-4
-        )
+        ours = load(Path(checkpoint)).model.eval()(tokens)
+        torch.testing.assert_close(model(tokens).logits, ours, rtol=1e-4, atol=1e-4)
 
 
-BARE = """
-import importlib.util, json, sys
-assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, text = {folder!r}, {text!r}
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=True)
-batch = tokenizer([text, "x"], return_tensors="pt", padding=True)
-ids = model.generate(**batch, max_new_tokens=9, do_sample=False)
-model.save_pretrained(folder + "-again")
-again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
-logits = model(batch.input_ids[:1]).logits
-assert (again(batch.input_ids[:1]).logits == logits).all()
-print(json.dumps([ids[:, batch.input_ids.shape[1]:].tolist(), logits.tolist()]))
-"""
-
-
-@pytest.mark.long
-def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that finds torch, transformers and what these two require."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    (tmp_path / "site").mkdir()
-    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
-    checkpoint = save(tmp_path / "bytes.ckpt", BYTES, 256, 32)
-    out = exported(checkpoint, tmp_path / "out")
-    found, logits = json.loads(run_alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
-    model, prompts = load(Path(checkpoint)).model.eval(), [[*TEXT.encode()], [*b"x"]]
-    assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=[0])] == found
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(logits), model(torch.tensor(prompts[:1])), rtol=1e-5, atol=1e-5)
-
-
-class TestFolder:
-    def test_is_there_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
-        before = names(tmp_path)
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(folder, "make_token_ids", full)  # asked for after the weights are written
-            assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
-        assert names(tmp_path) == before
-        (tmp_path / "out").mkdir()
-        assert names(exported(checkpoint, tmp_path / "out")) == MODEL
-
-    def test_that_a_kill_left_half_made_is_swept(self, tmp_path: Path) -> None:
-        import socket
-
-        checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
-        left = tmp_path / f".out.{socket.gethostname()}.0"  # locked by no process
-        left.mkdir()
-        (left / "model.safetensors").write_text("half")
-        exported(checkpoint, tmp_path / "out")
-        assert not left.exists()
+def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, and what a kill left half made is swept."""
+    checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
+    before = names(tmp_path)
+    with monkeypatch.context() as patch:  # asked for after the weights are written
+        patch.setattr(folder, "make_token_ids", Mock(side_effect=OSError(28, "No space left on device")))
+        assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
+    assert names(tmp_path) == before
+    left = tmp_path / f".out.{socket.gethostname()}.0"  # locked by no process
+    for made in (left, tmp_path / "out"):
+        made.mkdir()
+    (left / "model.safetensors").write_text("half")
+    assert names(exported(checkpoint, tmp_path / "out")) == MODEL
+    assert not left.exists()
+    assert "The checkpoint had no result next to it" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

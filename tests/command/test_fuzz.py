@@ -11,9 +11,8 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistakes import PASSWORD, iter_commands, snapshot_tree
 from two_rows import two_rows
+from untrained import save
 
 from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main, make_parser
@@ -154,15 +154,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As small a model as there is, not trained."""
-    from lit_lazy.training.module import LitLM
-
-    cfg = experiment("backcopy_tiny")
-    source = cfg.data.load()
-    module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    path = tmp_path_factory.mktemp("fuzz") / "final.ckpt"
-    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 1}
-    torch.save(content, path)
-    return path
+    return Path(save(tmp_path_factory.mktemp("fuzz") / "final.ckpt", experiment("backcopy_tiny")))
 
 
 @pytest.fixture
@@ -243,35 +235,16 @@ def check(argv: list[str], stage: Path) -> str:
     return "accepted" if status is None else f"status {status}"
 
 
-def fuzz(examples: int, derandomize: bool) -> Callable[[Path], Counter[str]]:
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.long)])
+def test_any_command_line(examples: int, stage: Path) -> None:
     ends = Counter[str]()
+    drawn = settings(max_examples=examples, derandomize=examples == 100, database=None, deadline=None, print_blob=True)
 
-    @settings(
-        max_examples=examples,
-        derandomize=derandomize,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
+    @settings(drawn, suppress_health_check=list(HealthCheck))
     @given(argv=command_lines())
-    def run(stage: Path, argv: list[str]) -> None:
+    def run(argv: list[str]) -> None:
         ends[check(argv, stage)] += 1
 
-    def counted(stage: Path) -> Counter[str]:
-        run(stage)
-        return ends
-
-    return counted
-
-
-def test_any_command_line(stage: Path) -> None:
-    ends = fuzz(100, derandomize=True)(stage)
+    run()
+    assert ends.total() >= examples
     assert ends.keys() >= {"accepted", "status 0", "status 2"}
-
-
-@pytest.mark.long
-def test_thousands_of_command_lines(stage: Path) -> None:
-    ends = fuzz(2000, derandomize=False)(stage)
-    sys.stderr.write(f"{dict(ends)}\n")
-    assert sum(ends.values()) >= 2000

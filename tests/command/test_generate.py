@@ -2,12 +2,14 @@
 
 import io
 import re
-import subprocess
+import shlex
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import forked
 import pytest
 import tokenizers
 import torch
@@ -20,11 +22,10 @@ from lit_lazy.command import generate as generate_command
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import load_experiment
+from lit_lazy.config.user_files import experiment, load_module
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer, fit_to_embedding
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
-from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
 
 LAZY = {
@@ -32,8 +33,7 @@ LAZY = {
     "model.attention.bias": LearnedBias(),
     "model.init_std": 0.3,  # so that an untrained model has something to say
 }
-BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
-NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
+BYTES, NUMBERS = experiment("stdlib_tiny", LAZY), experiment("backcopy_tiny", LAZY)
 __all__ = ["bpe"]
 SAID = (
     r"[\d,]+ tokens read in [\d.]+ s, (\d+) generated in [\d.]+ s(?:, [\d.]+ tokens/s)?; "
@@ -56,21 +56,12 @@ def said(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, r
     return printed.out, found
 
 
-def test_reading_a_prompt_is_no_part_of_the_rate(
-    of_bytes: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = iter([0.0, 10.0, 10.5, 11.0, 11.5, 12.0])  # at the start, at each of four tokens, at the end
-    monkeypatch.setattr(generate_command, "time", SimpleNamespace(perf_counter=seconds.__next__))
-    assert main(["generate", of_bytes, "--prompt", "abc", "--tokens", "4"]) == 0
-    assert capsys.readouterr().err.startswith("3 tokens read in 10.00 s, 4 generated in 2.00 s, 1.5 tokens/s; cache ")
-
-
 def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling = GREEDY) -> list[str]:
     ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=[0])
     return [bytes(text).decode(errors="replace").rstrip("\ufffd") for text in ids]
 
 
-def test_a_text_is_continued(of_bytes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_continued(of_bytes, capsys, monkeypatch) -> None:
     torch.set_num_threads(1)
     words = [of_bytes, "--prompt", "def f(", "--tokens", "20", "--threads", "1"]
     out, last = said([*words, "--temperature", "0"], capsys)
@@ -78,15 +69,19 @@ def test_a_text_is_continued(of_bytes: str, capsys: pytest.CaptureFixture[str]) 
     assert out.rstrip("\ufffd\n") == text.rstrip("\n")
     layers, width, room = BYTES.model.n_layers, BYTES.model.d_model, 8 * 6  # doubled from 6, of which 25 are used
     assert last.groups() == ("20", f"{2 * layers * width * room * 4:,}", None)
+    seconds = iter([0.0, 10.0, 10.5, 11.0, 11.5, 12.0])  # at the start, at each of four tokens, at the end
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_command, "time", SimpleNamespace(perf_counter=seconds.__next__))
+        assert main(["generate", of_bytes, "--prompt", "abc", "--tokens", "4"]) == 0
+    read = "3 tokens read in 10.00 s, 4 generated in 2.00 s, 1.5 tokens/s; cache "
+    assert capsys.readouterr().err.startswith(read), "reading a prompt is no part of the rate"
     drawn = [said([*words, "--top-p", "0.9", "--seed", seed], capsys)[0] for seed in "001"]
     assert drawn[0] == drawn[1] != drawn[2]
     (text,) = by_hand(of_bytes, ["def f("], 20, Sampling(top_p=0.9))
     assert drawn[0].rstrip("\ufffd\n") == text.rstrip("\n")
 
 
-def test_several_texts_have_headers_and_may_come_from_files(
-    of_bytes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_texts_have_headers_and_may_come_from_files(of_bytes, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "ü.txt").write_bytes("naïve".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x = ")))
     files = ["--prompt-file", str(tmp_path / "ü.txt"), "--prompt-file", "-"]
@@ -97,9 +92,7 @@ def test_several_texts_have_headers_and_may_come_from_files(
     assert [part.rstrip("\ufffd\n") for part in re.split(r"(?m)^(?=== -)", out)[1:]] == [x.rstrip("\n") for x in shown]
 
 
-def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(
-    of_bytes: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(of_bytes, capsys) -> None:
     out, last = said([of_bytes, "--prompt", "import", "--tokens", "60", "--first", "2", "--window", "10"], capsys)
     assert out
     drawn = int(last[1])
@@ -129,15 +122,6 @@ def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, caps
     assert last[1] == str(len(ids))
 
 
-def test_what_a_byte_fallback_model_samples_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = TestTokenizers().byte_fallback(tmp_path, trims=True)
-    cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(file))})
-    checkpoint = save(tmp_path / "fallback.ckpt", cfg, FileTokenizer(file).vocab_size, 64)
-    for words in (["--prompt", "a"], ["--prompt", "a\n", "--prompt", "b", "--prompt", "é"]):
-        for seed in "0123":
-            said([checkpoint, *words, "--tokens", "40", "--seed", seed], capsys)
-
-
 class TestTokenizers:
     TEXT = "the cat said:\n\tnaïve ✓ Ā 🙂 <|endofte"
 
@@ -164,9 +148,7 @@ class TestTokenizers:
             assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
 
     @pytest.mark.parametrize("trims", [True, False], ids=["llama", "gemma"])
-    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(
-        self, trims: bool, tmp_path: Path
-    ) -> None:
+    def test_any_sample_of_a_byte_fallback_tokenizer_becomes_the_librarys_text(self, trims, tmp_path) -> None:
         file = self.byte_fallback(tmp_path, trims)
         tokenizer = FileTokenizer(file)
         whole = tokenizers.Tokenizer.from_file(str(file))
@@ -175,6 +157,14 @@ class TestTokenizers:
         for ids in (*samples.tolist(), *torch.where(samples < 240, letters, samples).tolist()):
             before, text = (whole.decode(part, skip_special_tokens=False) for part in (ids[:3], ids))
             assert "".join(tokenizer.decode(ids[3:], ids[:3])).rstrip("\ufffd") == text[len(before) :].rstrip("\ufffd")
+
+    def test_what_a_byte_fallback_model_samples_is_printed(self, tmp_path, capsys) -> None:
+        file = self.byte_fallback(tmp_path, trims=True)
+        cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(file))})
+        checkpoint = save(tmp_path / "fallback.ckpt", cfg, FileTokenizer(file).vocab_size, 64)
+        for words in (["--prompt", "a"], ["--prompt", "a\n", "--prompt", "b", "--prompt", "é"]):
+            for seed in "012":
+                said([checkpoint, *words, "--tokens", "40", "--seed", seed], capsys)
 
     def byte_fallback(self, folder: Path, trims: bool) -> Path:
         """A file of the form of Llama 2's, or of Gemma's, which keeps a space at the start."""
@@ -189,90 +179,70 @@ class TestTokenizers:
         return folder / "fallback.json"
 
 
-def grow(tokenizer: tokenizers.Tokenizer) -> None:
-    replace = tokenizers.normalizers.Replace("a", "a" * 20)
-    tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 9)
+def spoil(file: Path, **parts: Any) -> None:
+    """Give a tokenizers file other parts."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.save(str(file))
 
 
-def grow_on_a_letter_of_its_own(tokenizer: tokenizers.Tokenizer) -> None:
-    replace = tokenizers.normalizers.Replace("ß", "ß" * 10)
-    tokenizer.normalizer = tokenizers.normalizers.Sequence([replace] * 8)
+def repeat(old: str, new: str, times: int) -> tokenizers.normalizers.Normalizer:
+    return tokenizers.normalizers.Sequence([tokenizers.normalizers.Replace(old, new)] * times)
 
 
-def pad(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.enable_padding(length=10**9)
+def split(pattern: str) -> tokenizers.pre_tokenizers.PreTokenizer:
+    return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 
-def backtrack(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
-
-
-def repeat(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        "<s> " * 50_000 + "$A", special_tokens=[{"id": "<s>", "ids": [0] * 5_000, "tokens": ["<s>"] * 5_000}]
-    )
-
-
-@pytest.mark.parametrize("spoil", [grow, grow_on_a_letter_of_its_own, pad, backtrack, repeat])
-def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(
-    spoil: Callable[[tokenizers.Tokenizer], None], bpe: Path
-) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
-    spoil(tokenizer)
-    tokenizer.save(str(bpe))
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": repeat("ß", "ß" * 10, 8)},  # a letter of its own
+        {"pre_tokenizer": split("(a+)+$")},
+        {
+            "post_processor": tokenizers.processors.TemplateProcessing(
+                "<s> " * 50_000 + "$A", special_tokens=[{"id": "<s>", "ids": [0] * 5_000, "tokens": ["<s>"] * 5_000}]
+            )
+        },
+    ],
+    ids=lambda parts: "".join(parts),
+)
+def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(parts: dict[str, Any], bpe: Path) -> None:
+    spoil(bpe, **parts)
     with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(needs more than 2 GiB or 30 s"):
         FileTokenizer(bpe)
-    with pytest.raises(ValueError, match=r"^tokenizer.json: cannot be used \(needs more than 2 GiB or 30 s"):
-        fit_to_embedding(bpe.read_text(), 300, ())
+    if "pre_tokenizer" in parts:
+        with pytest.raises(ValueError, match=r"^tokenizer.json: cannot be used \(needs more than 2 GiB or 30 s"):
+            fit_to_embedding(bpe.read_text(), 300, ())
 
 
-def test_a_text_on_which_the_library_panics_is_named(bpe: Path) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(ab|a|b)+$"), "isolated")
-    tokenizer.save(str(bpe))
-    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot encode the text \(.*retry-limit"):
-        FileTokenizer(bpe).encode([b"ab" * 50 + b"c"])
-
-
-def test_a_tokenizer_that_cannot_decode_each_of_its_tokens_is_refused(bpe: Path) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(bpe))
-    tokenizer.decoder = tokenizers.decoders.Strip("a", 0, 2)
-    tokenizer.save(str(bpe))
-    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(.*crashes"):
-        FileTokenizer(bpe)
-
-
-def test_tokens_on_which_the_library_panics_are_named(bpe: Path) -> None:
-    tokenizer = FileTokenizer(bpe)
-    tokenizer.tokenizer.decoder = tokenizers.decoders.Strip("a", 0, 2)
+def test_what_the_library_panics_on_is_named(bpe: Path, tmp_path: Path) -> None:
+    """A text, tokens, and a tokenizer that cannot decode each of its tokens."""
+    tokenizer, panics = FileTokenizer(bpe), tokenizers.decoders.Strip("a", 0, 2)
+    tokenizer.tokenizer.decoder = panics
     (ids,) = tokenizer.encode([b"a"])
     for decode in (lambda: list(tokenizer.decode(ids)), lambda: tokenizer.count_lossy([b"a"], [ids])):
         with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot decode tokens \("):
             decode()
+    other = Path(shutil.copy(bpe, tmp_path / "other.json"))
+    spoil(other, decoder=panics)
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(.*crashes"):
+        FileTokenizer(other)
+    spoil(bpe, pre_tokenizer=split("(ab|a|b)+$"))
+    with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot encode the text \(.*retry-limit"):
+        FileTokenizer(bpe).encode([b"ab" * 50 + b"c"])
 
 
 def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:
     """As in `lit-lazy generate ... | head -c 1`."""
-    code = "import sys; from lit_lazy.command.main import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "generate", of_bytes, "--prompt", "a", "--tokens", "10000000", "--window", "9"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stderr
+    more = ["--prompt", "a", "--tokens", "10000000", "--window", "9"]
+    words = [sys.executable, "-m", "lit_lazy.command", "generate", of_bytes, *more]
+    with forked.Popen(words, stdout=forked.PIPE, stderr=forked.PIPE, text=True) as process:
         process.stdout.read(1)
         process.stdout.close()
         assert re.fullmatch(SAID, process.stderr.read())
         assert process.wait(60) == 0
-
-
-def test_ctrl_c_ends_the_text(
-    of_bytes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lit_lazy.model.generation.draw", interrupt)
-    assert main(["generate", of_bytes, "--prompt", "a"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 OWN = """
@@ -287,53 +257,27 @@ class WithoutItsTokenizer(DataConfig):
     def load_tokenizer(self):
         return 1 / 0
 """
-
 WRONG = [
-    (["{bytes}"], "--prompt: give a text to continue, or a file with one by --prompt-file"),
-    (["{bytes}", "--prompt", "a", "--first", "3"], "--first 3: nothing is evicted without --window; give both"),
-    (["{bytes}", "--prompt-file", "-", "--prompt-file", "-"], "--prompt-file -: given twice"),
-    (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),
-    (
-        ["{numbers}", "--prompt", "def f("],
-        "--prompt 'def f(': 'def' is no token of Backcopy; give token numbers from 0 to 16",
-    ),
-    (
-        ["{numbers}", "--prompt", "3 17"],
-        "--prompt '3 17': '17' is no token of Backcopy; give token numbers from 0 to 16",
-    ),
-    (["{numbers}", "--prompt", ""], "--prompt '': is empty; give token numbers"),
-    (
-        ["{learned}", "--prompt", "1 2", "--tokens", "16"],
-        "--tokens 16: LearnedAbsolute: 17 positions requested, 16 learned; ",
-    ),
-    (
-        ["{learned}", "--prompt", "1", "--window", "4"],
-        "model.position=LearnedAbsolute: a cache that evicts moves tokens",
-    ),
-    (["{fire}", "--prompt", "1 2", "--tokens", "16"], "--tokens 16: Fire.length=16: cannot serve 17 keys"),
-    (["{gone}", "--prompt", "a"], "data.tokenizer='gone.json': cannot be read (No such file or directory)"),
-    (["{other}", "--prompt", "a"], "data=Stdlib: vocabulary size of the tokenizer=256: the model has 17 token ids"),
-    (
-        ["{own}", "--prompt", "a", "--import", "{file}"],
-        "data=WithoutItsTokenizer: load_tokenizer() failed: ZeroDivision",
-    ),
-    (["none.ckpt", "--prompt", "a"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
-    (
-        ["{bytes}", "--prompt", "a", "--model.attention.window=4"],
-        "unknown argument '--model.attention.window=4'; lit-lazy generate takes a model as it was trained; evaluate "
-        "and diagnose measure a changed one, `train --init-from` trains it; see `lit-lazy generate --help`",
-    ),
-    (["{bytes}", "--prompt", "a", "--lengths", "3"], "unknown argument '--lengths'; see `lit-lazy generate --help`"),
+    ("bytes.ckpt", "--prompt: give a text to continue, or a file with one by --prompt-file"),
+    ("bytes.ckpt --prompt a --first 3", "--first 3: nothing is evicted without --window; give both"),
+    ("bytes.ckpt --prompt-file - --prompt-file -", "--prompt-file -: given twice"),
+    ("numbers.ckpt --prompt 'def f('", "--prompt 'def f(': 'def' is no token of Backcopy; give token numbers from 0 t"),
+    ("numbers.ckpt --prompt '3 17'", "--prompt '3 17': '17' is no token of Backcopy; give token numbers from 0 to 16"),
+    ("numbers.ckpt --prompt ''", "--prompt '': is empty; give token numbers"),
+    ("learned.ckpt --prompt '1 2' --tokens 16", "--tokens 16: LearnedAbsolute: 17 positions requested, 16 learned; "),
+    ("learned.ckpt --prompt 1 --window 4", "model.position=LearnedAbsolute: a cache that evicts moves tokens"),
+    ("fire.ckpt --prompt '1 2' --tokens 16", "--tokens 16: Fire.length=16: cannot serve 17 keys"),
+    ("gone.ckpt --prompt a", "data.tokenizer='gone.json': cannot be read (No such file or directory)"),
+    ("other.ckpt --prompt a", "data=Stdlib: vocabulary size of the tokenizer=256: the model has 17 token ids"),
+    ("own.ckpt --prompt a --import own.py", "data=WithoutItsTokenizer: load_tokenizer() failed: ZeroDivision"),
+    ("bytes.ckpt --prompt a --model.attention.window=4", "unknown argument '--model.attention.window=4'; lit-lazy gen"),
 ]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     (folder / "own.py").write_text(OWN)
-    from lit_lazy.config.user_files import load_module
-
-    own = load_module(folder / "own.py").WithoutItsTokenizer()
     made: dict[str, tuple[RunConfig, int]] = {
         "bytes": (BYTES, 256),
         "numbers": (NUMBERS, 17),
@@ -341,15 +285,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "fire": (replace_at(NUMBERS, {"model.attention.bias": Fire()}), 17),
         "gone": (replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer="gone.json")}), 256),
         "other": (BYTES, 17),
-        "own": (replace_at(BYTES, {"data": own}), 256),
+        "own": (replace_at(BYTES, {"data": load_module(folder / "own.py").WithoutItsTokenizer()}), 256),
     }
-    saved = {name: save(folder / f"{name}.ckpt", cfg, size) for name, (cfg, size) in made.items()}
-    return saved | {"file": str(folder / "own.py")}
+    for name, (cfg, size) in made.items():
+        save(folder / f"{name}.ckpt", cfg, size)
+    return folder
 
 
-@pytest.mark.parametrize(("arguments", "named"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_mistakes(
-    arguments: list[str], named: str, files: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert place == Path.cwd()
-    assert named in expect_refusal(["generate", *(word.format(**files) for word in arguments)], capsys)
+@pytest.mark.parametrize(("words", "named"), WRONG, ids=[words for words, _ in WRONG])
+def test_mistakes(words: str, named: str, wrong: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(wrong)
+    assert named in expect_refusal(["generate", *shlex.split(words)], capsys)
+
+
+def test_ctrl_c_ends_the_text(of_bytes, monkeypatch, capsys) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_lazy.model.generation.draw", interrupt)
+    assert main(["generate", of_bytes, "--prompt", "a"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

@@ -82,94 +82,50 @@ def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
 K = "model.layers.3.self_attn.k_proj.bias"
 HEADER = struct.pack("<Q", 2**63) + b"{}"
 OVERFLOWS = json.dumps({"x": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}).encode()
+DIFFER, NO_FILE = "the logits differ from those of transformers' Qwen2For", "is no safetensors file"
+TOO_LONG = struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)
 SOURCES = {
     "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
-    "no family": (overwrite("config.json", "{}"), "model_type=None: is no model of transformers 5"),
     "no language model": (change_config(model_type="vit"), "model_type='vit': is no language model of transformers"),
     "a setting that the class does not have": (change_config(mlp_bias=True, foo=3), None),
-    "another activation": (change_config(hidden_act="gelu"), "the logits differ from those of transformers' Qwen2For"),
-    "no causality": (change_config(is_causal=False), "the logits differ from those of transformers' Qwen2For"),
-    "a layer too few": (
-        change_config(layer_types=["sliding_attention"]),
-        "config.json: StrictDataclassClassValidation",
-    ),
-    "half a scaling": (change_config(rope_parameters={"rope_type": "linear"}), "config.json: KeyError: "),
-    "a rotation of base 0": (
-        change_config(rope_parameters=None, rope_theta=0),
-        "Rope.base=0.0: must be a finite number above 1",
-    ),
-    "no width": (change_config(hidden_size=None), "config.json: StrictDataclassFieldValidationError: Validation error"),
-    "a width of text": (change_config(hidden_size="32"), "Field 'hidden_size' expected int, got str (value: '32')"),
-    "no vocabulary": (
-        change_config(vocab_size=0),
-        "model.embed_tokens.weight: has shape [304, 32], and by the settings [0, 32]",
-    ),
+    "no causality": (change_config(is_causal=False), DIFFER),
+    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be a finite numb"),
+    "no vocabulary": (change_config(vocab_size=0), "embed_tokens.weight: has shape [304, 32], and by the settings ["),
     "a huge vocabulary": (change_config(vocab_size=2**40), "GB of memory, of which this machine has"),
-    "a huge length": (change_config(max_position_embeddings=10**12), "GB of memory, of which this machine has"),
-    "huge layers": (change_config(num_hidden_layers=10**9), "num_hidden_layers=1000000000: the files have only"),
     "a layer too many": (
         change_config(num_hidden_layers=5, layer_types=None),
         "model.layers.4.input_layernorm.weight: is missing in the",
     ),
-    "no JSON": (overwrite("config.json", "{"), "config.json: is no JSON"),
     "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
-    "no settings": (
-        remove("config.json"),
-        "has no config.json; give a folder with config.json and safetensors, a .gguf",
-    ),
-    "no weights": (
-        remove("model.safetensors"),
-        "has no model.safetensors; give a folder with config.json and safetensors",
-    ),
+    "no settings": (remove("config.json"), "has no config.json; give a folder with config.json and safetensors, a .gg"),
     "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
-    "a pickle by another name": (overwrite("model.safetensors", pickle.dumps({})), "is no safetensors file"),
-    "cut off": (truncate, "model.safetensors: is no safetensors file"),
-    "a huge header": (overwrite("model.safetensors", HEADER), "is no safetensors file"),
-    "a header of names without end": (
-        overwrite("model.safetensors", struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)),
-        f"(its header has {MOST_HEADER + 1} bytes, at most {MOST_HEADER} are read",
-    ),
-    "settings without end": (
-        overwrite("config.json", b"{}".ljust(MOST_HEADER + 1)),
-        f"config.json: has {MOST_HEADER + 1} bytes, at most {MOST_HEADER} are read",
-    ),
+    "cut off": (truncate, NO_FILE),
+    "a huge header": (overwrite("model.safetensors", HEADER), NO_FILE),
+    "a header of names without end": (overwrite("model.safetensors", TOO_LONG), f"at most {MOST_HEADER} are read"),
+    "settings without end": (overwrite("config.json", TOO_LONG), f"at most {MOST_HEADER} are read"),
     "a size that overflows": (
         overwrite("model.safetensors", struct.pack("<Q", len(OVERFLOWS)) + OVERFLOWS + bytes(4)),
-        "is no safetensors file",
+        NO_FILE,
     ),
     "a missing tensor": (change_tensors(lambda x: x.pop(K)), f"{K}: is missing in the files; one of 1 tensors"),
     "a surplus tensor": (
         change_tensors(lambda x: x.update(extra=x[K].clone())),
-        "extra: has no place; one of 1 tensors, by Qwen2For",
+        "extra: has no place; one of 1 tensor",
     ),
-    "another shape": (
-        change_tensors(lambda x: x.update({K: torch.zeros(8)})),
-        f"{K}: has shape [8], and by the settings [16]",
-    ),
+    "another shape": (change_tensors(lambda x: x.update({K: torch.zeros(8)})), f"{K}: has shape [8], and by the sett"),
     "whole numbers": (change_tensors(lambda x: x.update({K: x[K].int()})), f"{K} is of I32; only F64, F32, F16, BF16"),
     "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), f"{K}: is not finite"),
-    "a head that is not the embedding": (
-        change_tensors(lambda x: x.update({"lm_head.weight": 2 * x["model.embed_tokens.weight"]})),
-        None,
-    ),
-    "an older index": (overwrite("model.safetensors.index.json", json.dumps({"weight_map": {K: "x"}})), None),
-    "a damaged index": (index_shards({}), "model.safetensors.index.json: has no weight_map of file names"),
     "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
     "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
-    "quantised": (
-        change_config(quantization_config={"quant_method": "fp8"}),
-        "quantization_config={'quant_method': 'fp8'}: give the weights before they were quantised",
-    ),
+    "quantised": (change_config(quantization_config={"quant_method": "fp8"}), ": give the weights before they were qu"),
 }
 
 
 @pytest.mark.parametrize(("spoil", "named"), SOURCES.values(), ids=SOURCES)
-def test_a_wrong_source(
-    spoil: Callable[[Path], object], named: str | None, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_source(spoil, named, source, capsys) -> None:
     spoil(source)
     if named is None:  # <|endoftext|> is a usual name
         assert main(IMPORT) == 0
@@ -180,9 +136,7 @@ def test_a_wrong_source(
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Llama"])
-def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(
-    family: str, bpe: Path, place: Path
-) -> None:
+def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(family, bpe, place) -> None:
     make_published(place / "source", family, bpe)
     change_config(eos_token_id=[1, 303, 302])(place / "source")
     content = Tokenizer.from_file(str(bpe))
@@ -204,9 +158,7 @@ def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(
     assert {*words} & {*prompts.special.ids} == {5}  # a pad that is a byte of the text too
 
 
-def test_a_tokenizer_that_is_larger_than_the_embedding(
-    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_is_larger_than_the_embedding(bpe, place, capsys) -> None:
     make_published(place / "source", "Llama", bpe, words=200)
     assert "the embedding only 200 rows" in expect_refusal(IMPORT, capsys)
     content = json.loads((place / "source" / "tokenizer.json").read_text().replace("<|endoftext|>", "<end>"))
@@ -221,9 +173,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(
     )
 
 
-def test_a_wrong_gguf(
-    bpe: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     make_published(place / "published", "Llama", bpe)
     write_gguf(place / "source.gguf", place / "published", "llama", "smollm")
     whole = (place / "source.gguf").read_bytes()
@@ -237,28 +187,19 @@ def test_a_wrong_gguf(
     endless = whole[:at] + struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60) + whole[at + 12 :]
     at = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 24
     wrapped, shifted = (whole[:at] + struct.pack("<Q", offset) + whole[at + 8 :] for offset in (2**64 - 32, 1))
+    damaged = "is no GGUF file, or damaged"
     for content, named in (
-        (b"", "is no GGUF file, or damaged"),
-        (b"GGUF", "is no GGUF file, or damaged"),
-        (whole[: len(whole) // 2], "is no GGUF file, or damaged"),
-        (whole[:-64], "is no GGUF file, or damaged"),
-        (huge, "is no GGUF file, or damaged"),
+        *((content, damaged) for content in (b"", whole[: len(whole) // 2], whole[:-64], huge)),
         (endless, f"{2**60} values, at most"),
-        (wrapped, "is no GGUF file, or damaged (FloatingPointError: overflow"),
+        (wrapped, f"{damaged} (FloatingPointError: overflow"),
         (shifted, "model.embed_tokens.weight: is not finite"),
         (unknown, "(99) is not a valid GGMLQuantizationType"),
         (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
         (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
         (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
-        (
-            whole.replace(b"llama.rope.freq_base", b"llama.rope.freq_bass"),
-            "llama.rope.freq_bass=10000.0: not known in a",
-        ),
-        (
-            whole.replace(b"llama.rope.freq_base", b"split.count.of.piece"),
-            "': split.count.of.piece=10000.0: not known in a",
-        ),
+        (whole.replace(b"rope.freq_base", b"rope.freq_bass"), "llama.rope.freq_bass=10000.0: not known in a"),
+        (whole.replace(b"llama.rope.freq_base", b"split.count.of.piece"), "': split.count.of.piece=10000.0: not kno"),
         (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
         (whole.replace(b"output_norm.weight", b"output_harm.weight"), "model.norm.weight: is missing in the files"),
     ):
@@ -282,20 +223,14 @@ def test_a_wrong_gguf(
 
 
 @pytest.mark.usefixtures("source")
-def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
     (place / "model.bin").write_bytes(pickle.dumps({}))
     (place / "full").mkdir()
     (place / "notes.txt").write_text("mine")
     (place / "full" / "tokenizer.json").write_text("{}")
     for words, named in (
         (["model.bin", "new.ckpt"], "SOURCE 'model.bin': model.bin: is a pickle"),
-        (
-            ["none", "new.ckpt"],
-            "'none': no such file or folder; give a folder with config.json and safetensors, a .gguf file, or a name "
-            "on the Hub",
-        ),
-        (["none.gguf", "new.ckpt"], "SOURCE: 'none.gguf': no such file or folder; give a folder with config.json"),
-        (["./none", "new.ckpt"], "SOURCE: './none': no such file or folder; give a folder with config.json"),
+        (["none", "new.ckpt"], "'none': no such file or folder; give a folder with config.json and safetensors, a .gg"),
         (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
         (["source", "source"], "OUT 'source': is a folder; name a file in it"),
         (["source", "notes.txt"], "OUT 'notes.txt': exists already; name another file, or remove it first"),
@@ -306,28 +241,19 @@ def test_other_mistakes(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ):
         assert named in expect_refusal(["import", *words], capsys)
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "measure_total_memory", lambda: 1000)
-        assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
-    monkeypatch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
-    assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
-
-
-def test_an_unchecked_import_says_so(
-    source: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    change_config(hidden_act="gelu")(source)
+        with monkeypatch.context() as small:
+            small.setattr(machine, "measure_total_memory", lambda: 1000)
+            assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
+        patch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
+        assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
+        patch.setitem(sys.modules, "transformers", None)
+        assert "transformers reads it, which is not installed; `pip install" in expect_refusal(IMPORT, capsys)
+    change_config(hidden_act="gelu")(place / "source")
+    assert DIFFER in expect_refusal(IMPORT, capsys)
     assert main([*IMPORT, "--unchecked"]) == 0
     assert "not compared with transformers' model (--unchecked)" in capsys.readouterr().out
     checkpoints.load(Path("new/model.ckpt"))
     assert "imported with --unchecked" in caplog.text
-
-
-@pytest.mark.usefixtures("source")
-def test_without_transformers_an_import_says_how_to_install_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers reads it, which is not installed; `pip install" in expect_refusal(IMPORT, capsys)
 
 
 def test_a_text_ends_where_the_source_ends_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.store import default_uri, sqlite_file, sqlite_url
-from lit_lazy.tracking.tracker import Tracker
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
 EXPERIMENT = "é?p #1 100%25 [red] it's"
@@ -54,9 +53,7 @@ def test_studies_are_in_the_folder_that_was_named(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_grid_of_odd_names(
-    place: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_of_odd_names(place, empty_store, monkeypatch, capsys) -> None:
     """From the command to table and report, all that it writes is in the folder that was named."""
     monkeypatch.setenv("COLUMNS", "200")
     runs = place / FOLDER
@@ -96,9 +93,7 @@ def check_table(folder: Path) -> None:
     assert "<b>&amp;" not in (folder / "report.html").read_text()
 
 
-def test_the_terminal_shows_names_and_reasons_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_shows_names_and_reasons_as_they_are(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     names = ("lazy [/x]", "[red]b[/red] :smile:")
     made = MadeGrid(tmp_path, rows=(*names, "c [/z]"))
@@ -117,22 +112,8 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
         assert text in shown
 
 
-@pytest.mark.long
-def test_mlflow_makes_its_database_in_an_odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    runs = tmp_path / FOLDER
-    runs.mkdir()
-    tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
-    run = tracker.start_run("a", {"kind": "cell"}, {}, {"x": 1})
-    assert (runs / "mlartifacts" / EXPERIMENT / run / "artifacts" / "config.yaml").read_text() == "x: 1\n"
-    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
-    assert {path.name for path in runs.iterdir()} >= {"mlflow.db", "mlartifacts"}
-
-
 @pytest.mark.parametrize("name", NO_MLFLOW)
-def test_a_folder_that_mlflow_cannot_use(
-    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_mlflow_cannot_use(name, place, monkeypatch, capsys) -> None:
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
     for command in (["train", "backcopy_tiny"], run, ["dashboard"]):
         said = expect_refusal([*command, "--runs", name], capsys)

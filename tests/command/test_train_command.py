@@ -1,8 +1,10 @@
-"""What `lit-lazy train` says in the end, and meanwhile to whoever gives the command twice."""
+"""`lit-lazy train`: its summary, what it says to whoever gives it twice, and runs on several devices."""
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,9 +42,7 @@ def interrupt_at_four(_self: HeadMonitor, trainer, *_: object) -> None:
         raise KeyboardInterrupt
 
 
-def test_it_ends_in_a_summary_and_where_all_is(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> None:
     """Interrupted at step 4, resumed from the checkpoint at 3; asked for once more while another process holds it."""
     with monkeypatch.context() as patch:
         patch.setattr(HeadMonitor, "on_train_batch_end", interrupt_at_four)
@@ -98,6 +98,13 @@ def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.Mo
         assert get_program_name() == shown
 
 
+def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
+    """Data of one's own have no other loss."""
+    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
+    shown = ["validation loss (nats) ↓  1.2500, untrained 3.5000", "first-key weight          0.500, untrained 0.250"]
+    assert format_summary(metrics, "untrained") == shown
+
+
 def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
     softmax = experiment("backcopy_tiny")
     elastic = replace_at(softmax, {"model.attention.normaliser": Elastic()})
@@ -108,15 +115,6 @@ def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
         "backcopy_tiny Elastic seed 0",
         "backcopy_tiny Elastic + LearnedBias seed 0",
         "backcopy_tiny Elastic + LearnedBias seed 3",
-    ]
-
-
-def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
-    """Data of one's own have no other loss."""
-    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
-    assert format_summary(metrics, "untrained") == [
-        "validation loss (nats) ↓  1.2500, untrained 3.5000",
-        "first-key weight          0.500, untrained 0.250",
     ]
 
 
@@ -137,6 +135,8 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     shutil.rmtree(folder)
     assert main(command(runs)) == 0
     assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
+    assert main(command(runs, "--evaluations=Int8()")) == 0
+    assert re.search(r"^int8/loss_rise +-?\d", capsys.readouterr().out, re.M)
     assert api.load(api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint).config == CFG
     assert main(command(runs, "--keep-checkpoint")) == 0
     damaged = f"the model of the run in {folder} is damaged{again}"
@@ -147,9 +147,37 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", f"lit-lazy: {damaged}\n")
 
 
-def test_what_evaluations_measured_is_printed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(runs, "--evaluations=Int8()")) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^int8/loss_rise +-?\d", out, re.M)
-    assert main(command(runs, "--evaluations=Int8()", "--verbose")) == 0
-    assert re.search(r"^int8/loss_rise +-?\d", capsys.readouterr().out, re.M)
+TWO = ("--devices", "2")
+
+
+def results(folder: Path) -> dict[str, dict]:
+    """What each run below a folder left, by its key."""
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("result.json")}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same run as on one that accumulates: its key, its metrics; MLflow shows how it was executed."""
+    assert main(["train", "backcopy_tiny", *TWO, "--runs", str(runs)]) == 0
+    assert "excess loss (nats)" in capsys.readouterr().out
+    assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
+    (two,), (one,) = results(runs).items(), results(tmp_path / "one").items()
+    assert two[0] == one[0]
+    assert two[1]["metrics"] == one[1]["metrics"]
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("train-backcopy_tiny").experiment_id])
+    assert "devices 2" in run.data.tags["execution"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_real_processes(start: list[str], tmp_path: Path) -> None:
+    """Those that rank 0 starts, and those of torchrun."""
+    options = [] if start else [*TWO]
+    command = [sys.executable, *start, "-m", "lit_lazy.command", "train", "backcopy_tiny", *options]
+    subprocess.run([*command, "--runs", str(tmp_path / "two")], check=True, timeout=200)
+    assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
+    (two,), (one,) = results(tmp_path / "two").values(), results(tmp_path / "one").values()
+    assert two["metrics"] == one["metrics"]
+    assert two["execution"]["devices"] == 2

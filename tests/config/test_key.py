@@ -131,21 +131,6 @@ def test_only_what_is_set_is_in_a_key() -> None:
     }
 
 
-def test_equal_settings_have_equal_keys() -> None:
-    cfg = RunConfig(
-        data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(), Alibi((1.0, 0.5))), n_heads=2)
-    )
-    spelled = {NORMALISER: Elastic(tau_init=1, renormalise=False), "model.attention.bias": Alibi((1, 0.5))}  # type: ignore[arg-type]
-    assert cell_key(cfg, "x") == cell_key(replace_at(cfg, spelled), "x")
-    assert cell_key(cfg, "x") == cell_key(from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))), "x")
-    assert cell_key(cfg, "x") != cell_key(cfg, "y")
-    others = {NORMALISER: Softmax(), "seed": 1, "model.d_model": 32, f"{NORMALISER}.tau_init": 0.5}
-    keys = {cell_key(replace_at(cfg, {path: value}), "x") for path, value in others.items()}
-    assert len(keys | {cell_key(cfg, "x")}) == 5
-    names = {settings_key(replace_at(cfg, {path: value})) for path, value in others.items()}
-    assert len(names | {settings_key(cfg)}) == 5
-
-
 def test_changes_of_an_experiment_are_told_by_the_shortest_names_and_tell_it_apart() -> None:
     cfg = RunConfig(data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(0.5), Alibi((1.0,))), n_heads=1))
     bias, tau = "model.attention.bias", f"{NORMALISER}.tau_init"
@@ -177,26 +162,6 @@ def test_evaluations_are_in_a_cells_key_and_not_in_its_trainings(tmp_path: Path)
     before = list(map(evaluation_key, asked.evaluations))
     (tmp_path / "task.yaml").write_text("task: mine")
     assert len({*before, evaluation_key(Lengths()), *map(evaluation_key, asked.evaluations)}) == 4
-
-
-def test_a_new_option_leaves_keys_as_they_were() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Rule(ABC):  # noqa: B024
-        """A part, before."""
-
-        old: float = 1.0
-
-    before = to_minimal_dict(Rule(old=2.0))
-
-    @dataclasses.dataclass(frozen=True)
-    class Grown(Rule):
-        """The same with an option more."""
-
-        new: str = "as it was"
-
-    Grown.__name__ = "Rule"
-    assert to_minimal_dict(Grown(old=2.0)) == before == {"class": "Rule", "old": 2.0}
-    assert to_minimal_dict(Grown(old=2.0, new="other")) == {"class": "Rule", "old": 2.0, "new": "other"}
 
 
 RULE = """
@@ -256,60 +221,44 @@ def make_key(path: Path) -> str:
     return forked.run_in_fork(lambda: cell_key(load_experiment(path), "x"))
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("mine.py", "build(shape)", "build(shape).half()"),
-        ("mine.py", "strength: float = 1.0", "strength: float = 2.0"),
-        ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
-        ("mine.py", "search = 3", "search = 4"),
-        ("factors.py", "2 * BASE", "3 * BASE"),
-        ("deeper.py", "BASE = 1", "BASE = 7"),
-    ],
-)
-def test_the_users_code_is_in_the_key(mine: Path, name: str, old: str, new: str) -> None:
+EDITS = [
+    ("mine.py", "build(shape)", "build(shape).half()", True),
+    ("mine.py", "strength: float = 1.0", "strength: float = 2.0", True),
+    ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)", True),
+    ("mine.py", "search = 3", "search = 4", True),
+    ("factors.py", "2 * BASE", "3 * BASE", True),
+    ("deeper.py", "BASE = 1", "BASE = 7", True),
+    ("mine.py", "()})", "(), 'seed': 0})", False),  # made settings are in the key already
+    ("mine.py", "  # times FACTOR", "\n\n\n# a remark between statements", False),
+    ("mine.py", "'''A rule.'''", "", False),
+    ("mine.py", "1.0\n", "1.0\n    '''Documented.'''\n", False),
+    ("mine.py", "super().build(shape)", "(\n            super()\n            .build(shape,)\n        )", False),
+    ("factors.py", "from", "'Factors.'\nfrom", False),
+    ("deeper.py", "BASE = 1", "BASE = (1)  # as agreed", False),
+    ("unrelated.py", "X = 1", "X = 2", False),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "counts"), EDITS, ids=[f"{name} {new}" for name, _, new, _ in EDITS])
+def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(name, old, new, counts, mine) -> None:
+    """Comments, docstrings, layout, settings beside a class and files that it does not import change none."""
     before = make_key(mine)
     edit(mine.with_name(name), old, new)
-    assert make_key(mine) != before
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("mine.py", "()})", "(), 'seed': 0})"),  # made settings are in the key already
-        ("mine.py", "  # times FACTOR", "\n\n\n# a remark between statements"),
-        ("mine.py", "'''A rule.'''", ""),
-        ("mine.py", "1.0\n", "1.0\n    '''Documented.'''\n"),
-        ("mine.py", "super().build(shape)", "(\n            super()\n            .build(shape,)\n        )"),
-        ("factors.py", "from", "'Factors.'\nfrom"),
-        ("deeper.py", "BASE = 1", "BASE = (1)  # as agreed"),
-        ("unrelated.py", "X = 1", "X = 2"),
-    ],
-)
-def test_what_changes_no_result_changes_no_key(mine: Path, name: str, old: str, new: str) -> None:
-    """Comments, docstrings, layout, settings beside a class and files that it does not import."""
-    before = make_key(mine)
-    edit(mine.with_name(name), old, new)
-    assert make_key(mine) == before
-
-
-def test_a_key_without_custom_classes_has_no_code() -> None:
+    assert (make_key(mine) != before) == counts
     assert hash_user_code(load_experiment(find("experiments", "backcopy_tiny"))) == []
 
 
-@pytest.mark.parametrize("how", ["loaded", "imported", "reloaded"])
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("how", "name", "old", "new"),
     [
-        ("mine.py", "# times", "* 2 # times"),
-        ("factors.py", "2 *", "3 *"),
-        ("deeper.py", "1", "("),
-        ("deeper.py", "1", ""),
+        ("loaded", "mine.py", "# times", "* 2 # times"),
+        ("imported", "factors.py", "2 *", "3 *"),
+        ("loaded", "deeper.py", "1", "("),
+        ("loaded", "deeper.py", "1", ""),
+        ("reloaded", "factors.py", "2 *", "3 *"),
     ],
 )
-def test_an_edit_after_the_import_asks_for_a_new_process(
-    mine: Path, name: str, old: str, new: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mine, monkeypatch) -> None:
     """A key of new code for a model of old code would spoil the runs folder for good."""
     monkeypatch.syspath_prepend(mine.parent)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -334,55 +283,24 @@ def test_an_edit_after_the_import_asks_for_a_new_process(
     require_unedited_code(former)
 
 
-def test_edited_settings_of_a_file_without_classes_ask_for_a_new_process(tmp_path: Path) -> None:
-    file = tmp_path / "plain.py"
-    file.write_text(find("experiments", "backcopy_tiny").read_text())
-    load_experiment(file)
-    edit(file, "steps=6", "steps=7")
-    with pytest.raises(ValueError, match=r"plain\.py: was edited after it was imported"):
-        load_experiment(file)
-
-
 def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:
-    """And what it has imported by then may not."""
+    """And what it has imported by then may not, nor a file without classes."""
     text, deeper = mine.read_text(), mine.with_name("deeper.py")
 
-    def load() -> str:
-        try:
-            return str(load_experiment(mine))
-        except ValueError as error:
-            return str(error)
-
-    def retry() -> tuple[str, str, bool]:
+    def retry() -> bool:
         mine.write_text(f"{text}\nunknown\n")
-        failed = load()
+        with pytest.raises(ValueError, match="NameError"):
+            load_experiment(mine)
         mine.write_text(text.replace("# times", "* 2 # times"))
         edit(deeper, "1", "2")
-        refused = load()
+        with pytest.raises(ValueError, match=r"deeper\.py: was edited after it was imported"):
+            load_experiment(mine)
         edit(deeper, "2", "1")
         cfg = load_experiment(mine)
         require_unedited_code(cfg)
-        return failed, refused, cfg == from_dict(RunConfig, to_dict(cfg))
+        return cfg == from_dict(RunConfig, to_dict(cfg))
 
-    failed, refused, known = forked.run_in_fork(retry)  # this process is not to know two classes of one name
-    assert "NameError" in failed
-    assert "deeper.py: was edited after it was imported" in refused
-    assert known
-
-
-def made(folder: Path, files: dict[str, str], module: str) -> object:
-    """An object of the class `Deep` of a module of files below a new folder, imported as a user's file would."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("deeprules", "deepuser")]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
-    sys.path.append(str(folder))
-    try:
-        return importlib.import_module(module).Deep()
-    finally:
-        sys.path.remove(str(folder))
+    assert forked.run_in_fork(retry)  # this process is not to know two classes of one name
 
 
 DEEP = """
@@ -392,54 +310,12 @@ from lit_lazy.support.checks import CheckedFields
 class Deep(CheckedFields):
     pass
 """
-PACKAGE = {
-    "deepuser.py": f"import deeprules.a\n{DEEP}",
-    "deeprules/__init__.py": "",
-    "deeprules/a.py": f"from .b import g\nfrom deeprules.c import h\nfrom . import d\n{DEEP}",
-    "deeprules/b.py": "def g(): return 1\n",
-    "deeprules/c.py": "def h(): return 1\n",
-    "deeprules/d.py": "def search(): return 1\n",
-    "lit_lazy/__init__.py": "def own(): return 1\n",
-}
 
 
-@pytest.mark.parametrize("module", ["deepuser", "deeprules.a"])
-@pytest.mark.parametrize("edited", ["deeprules/b.py", "deeprules/c.py", "deeprules/d.py", "lit_lazy/__init__.py"])
-def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
-    """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
-    files = PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}
-    edit = {edited: files[edited].replace("return 1", "return 2")}
-    before, after = (
-        hash_user_code(made(tmp_path / name, files | new, module)) for name, new in (("a", {}), ("b", edit))
-    )
-    assert (after == before) == edited.startswith("lit_lazy")
-
-
-@pytest.fixture
-def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test imports is forgotten after it."""
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-@pytest.mark.usefixtures("own_modules")
-def test_files_of_one_name_in_folders_of_one_name_are_two(tmp_path: Path) -> None:
-    """And two classes of one name both count."""
-    found = []
-    for place, more in (("a", ""), ("b", "    field: int = 1\n")):
-        path = tmp_path / place / "exp" / "deepmine.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(DEEP + more)
-        found.append(load_module(path).Deep())
-    assert len({*hash_user_code(found[0]), *hash_user_code(found[1])}) == 2
-
-
-@pytest.mark.usefixtures("own_modules")
-def test_an_ablation_may_import_the_experiment_that_it_runs_on(tmp_path: Path) -> None:
-    """One file is one module, whichever way it is reached first, and its classes are defined once."""
+def test_one_file_is_one_module_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ablation may import the experiment that it runs on; files and classes of one name elsewhere are others."""
+    known = {*sys.modules}
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for first in ("deepone", "deeptwo"):
         (tmp_path / f"{first}.py").write_text(DEEP)
         (tmp_path / f"{first}_ablation.py").write_text(f"from {first} import Deep\n")
@@ -448,59 +324,50 @@ def test_an_ablation_may_import_the_experiment_that_it_runs_on(tmp_path: Path) -
     assert load_module(tmp_path / "deepone_ablation.py").Deep is deep
     imported = load_module(tmp_path / "deeptwo_ablation.py").Deep
     assert load_module(two).Deep is imported
-
-
-@pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_a_class_without_a_file_is_refused(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    piped = types.ModuleType("piped")
-    piped.__file__ = file
-    monkeypatch.setitem(sys.modules, "piped", piped)
-    made = dataclasses.make_dataclass("Piped", (), namespace={"__module__": "piped"})
-    with pytest.raises(ValueError, match=r"^Piped: its source cannot be read.*define it in a \.py file$"):
-        hash_user_code(made())
-
-
-def test_a_file_that_defines_a_class_twice_is_refused(mine: Path) -> None:
-    """As an exported notebook may: the text would be the same for both."""
-    mine.write_text(mine.read_text() + "\n\nclass Helper:\n    x = 1\n\n\nclass Helper:\n    x = 2\n")
-    with pytest.raises(ValueError, match=r"^mine\.py: defines the class Helper twice, .*; rename one$"):
-        hash_user_code(load_experiment(mine))
-
-
-def test_a_method_that_was_typed_at_a_prompt_is_refused() -> None:
-    names = {"__name__": __name__, "Elastic": Elastic}
-    exec("class Typed(Elastic):\n    def build(self, shape):\n        return None\n", names)
-    with pytest.raises(ValueError, match=r"^Typed\.build: its source cannot be read.*define it in a \.py file$"):
-        hash_user_code(names["Typed"]())
+    found = []
+    for place, more in (("a", ""), ("b", "    field: int = 1\n")):
+        path = tmp_path / place / "exp" / "deepmine.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(DEEP + more)
+        found += hash_user_code(load_module(path).Deep())
+    assert len({*found}) == 2
+    for name in {*sys.modules} - known:
+        del sys.modules[name]
 
 
 def make_rule(scale: float) -> type:
-    @dataclasses.dataclass(frozen=True)
-    class Scaled(Elastic):
-        def build(self, shape):
-            return scale * super().build(shape)
-
-    return Scaled
-
-
-def test_a_value_from_around_a_class_is_refused() -> None:
-    """Rows that differ in it would be one training."""
-    scaled = make_rule(9.0)()
-    with pytest.raises(ValueError, match=r"^Scaled.build: uses 'scale' of the function around .* make it a field"):
-        hash_user_code(scaled)
-
-
-def test_a_method_may_call_that_of_its_base() -> None:
     @dataclasses.dataclass(frozen=True)
     class Inner(Elastic):
         def build(self, shape):
             return super().build(shape)
 
-    assert hash_user_code(Inner())
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(Elastic):
+        def build(self, shape):
+            return scale * super().build(shape)
+
+    assert hash_user_code(Inner()), "a method may call that of its base"
+    return Scaled
 
 
-if __name__ == "__main__":
-    SHIPPED.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")
+def test_a_class_whose_source_does_not_tell_what_it_does_is_refused(mine, monkeypatch) -> None:
+    """Without a file, typed at a prompt, with values from around it, or defined twice, as in an exported notebook."""
+    unread = r"its source cannot be read.*define it in a \.py file$"
+    for file in (None, "<stdin>"):
+        piped = types.ModuleType("piped")
+        piped.__file__ = file
+        monkeypatch.setitem(sys.modules, "piped", piped)
+        with pytest.raises(ValueError, match=f"^Piped: {unread}"):
+            hash_user_code(dataclasses.make_dataclass("Piped", (), namespace={"__module__": "piped"})())
+    names = {"__name__": __name__, "Elastic": Elastic}
+    exec("class Typed(Elastic):\n    def build(self, shape):\n        return None\n", names)
+    with pytest.raises(ValueError, match=rf"^Typed\.build: {unread}"):
+        hash_user_code(names["Typed"]())
+    with pytest.raises(ValueError, match=r"^Scaled.build: uses 'scale' of the function around .* make it a field"):
+        hash_user_code(make_rule(9.0)())
+    mine.write_text(mine.read_text() + "\n\nclass Helper:\n    x = 1\n\n\nclass Helper:\n    x = 2\n")
+    with pytest.raises(ValueError, match=r"^mine\.py: defines the class Helper twice, .*; rename one$"):
+        hash_user_code(load_experiment(mine))
 
 
 def test_classes_of_one_name_are_named_with_their_files(mine: Path) -> None:
@@ -536,16 +403,16 @@ def test_a_file_has_one_key_however_it_is_started(mine: Path, monkeypatch: pytes
         lambda: run("mine"),
     ]
     assert len(set(map(forked.run_in_fork, starts))) == 1
-
-
-def test_a_module_of_a_package_has_one_key_however_it_is_started(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine.parent.parent)
-    sub = mine.parent / "sub"
-    sub.mkdir()
-    (sub / "mine.py").write_text(mine.read_text().replace("from factors", "from ..factors") + MAKES_ITS_KEY)
+    (sub := mine.parent / "sub").mkdir()
+    (sub / "mine.py").write_text(mine.read_text().replace("from factors", "from ..factors"))
     edit(mine.with_name("factors.py"), "from deeper", "from .deeper")
     name = f"{mine.parent.name}.sub.mine"
     starts = [lambda: importlib.import_module(name).KEY, lambda: run(name)]
     keys = list(map(forked.run_in_fork, starts))
     edit(mine.with_name("deeper.py"), "1", "2")
-    assert keys[0] == keys[1] != forked.run_in_fork(starts[0])
+    assert keys[0] == keys[1] != forked.run_in_fork(starts[0]), "a module of a package"
+
+
+if __name__ == "__main__":
+    SHIPPED.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")

@@ -86,7 +86,7 @@ static void absolute(int folder, const char *path, char *out) {
     }
 }
 
-/* Appends an operation to the record, which power.py reads. */
+/* Appends an operation to the record, which points.py reads. */
 static void note(char kind, const char *path, const char *to, off64_t at, const struct iovec *data, int parts) {
     if (record < 0 || !control || !control->armed || !is_counted(path)) return;
     struct { unsigned kind, path, to; unsigned long long at, size; } head = {.kind = (unsigned)kind};

@@ -1,16 +1,20 @@
-"""Ends a tiny grid at every one of its disk effects, repeats the command, and checks the outcome.
+"""Ends a tiny grid of real trainings at its disk effects, repeats the command, and checks the outcome.
 
-`python tests/crash/points.py --out FOLDER` tries all of them and resumes an earlier call. Needs Linux and a C compiler.
+`python tests/crash/points.py --out FOLDER` tries all effects in every way and resumes an earlier call. It needs Linux
+and a C compiler. A loss of power is simulated at every distinct state of the disk, from a record of what an undisturbed
+grid does: data that were not fsynced are gone. For names (of files made, renamed, removed) there are two disks: one
+that keeps them at once, so that a file may be there and empty, and one that keeps them with the next fsync of anything,
+as a journaling file system does. Mixtures of the two are not tried.
 """
 
 import argparse
 import ctypes
+import hashlib
 import itertools
 import json
 import math
 import mmap
 import os
-import platform
 import re
 import shutil
 import signal
@@ -19,20 +23,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE / "effects.c"
-CONTROL, TRACE = "EFFECTS_CONTROL", "EFFECTS_TRACE"
+CONTROL, TRACE, RECORD = "EFFECTS_CONTROL", "EFFECTS_TRACE", "EFFECTS_RECORD"
 HEADER = struct.Struct("8I1024s")
 """`struct control` of effects.c."""
+OPERATION = struct.Struct("=3I4x2Q")
+"""Before each operation of the record: its kind, and the sizes of what follows."""
+KINDS = {"c": "create", "d": "mkdir", "r": "rename", "s": "fsync", "t": "truncate", "u": "unlink", "w": "write"}
 MOST_SECONDS = 120.0
 """Timeout of a command."""
 
@@ -40,11 +45,13 @@ MOST_SECONDS = 120.0
 def prepare_preload(folder: Path) -> dict[str, str]:
     """Environment of a process whose disk effects are counted; compiles the counter."""
     library = folder / "effects.so"
-    subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+    source = HERE / "effects.c"
+    subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     (folder / "control").write_bytes(bytes(HEADER.size))
-    for name in ("trace", "record"):
-        (folder / name).touch()
-    return {"LD_PRELOAD": str(library), CONTROL: str(folder / "control"), TRACE: str(folder / "trace")}
+    files = {CONTROL: folder / "control", TRACE: folder / "trace", RECORD: folder / "record"}
+    for path in files.values():
+        path.touch()
+    return {"LD_PRELOAD": str(library)} | {name: str(path) for name, path in files.items()}
 
 
 class Effects:
@@ -60,7 +67,8 @@ class Effects:
 
         whole: so does every later one.
         """
-        os.truncate(self._trace, 0)
+        for name in (TRACE, RECORD):
+            os.truncate(os.environ[name], 0)
         path = os.fsencode(root)
         self._shared[:] = HEADER.pack(1, 0, at, again, number, whole, False, len(path), path)
 
@@ -75,7 +83,6 @@ class Effects:
 class Scenario:
     """A command on a runs folder and the folder's initial state."""
 
-    name: str
     argv: tuple[str, ...]
     before: tuple[str, ...] = ()
     """A command that has run in the folder before."""
@@ -86,26 +93,15 @@ class Scenario:
 
 PACK = "pair.xz"
 ONE = ("ablate", "run", "pair.py", "--rows", "softmax", "--seeds", "0", "--workers", "1")
-ONE_CELL = Scenario("one cell", ONE)
 SCENARIOS = {
-    scenario.name: scenario
-    for scenario in (
-        ONE_CELL,
-        Scenario("two cells by two workers", (*ONE[:3], "--seeds", "0", "--workers", "2")),
-        Scenario("--fresh", (*ONE, "--fresh"), before=ONE),
-        Scenario(
-            "a search",
-            ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1"),
-            grid="search-tiny-backcopy_tiny",
-        ),
-        Scenario("a training", ("train", "backcopy_tiny"), grid="train-backcopy_tiny"),
-        Scenario("a packed cell and one more", (*ONE[:6], "0,1", "--workers", "1", "--results", PACK), packed=ONE),
-        Scenario(
-            "two looks of a question",
-            ("ablate", "run", "q_two.py", "--looks", "2", "--workers", "1"),
-            grid="q_two-backcopy_tiny",
-        ),
-    )
+    "one cell": Scenario(ONE),
+    "two cells by two workers": Scenario((*ONE[:3], "--seeds", "0", "--workers", "2")),
+    "--fresh": Scenario((*ONE, "--fresh"), before=ONE),
+    "a search": Scenario(
+        ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1"), grid="search-tiny-backcopy_tiny"
+    ),
+    "a training": Scenario(("train", "backcopy_tiny"), grid="train-backcopy_tiny"),
+    "a packed cell and one more": Scenario((*ONE[:6], "0,1", "--workers", "1", "--results", PACK), packed=ONE),
 }
 SEARCH = '''
 """One axis on the tiny probe."""
@@ -113,96 +109,81 @@ from lit_lazy.grid.search.definition import Real, Search
 
 search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny", startup=2)
 '''
-QUESTION = '''
-"""Two looks, of which the first decides nothing."""
-from lit_lazy.attention import Softmax, SSMax
-from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.question import Question
-from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.records import Contrast
-
-RULE = "model.attention.normaliser"
-question = Question(
-    ablation=Ablation(
-        name="q_two",
-        base="backcopy_tiny",
-        baseline="softmax",
-        seeds=(0, 1, 2),
-        columns=COLUMNS[2:],
-        rows=(Row("softmax", {RULE: Softmax()}, "ours"), Row("ssmax", {RULE: SSMax()}, "ours")),
-    ),
-    claim="SSMax has less mass.",
-    primary="mass/non_trigger",
-    contrasts=(Contrast("ssmax - softmax", {"ssmax": 1, "softmax": -1}),),
-    rule="lower",
-    margin=0.1,
-    source="R4",
-    looks=(2, 3),
-    few_seeds_because="a test",
-)
-'''
 
 
 @dataclass(frozen=True)
 class Interruption:
     """How a grid is ended at an effect."""
 
-    name: str
     number: int
     whole: bool = False
+    """Whether every process is ended, at its next effect."""
     twice: bool = False
 
 
 WAYS = {
-    way.name: way
-    for way in (
-        Interruption("SIGKILL of the process", signal.SIGKILL),
-        Interruption("SIGKILL of all", signal.SIGKILL, whole=True),
-        Interruption("SIGTERM", signal.SIGTERM),
-        Interruption("SIGTERM twice", signal.SIGTERM, twice=True),
-    )
+    "SIGKILL of the process": Interruption(signal.SIGKILL),
+    "SIGKILL of all": Interruption(signal.SIGKILL, whole=True),
+    "SIGTERM": Interruption(signal.SIGTERM),
+    "SIGTERM twice": Interruption(signal.SIGTERM, twice=True),
 }
+DISKS = ("loss of power, names at once", "loss of power, names with the next fsync")
+"""Further ways, of one cell."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of one attempt."""
+
+    scenario: str
+    way: str
+    at: int
+    where: str
+    """The effect at which it was ended; "" if the grid had ended before."""
+    commit: str
+    seconds: float
+    """Duration of the attempt and its checks."""
+    violations: list[str]
 
 
 class Workspace:
     """A folder whose runs folder can be reset to its initial state."""
 
-    def __init__(self, folder: Path, scenario: Scenario, store: Path) -> None:
+    def __init__(self, folder: Path, name: str, store: Path) -> None:
         from two_rows import two_rows
 
-        self.folder, self.scenario, self.runs = folder, scenario, folder / "runs"
+        self.folder, self.name, self.scenario, self.runs = folder, name, SCENARIOS[name], folder / "runs"
         self.effects = Effects()
-        self.runs.mkdir(parents=True)
-        shutil.copy(store, self.runs / "mlflow.db")
+        folder.mkdir(parents=True)
         (folder / "pair.py").write_text(two_rows("pair"))
         (folder / "tiny.py").write_text(SEARCH)
-        (folder / "q_two.py").write_text(QUESTION)
-        if scenario.packed:
-            assert self.command((*scenario.packed, "--brief")) == 0
+        self.begin(store)
+        if self.scenario.packed:
+            assert self.command((*self.scenario.packed, "--brief")) == 0
             assert self.command(("ablate", "pack", "pair.py", "--out", PACK)) == 0
             shutil.rmtree(self.runs)
-            self.runs.mkdir()
-            shutil.copy(store, self.runs / "mlflow.db")
-        if scenario.before:
-            assert self.command(scenario.before) == 0
+            self.begin(store)
+        if self.scenario.before:
+            assert self.command(self.scenario.before) == 0
         shutil.copytree(self.runs, folder / "before")
+
+    def begin(self, store: Path) -> None:
+        self.runs.mkdir()
+        shutil.copy(store, self.runs / "mlflow.db")
 
     def restore(self) -> None:
         shutil.rmtree(self.runs)
         shutil.copytree(self.folder / "before", self.runs)
 
-    def start(self, argv: Sequence[str]) -> "subprocess.Popen[Any]":
+    def command(self, argv: Sequence[str]) -> int:
+        """Exit status of a command, with a timeout."""
         import forked
 
         with (self.folder / "commands.log").open("ab") as log:
-            return forked.Popen(
+            process = forked.Popen(
                 [sys.executable, "-P", "-m", "lit_lazy.command", *argv, "--runs", str(self.runs)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
             )  # fmt: skip
-
-    def command(self, argv: Sequence[str]) -> int:
-        """Exit status of a command, with a timeout."""
-        process = self.start(argv)
         try:
             return process.wait(MOST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -217,42 +198,59 @@ class Workspace:
         assert self.command(self.scenario.argv) == 0
         return self.effects.stop(), Snapshot.of(self.runs, self.scenario.grid)
 
-    def attempt(self, at: int, way: Interruption, wanted: "Snapshot") -> "AttemptOutcome":
-        """End the grid at effect number `at`, repeat the command, compare."""
+    def end_at(self, at: int, way: Interruption) -> tuple[str, list[str]]:
+        """End the command at an effect; returns the effect, "" if there were fewer, and problems."""
         self.restore()
-        started = time.monotonic()
         self.effects.count(self.runs, at, at + 1 if way.twice else 0, way.number, way.whole)
-        first = self.command(self.scenario.argv)
+        status = self.command(self.scenario.argv)
         if way.whole:
             end_all()
         effects = self.effects.stop()
-        where = effects[at - 1] if at <= len(effects) else ""
-        violations = [] if first != -1 else [f"the command took more than {MOST_SECONDS:.0f} s"]
-        if where:
-            status = self.command(self.scenario.argv)
-            violations += [] if status == 0 else [f"the command given again ended with {status}: {self.last_line()}"]
-            violations += [f"{n} processes left" for n in [end_all()] if n]
-        violations += wanted.find_differences(self.runs, self.scenario.grid)
-        seconds = round(time.monotonic() - started, 2)
-        return AttemptOutcome(self.scenario.name, way.name, at, where, git_sha(), seconds, violations)
+        problems = [] if status != -1 else [f"the command took more than {MOST_SECONDS:.0f} s"]
+        return effects[at - 1] if at <= len(effects) else "", problems
+
+    def try_all(self, name: str, known: Sequence[Outcome], options: argparse.Namespace) -> Iterator[Outcome]:
+        """Yields the outcomes of one way of ending at what is not known yet, of every `options.every`-th effect."""
+        effects, wanted = self.run_undisturbed()
+        if differences := wanted.find_differences(self.runs, self.scenario.grid):
+            raise SystemExit(f"{self.name}: the undisturbed grid does not equal itself: {differences}")
+        done = {outcome.at for outcome in known}
+        if name in DISKS:
+            moments = self.lose_power(name, done, options.every)
+        elif options.match:
+            moments = ((at, *self.end_at(at, WAYS[name])) for at in (find_first(effects, p) for p in options.match))
+        else:
+            end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
+            numbers = itertools.count(1 + [*WAYS].index(name) % options.every, options.every)
+            untried = (at for at in itertools.takewhile(lambda at: at < end, numbers) if at not in done)
+            moments = ((at, *self.end_at(at, WAYS[name])) for at in untried)
+        started = time.monotonic()
+        for at, where, problems in moments:
+            if where:
+                status = self.command(self.scenario.argv)
+                problems += [] if status == 0 else [f"the same command ended with {status}: {self.last_line()}"]
+                problems += [f"{n} processes left" for n in [end_all()] if n]
+            if name in DISKS:
+                for aside in self.runs.rglob("*.damaged"):
+                    aside.unlink()  # quarantined as expected
+            problems += wanted.find_differences(self.runs, self.scenario.grid)
+            seconds = round(time.monotonic() - started, 2)
+            yield Outcome(self.name, name, at, where, git_sha(), seconds, problems)
+            started = time.monotonic()
+            if not where:
+                return
+
+    def lose_power(self, name: str, done: set[int], every: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Leave what a disk has kept, at every moment at which that changes."""
+        operations = list(read_record(Path(os.environ[RECORD])))
+        self.restore()  # the record starts with the initial state
+        for number, where, left in [*iterate_moments(operations, self.runs, name)][::every]:
+            if number not in done:
+                build(left, self.runs)
+                yield number, where, []
 
     def last_line(self) -> str:
         return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
-
-
-@dataclass(frozen=True)
-class AttemptOutcome:
-    """Outcome of one attempt."""
-
-    scenario: str
-    way: str
-    at: int
-    where: str
-    """The effect at which it was ended; "" if the grid had ended before."""
-    commit: str
-    seconds: float
-    """Duration of the attempt and its checks."""
-    violations: list[str]
 
 
 def adopt_orphans() -> None:
@@ -335,11 +333,16 @@ class Snapshot:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
             return [f"cannot be read: {error}"]
+        wanted, there = ({name: _dump(part) for name, part in asdict(state).items()} for state in (self, found))
         return [
-            f"{name}: {_find_first_difference(wanted, is_)}"
-            for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
-            if wanted != is_
+            f"{name}: {next(pair for pair in itertools.zip_longest(lines, there[name]) if pair[0] != pair[1])}"
+            for name, lines in wanted.items()
+            if lines != there[name]
         ]
+
+
+def _dump(part: Any) -> list[str]:
+    return json.dumps(part, indent=0, sort_keys=True).splitlines()
 
 
 def _read_published(file: Path) -> Any:
@@ -376,56 +379,130 @@ def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _find_first_difference(wanted: Any, found: Any, at: str = "") -> str:
-    """First difference of two plain values."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for key in sorted(wanted.keys() | found.keys()):
-            if wanted.get(key) != found.get(key):
-                return _find_first_difference(wanted.get(key), found.get(key), f"{at}/{key}")
-    if isinstance(wanted, list) and isinstance(found, list):
-        if len(wanted) != len(found):
-            extra = [x for x in found if x not in wanted] or [x for x in wanted if x not in found]
-            return f"{at}: {len(found)} instead of {len(wanted)}, such as {str(extra[:1])[:300]}"
-        for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
-            if one != other:
-                return _find_first_difference(one, other, f"{at}/{number}")
-    return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
+@dataclass(frozen=True)
+class Operation:
+    """One line of the record."""
+
+    kind: str
+    """A letter of KINDS."""
+    path: str
+    to: str
+    at: int
+    data: bytes
 
 
-Points = Callable[[list[str]], Iterable[int]]
+def read_record(path: Path) -> Iterator[Operation]:
+    """The operations, in order."""
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        kind, path_size, to_size, offset, size = OPERATION.unpack_from(content, at)
+        at += OPERATION.size
+        parts = []
+        for length in (path_size, to_size, size):
+            parts.append(content[at : at + length])
+            at += length
+        yield Operation(chr(kind), os.fsdecode(parts[0]), os.fsdecode(parts[1]), offset, parts[2])
 
 
-def try_all(folder: Path, scenario: Scenario, way: Interruption, points: Points) -> Iterable[AttemptOutcome]:
-    """Yields the outcomes of a scenario. points: selects the effects to try from all effects."""
-    scratch = folder / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    place = Workspace(scratch, scenario, folder / "store.db")
-    effects, wanted = place.run_undisturbed()
-    if differences := wanted.find_differences(place.runs, scenario.grid):
-        raise SystemExit(f"{scenario.name}: the undisturbed grid does not equal itself: {differences}")
-    for at in points(effects):
-        outcome = place.attempt(at, way, wanted)
-        yield outcome
-        if not outcome.where:
+@dataclass
+class File:
+    """A file's content and the part of it that is on the disk."""
+
+    content: bytearray = field(default_factory=bytearray)
+    kept: bytes = b""
+
+
+class Disk:
+    """The state that processes see, and the state after a power cut. A folder is None."""
+
+    def __init__(self, root: Path) -> None:
+        self.names: dict[str, File | None] = {}
+        for path in sorted(root.rglob("*")):
+            content = None if path.is_dir() else path.read_bytes()
+            self.names[str(path)] = None if content is None else File(bytearray(content), content)
+        self.kept_names = dict(self.names)
+
+    def do(self, operation: Operation) -> None:
+        path = operation.path
+        match operation.kind:
+            case "c":
+                self.names[path] = File()
+            case "d":
+                self.names[path] = None
+            case "u":
+                self.names.pop(path, None)
+            case "r":
+                moved = [name for name in self.names if name == path or name.startswith(f"{path}/")]
+                for name in moved:
+                    self.names[operation.to + name.removeprefix(path)] = self.names.pop(name)
+            case "s":
+                if file := self.names.get(path):
+                    file.kept = bytes(file.content)
+                self.kept_names = dict(self.names)
+            case "t" | "w":
+                self._change(self.names.get(path), operation)
+            case other:
+                raise ValueError(f"{other!r} of {path}: this record cannot be replayed")
+
+    def _change(self, file: File | None, operation: Operation) -> None:
+        if file is None:  # without its name, nothing of it can survive a power cut
             return
+        if operation.kind == "t":
+            del file.content[operation.at :]
+            file.content.extend(bytes(operation.at - len(file.content)))
+            return
+        file.content.extend(bytes(max(0, operation.at - len(file.content))))
+        file.content[operation.at : operation.at + len(operation.data)] = operation.data
+
+    def contents_after_loss(self, disk: str) -> dict[str, bytes | None]:
+        """Content by path after a power cut on such a disk."""
+        names = self.names if disk == DISKS[0] else self.kept_names
+        return {name: None if file is None else file.kept for name, file in names.items()}
+
+
+def build(left: dict[str, bytes | None], root: Path) -> None:
+    """Create a folder with exactly this content."""
+    shutil.rmtree(root)
+    root.mkdir()
+    for name, content in sorted(left.items()):
+        path = Path(name)
+        if content is None:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def digest(left: dict[str, bytes | None]) -> str:
+    """A digest that is equal for equal folders."""
+    every = hashlib.sha256()
+    for name, content in sorted(left.items()):
+        every.update(repr((name, content)).encode())
+    return every.hexdigest()
+
+
+def iterate_moments(
+    operations: list[Operation], before: Path, disk: str
+) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
+    """Number, description and disk of every moment at which the state after a power cut changes."""
+    state, last = Disk(before), ""
+    for number, operation in enumerate(operations, start=1):
+        state.do(operation)
+        left = state.contents_after_loss(disk)
+        if (now := digest(left)) != last:
+            last = now
+            yield number, f"{KINDS[operation.kind]} {operation.path.removeprefix(str(before))}", left
 
 
 def main() -> int:
-    """Try the selected effects that were not tried yet; exit status 1 if any check failed."""
+    """Try what was not tried yet; exit status 1 if any check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
-    parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be given again")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE.md", help="page in which to fill what came of all that was tried"
-    )
+    parser.add_argument("--way", choices=(*WAYS, *DISKS), action="append", help="only this one; may be given again")
     parser.add_argument("--match", metavar="REGEX", action="append", help="only the first effect that matches")
     parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        metavar="N",
-        help="only every N-th effect, each way from another one on (default 1)",
+        "--every", type=int, default=1, metavar="N", help="only every N-th effect, each way from another one on"
     )
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
@@ -436,90 +513,43 @@ def main() -> int:
     make_cheap()
     adopt_orphans()
     make_store(options.out / "store.db")
-    wanted = [
-        (SCENARIOS[scenario], WAYS[way]) for way in options.way or WAYS for scenario in options.scenario or SCENARIOS
-    ]
     path = options.out / "outcomes.jsonl"
-    for scenario, way in wanted:
-        known = [o for o in read_outcomes(path) if (o.scenario, o.way) == (scenario.name, way.name)]
-        points = (
-            select_matching(options.match)
-            if options.match
-            else select_untried(known, options.every, list(WAYS).index(way.name))
-        )
-        for outcome in try_all(options.out, scenario, way, points):
-            append_outcome(path, outcome)
-    if options.report:
-        fill_report(options.report, read_outcomes(path))
+    for way, name in itertools.product(options.way or (*WAYS, *DISKS), options.scenario or SCENARIOS):
+        if way in DISKS and name != "one cell":
+            continue
+        known = [outcome for outcome in read_outcomes(path) if (outcome.scenario, outcome.way) == (name, way)]
+        scratch = options.out / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        for outcome in Workspace(scratch, name, options.out / "store.db").try_all(way, known, options):
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+            if outcome.violations or outcome.at % 25 == 0:
+                print(f"{name}, {way}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
+    print(report(read_outcomes(path)))
     return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 
-_MARKED = re.compile(r"(<!-- attempts -->\n)(?:.*\n)*?(<!-- end -->)")
-
-
-def fill_report(page: Path, every: Sequence[AttemptOutcome]) -> None:
-    """Write what came of all attempts between a page's markers. Raises SystemExit if it has none."""
-    filled, n = _MARKED.subn(lambda match: f"{match[1]}{report(every)}{match[2]}", page.read_text())
-    if not n:
-        raise SystemExit(f"--report {page}: lacks <!-- attempts -->, and <!-- end --> after it")
-    write_text(page, filled)
-
-
-def report(every: Sequence[AttemptOutcome]) -> str:
-    """The attempts and their outcomes in Markdown."""
+def report(every: Sequence[Outcome]) -> str:
+    """The attempts and their outcomes in Markdown, for docs/results/reliability.md."""
     met = [outcome for outcome in every if outcome.where]
-    rows = Counter((outcome.scenario, outcome.way) for outcome in met)
-    effects = {(outcome.scenario, outcome.way): outcome.at - 1 for outcome in every if not outcome.where}
+    tried = Counter((outcome.scenario, outcome.way) for outcome in met)
     wrong = Counter((outcome.scenario, outcome.way) for outcome in met if outcome.violations)
-    kinds = Counter(outcome.where.partition(" ")[0] for outcome in met)
-    commits = Counter(outcome.commit for outcome in every)
     lines = [
-        "| grid | ended by | tried | of about | violations |",
-        "| --- | --- | --: | --: | --: |",
-        *(
-            f"| {scenario} | {way} | {n} | {effects.get((scenario, way), '')} | {wrong[scenario, way]} |"
-            for (scenario, way), n in rows.items()
-        ),
-        f"| all | | {len(met)} | | {sum(wrong.values())} |",
-        "",
-        "By kind: " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()) + ".",
+        "| grid | ended by | tried | violations |",
+        "| --- | --- | --: | --: |",
+        *(f"| {scenario} | {way} | {n} | {wrong[scenario, way]} |" for (scenario, way), n in tried.items()),
+        f"| all | | {len(met)} | {sum(wrong.values())} |",
         "",
         *(f"- {o.scenario}, {o.way}, {o.at}, {o.where}: {'; '.join(o.violations)}" for o in every if o.violations),
-        f"That took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours of one process, with others at work "
-        "beside it.",
-        "",
-        "Made by `tests/crash/points.py` and `power.py` (`make crash-points` runs all) at "
-        f"{', '.join(f'{commit} ({n})' for commit, n in commits.items())}, last on "
-        f"{time.strftime('%Y-%m-%d')}: Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
-        f"{os.cpu_count()} CPU cores.",
+        f"That took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours, at "
+        f"{', '.join(Counter(outcome.commit for outcome in every))}, on {os.cpu_count()} CPU cores.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def append_outcome(path: Path, outcome: AttemptOutcome) -> None:
-    """Append an outcome to a file; print failures, and others occasionally."""
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(outcome)) + "\n")
-    if outcome.violations or outcome.at % 25 == 0:
-        print(f"{outcome.scenario}, {outcome.way}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
-
-
-def read_outcomes(path: Path) -> list[AttemptOutcome]:
+def read_outcomes(path: Path) -> list[Outcome]:
     """The outcomes in a file."""
-    return [AttemptOutcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def select_matching(patterns: Sequence[str]) -> Points:
-    """The first effect that matches each pattern."""
-    return lambda effects: [find_first(effects, pattern) for pattern in patterns]
-
-
-def select_untried(known: Sequence[AttemptOutcome], every: int, start: int) -> Points:
-    """Every `every`-th effect that is not known, to the end of the grid."""
-    done = {outcome.at for outcome in known}
-    end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
-    every_one = itertools.takewhile(lambda at: at < end, itertools.count(1 + start % every, every))
-    return lambda _: (at for at in every_one if at not in done)
+    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def find_first(effects: Sequence[str], pattern: str) -> int:

@@ -1,4 +1,4 @@
-"""Kills the commands, workers and ranks of grids at random, and at chosen moments; then checks that nothing was lost.
+"""Kills the commands, workers and ranks of grids at random; then checks that nothing was lost.
 
 `PYTHONPATH=tests:tests/grid python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes a report, and
 resumes what a former call began. Commands are forks with all imports done, so that a killed one is replaced quickly.
@@ -41,70 +41,6 @@ BETWEEN = 0.5, 3.0
 """Range of seconds between kills."""
 EVERY = {"train/loss": 50, "val/loss": 100}
 """Steps between the points of each curve."""
-TRAPS = '''
-import os
-import signal
-import sys
-from multiprocessing import parent_process
-
-TRAPS = Path(__file__).parent / "traps"
-
-
-def sprung(point):
-    """Whether this process is the one that the trap catches."""
-    try:
-        (TRAPS / point).rename(TRAPS / f"{point} by {os.getpid()}")
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def before(cls, name, point, when=lambda *_: True):
-    method = getattr(cls, name)
-
-    def die_first(self, *args, **kwargs):
-        if when(self) and sprung(point):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(self, *args, **kwargs)
-
-    setattr(cls, name, die_first)
-
-
-def halfway(module, write, point):
-    from lit_lazy.support.disk import write_atomically
-
-    def die(file):
-        file.write(b"half of it")
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_or_write(path, content, write=getattr(module, write)):
-        if sprung(point):
-            write_atomically(path, die)
-        write(path, content)
-
-    setattr(module, write, die_or_write)
-
-
-if parent_process():  # a worker
-    from lit_lazy.training import checkpoints, result
-    from lit_lazy.training.module import LitLM
-
-    before(LitLM, "training_step", "a worker in training", lambda module: module.global_step == 37)
-    halfway(checkpoints, "write_atomically", "a worker in the write of a checkpoint")
-    halfway(result, "write_text", "a worker in the write of a result")
-elif "command" in Path(sys.argv[0]).parts:
-    from lit_lazy.tracking.active_run import ActiveRun
-
-    before(ActiveRun, "finish", "the command between a result and MLflow")
-'''
-POINTS = (
-    "a worker in training",
-    "a worker in the write of a checkpoint",
-    "a worker in the write of a result",
-    "the command between a result and MLflow",
-)
-"""Moments at which a process kills itself if a file of that name is in the folder of traps."""
 
 
 class RealCommand:
@@ -122,6 +58,8 @@ class RealCommand:
                 start_new_session=True,
             )
 
+        self.wait, self.send = self.process.wait, self.process.send_signal
+
     @property
     def said(self) -> str:
         return self.log.read_text()
@@ -129,12 +67,6 @@ class RealCommand:
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
-
-    def wait(self) -> int:
-        return self.process.wait()
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
 
 
 @dataclass
@@ -151,7 +83,7 @@ class RealLab(Lab):
 
 def make_real_lab(folder: Path, steps: int, devices: int, seeds: int) -> RealLab:
     """Two rows with so many seeds, that validate and checkpoint; each training has so many processes."""
-    (folder / "pair.py").write_text(two_rows("pair", code=TRAPS))
+    (folder / "pair.py").write_text(two_rows("pair"))
     options = ("ablate", "run", str(folder / "pair.py"), "--seeds", ",".join(map(str, range(seeds))))
     every = f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"
     overrides = [f"--train.steps={steps}", "--train.checkpoint_every=20", "--train.warmup_steps=2", *every]
@@ -255,16 +187,9 @@ class Soak:
         while (left := self.kills - count_kills(outcome)) > 0:
             here = lab.move(folder / f"grid-{outcome['grids'] + 1}")
             here.runs.mkdir(exist_ok=True)
-            traps = folder / "traps"
-            traps.mkdir(exist_ok=True)
-            for point in POINTS:
-                (traps / point).touch()
             started = time.monotonic()
             chance = random.Random(f"{self.seed} {outcome['grids']}")
             killed = run_killed(here, left, self.workers, chance, BETWEEN)
-            killed.update(path.name.partition(" by ")[0] for path in traps.glob("* by *"))
-            for path in traps.iterdir():
-                path.unlink()
             check(here, peace)
             forked.run_in_fork(lambda: check_mlflow(here, self.steps))  # noqa: B023
             check_no_process_is_left(before)

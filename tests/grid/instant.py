@@ -160,6 +160,11 @@ class Lab:
         assert command.wait() == status, command.said
         return command.said
 
+    def end(self) -> None:
+        """Kill the commands that have not ended."""
+        for command in self.commands:
+            command.process.kill()
+
     def states(self) -> dict[str, str]:
         return {key: read_state(self.cell(key)) for key in self.keys}
 

@@ -84,55 +84,48 @@ def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
     assert len(seeds) == 17
 
 
-def test_the_factorial_keeps_the_taus_of_constant_apart() -> None:
-    made = load_ablation(find("ablations", "table2_grid"))
-    points = [row.changes for row in made.all_rows]
-    constant = {p[f"{NORMALISER}.tau_init"] for p in points if p[f"{NORMALISER}.threshold"] == "constant"}
-    others = {p[f"{NORMALISER}.tau_init"] for p in points if p[f"{NORMALISER}.threshold"] != "constant"}
-    assert constant == {0.0, 0.01, 0.02, 0.05}
-    assert others == {0.0, 0.5, 1.0, 2.0}
-    assert len(points) == 4 * 2 * 3 + 4 * 3 * 2 * 3
-
-
-def test_an_axis_is_no_common_setting_too() -> None:
-    with pytest.raises(ValueError, match=r"common\['train\.lr'\] is an axis too, which replaces it; leave it out of"):
-        Ablation("factorial", axes={"train.lr": (0.1, 0.2)}, common={"train.lr": 0.3})
-
-
-def test_a_common_setting_that_every_row_replaces_is_named() -> None:
-    rows = Row("slow", {"train.lr": 0.1}, "ours"), Row("fast", {"train.lr": 0.2}, "ours")
-    with pytest.raises(
-        ValueError, match=r"common\['train\.lr'\] is in every row too, which replaces it; leave it out of"
-    ):
-        Ablation("rates", rows=rows, common={"train.lr": 0.3})
-    Ablation("rates", rows=(*rows, Row("as usual", {}, "ours")), common={"train.lr": 0.3})
-    double = Row("double", {"train.lr": lambda base: 2 * base.train.lr}, "ours")
-    Ablation("rates", rows=(rows[0], double), common={"train.lr": 0.3})
-
-
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
-    made = Ablation("factorial", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
-    assert made.baseline == "bias=NoBias lr=0.1"
+    made = ablation(rows=(), baseline="", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
+    rows = ["bias=NoBias lr=0.1", "bias=NoBias lr=0.2", "bias=Alibi lr=0.1", "bias=Alibi lr=0.2"]
+    assert ([row.name for row in made.all_rows], made.baseline) == (rows, rows[0])
     names = [contrast.name for contrast in made.all_contrasts]
     assert names == ["bias: Alibi - NoBias", "lr: 0.2 - 0.1", "bias x lr: (Alibi - NoBias) x (0.2 - 0.1)"]
     assert Ablation("curve", axes={"train.lr": (0.1, 0.2)}).all_contrasts == ()
-
-
-def test_parts_of_one_class_are_named_by_their_settings() -> None:
-    made = Ablation("biases", axes={BIAS: (NoBias(), LearnedBias(), LearnedBias(length=4), Alibi(slopes=(0.5, 0.25)))})
-    names = ["bias=NoBias", "bias=LearnedBias", "bias=LearnedBias(length=4)", "bias=Alibi"]
-    assert [row.name for row in made.all_rows] == names
-
-
-def test_axes_make_a_product_named_after_its_values() -> None:
-    made = ablation(rows=(), axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)}, baseline="bias=NoBias lr=0.1")
-    assert [row.name for row in made.all_rows] == [
-        "bias=NoBias lr=0.1",
-        "bias=NoBias lr=0.2",
-        "bias=Alibi lr=0.1",
-        "bias=Alibi lr=0.2",
-    ]
     assert cells_of(made)[0].axes == {"bias": "NoBias", "lr": "0.1"}
+    biases = Ablation("biases", axes={BIAS: (LearnedBias(), LearnedBias(length=4), Alibi(slopes=(0.5, 0.25)))})
+    assert [row.name for row in biases.all_rows] == ["bias=LearnedBias", "bias=LearnedBias(length=4)", "bias=Alibi"]
+
+
+LR = "train.lr"
+MALFORMED = [
+    ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give seeds=(3,) instead"),
+    ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
+    ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
+    (
+        {"rows": (), "baseline": "", "axes": {LR: (0.1, 0.2)}, "common": {LR: 0.3}},
+        "common['train.lr'] is an axis too, which replaces it; leave it out of",
+    ),
+    (
+        {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
+        "common['train.lr'] is in every row too, which replaces it; leave it out of",
+    ),
+    ({"rows": (*ROWS, Row("mine", {NORMALISER: Elastic}, "ours"))}, "is the class Elastic; make one of it, Elastic(.."),
+    ({"rows": (*ROWS, Row("mine", {NORMALISER: lambda _: 1 / 0}, "ours"))}, "its function failed: ZeroDivisionError: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
+def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: str) -> None:
+    """Further ones: tests/command/test_bad_input.py."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cells_of(ablation(**changes))
+
+
+def test_a_common_setting_may_be_replaced_by_some_rows_and_used_by_others() -> None:
+    rows = Row("slow", {LR: 0.1}, "ours"), Row("as usual", {}, "ours")
+    ablation(rows=rows, baseline="slow", common={LR: 0.3})
+    double = Row("double", {LR: lambda base: 2 * base.train.lr}, "ours")
+    ablation(rows=(rows[0], double), baseline="slow", common={LR: 0.3})
 
 
 def test_twenty_thousand_points_are_made_in_linear_time() -> None:
@@ -187,32 +180,21 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_what_takes_long_shows_its_progress(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = RuntimeError("the rows are checked")
+def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_path, monkeypatch, capsys) -> None:
+    """With all threads of a busy machine the small tensors of a check take several times as long."""
+
+    threads = []
+    monkeypatch.setattr(preparation, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
     for module, name in ((packed, "take_from_files"), (estimate, "estimate_cost")):
-        monkeypatch.setattr(module, name, Mock(side_effect=ended))
+        monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--runs", str(tmp_path), *more]
+    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", "--runs", str(tmp_path), *more]
     with pytest.raises(RuntimeError, match="are checked"):
         ablate_run.ablate_run(make_parser().parse_args(words), [])
+    assert {*threads} == {2}
     out, errors = capsys.readouterr()
     assert re.search(r"^checking rows: 1 of 17, about \d:\d\d left$", errors, re.MULTILINE)
     assert "of 17" not in out
-
-
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_rows_are_checked_with_the_threads_of_a_worker(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all threads of a busy machine the small tensors of a check take several times as long."""
-
-    def end(*_: object) -> None:
-        raise RuntimeError(f"checked with {torch.get_num_threads()} threads")
-
-    monkeypatch.setattr(preparation, "check_init_from", end)
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", *more]
-    with pytest.raises(RuntimeError, match="with 2 threads"):
-        ablate_run.ablate_run(make_parser().parse_args(words), [])
 
 
 def test_names_of_axes_leave_rounding_errors_out() -> None:
@@ -231,22 +213,11 @@ def test_names_of_axes_leave_rounding_errors_out() -> None:
     assert {cell.axes["lr"] for cell in cells_of(made)} == {"0.3", "0.30000000000000004"}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (3 * 1e-4, "0.0003"),
-        (sum([0.1] * 10), "1.0"),
-        (10**-3.5, "0.00031622776601683794"),
-        (0.123456789012345, "0.123456789012345"),
-        (1e-5, "1e-05"),
-        (float("inf"), "inf"),
-        (0.0, "0.0"),
-        (True, "True"),
-        (300, "300"),
-    ],
-)
-def test_a_value_as_a_name(value: object, text: str) -> None:
-    assert describe_value(value) == text
+def test_a_value_as_a_name() -> None:
+    names = {3 * 1e-4: "0.0003", sum([0.1] * 10): "1.0", 10**-3.5: "0.00031622776601683794", 1e-5: "1e-05"}
+    names |= {float("inf"): "inf", 0.0: "0.0", 300: "300"}
+    assert {value: describe_value(value) for value in names} == names
+    assert describe_value(True) == "True"
 
 
 def test_each_cell_has_the_axes_its_own_parts_have() -> None:
@@ -257,85 +228,6 @@ def test_each_cell_has_the_axes_its_own_parts_have() -> None:
     first, second = cells_of(ablation(rows=rows, baseline="a"), seeds=(0,))
     assert first.axes.items() >= {"bias": "LearnedBias", "length": "4", "context_length": "16"}.items()
     assert second.axes.items() >= {"bias": "Fire", "length": "64", "context_length": "32", "width": "32"}.items()
-
-
-def test_rows_and_seeds_can_be_chosen() -> None:
-    assert [(c.variant, c.seed) for c in cells_of(ablation(), ("elastic",), (7, 8))] == [("elastic", 7), ("elastic", 8)]
-
-
-def test_keys_differ_by_config_and_seed_and_stay_the_same() -> None:
-    first, second = cells_of(ablation()), cells_of(ablation())
-    assert [c.key for c in first] == [c.key for c in second]
-    assert len({c.key for c in first}) == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"baseline": "nothing"}, "baseline 'nothing' is not one of its rows"),
-        ({"seeds": ()}, r"seeds=\(\): must be a tuple, .* of length 1 or more"),
-        ({"rows": (ROWS[0], ROWS[0])}, "two rows have the same name"),
-        ({"rows": (ROWS[0], replace(ROWS[1], name="a, b"))}, "has a comma in its name"),
-        ({"axes": {"train.lr": (1.0,)}}, "give either rows or axes"),
-        ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give seeds=\\(3,\\) instead"),
-        ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
-        ({"common": {"seed": 3}}, "common changes seed; give seeds=\\(3,\\) instead"),
-    ],
-)
-def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ablation(**changes)
-
-
-def test_an_unknown_row_names_those_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"--rows 'sofmax': a has no such row \(did you mean softmax\?\); it has softmax, elastic"
-    ):
-        select_rows(ablation(), ["sofmax"], [])
-
-
-def test_two_rows_that_are_one_training_are_refused() -> None:
-    twin = replace(ROWS[1], name="again")
-    with pytest.raises(ValueError, match="rows 'elastic' and 'again' are the same training"):
-        cells_of(ablation(rows=(*ROWS, twin)))
-
-
-def test_a_row_that_does_not_fit_the_base_is_named() -> None:
-    rows = (ROWS[0], Row("wide", {"model.n_heads": 3}, "ours"))
-    with pytest.raises(ValueError, match=r"row 'wide': model.n_heads=3: must divide model.d_model=16"):
-        cells_of(ablation(rows=rows))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (Elastic, "row 'mine': model.attention.normaliser: is the class Elastic; make one of it, Elastic(...)"),
-        (Softmax, "row 'mine': model.attention.normaliser: is the class Softmax; make one of it, Softmax(...)"),
-        (lambda _: 1 / 0, "row 'mine': model.attention.normaliser: its function failed: ZeroDivisionError: division"),
-        (lambda: Elastic(), "row 'mine': model.attention.normaliser: its function failed: TypeError: "),
-    ],
-)
-def test_a_row_whose_value_cannot_be_made_is_named(value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        cells_of(ablation(rows=(*ROWS, Row("mine", {NORMALISER: value}, "ours"))))
-
-
-@pytest.mark.parametrize("path", [NORMALISER, f"{NORMALISER}.tau_init"])
-def test_an_override_that_a_row_would_undo_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"sets model\.attention\.normaliser itself"):
-        prepare_rows(select_rows(ablation(), [], []), tiny(), [path])
-
-
-def test_an_override_of_the_seed_points_to_seeds() -> None:
-    with pytest.raises(ValueError, match="--seeds"):
-        prepare_rows(select_rows(ablation(), [], []), tiny(), ["seed"])
-
-
-def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.py"
-    path.write_text("x = 1\n")
-    with pytest.raises(ValueError, match="defines no `ablation`"):
-        load_ablation(path)
 
 
 def test_only_the_rows_that_are_named_are_run_and_one_of_them_may_be_the_baseline() -> None:

@@ -7,7 +7,6 @@ import pytest
 from lit_lazy.api import results, train
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import load_ablation
-from lit_lazy.report import publish
 from lit_lazy.support.named_files import find
 
 UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
@@ -15,11 +14,7 @@ UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
 
 
 @pytest.mark.long
-def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "draw_table_figures", lambda _: {})
-    monkeypatch.setattr(publish, "write_report", lambda *_: [])
+def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(runs: Path) -> None:
     trained = train("smollm2_tiny", runs=runs, threads=1)
     few = ["--seeds", "0", "--workers", "2", "--brief", "--evaluations=[]", "--init-from", str(trained.checkpoint)]
     assert main(["ablate", "run", "adapt", "--base", "smollm2_tiny", *few, "--runs", str(runs)]) == 0

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from instant import Lab, make_lab
 
 from flash_lazy.cpu import library
 from lit_lazy.command.main import main
-from lit_lazy.grid import job
+from lit_lazy.grid import job as grid_job
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.worker import prepare_process
 from lit_lazy.training import devices
@@ -89,18 +88,14 @@ def test_a_portable_grid_takes_no_cell_of_the_compiled_backend_by_itself(lab: La
     assert read_labels(first) == ["chunked", "chunked"]
 
 
-def test_a_worker_on_another_machine_needs_the_library_too(tmp_path: Path, machine: Machine) -> None:
+def test_a_worker_on_another_machine_needs_the_library_too(tmp_path, machine, monkeypatch) -> None:
     machine(False)
     job = Job(tmp_path / "grid", "", 1, (), compiled=True)
     with pytest.raises(
         ValueError, match=r"^grid: began with the compiled backend and keeps it, but no compiled backend"
     ):
         prepare_process(job)
-
-
-def test_a_gpu_needs_no_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(False)
-    for module in (job, devices):
+    for module in (grid_job, devices):  # a GPU needs none
         monkeypatch.setattr(module, "select_training_device", lambda: torch.device("cuda"))
-    job.require_compiled_backend("grid")
-    assert job.describe_portable_backend("grid") is None
+    grid_job.require_compiled_backend("grid")
+    assert grid_job.describe_portable_backend("grid") is None

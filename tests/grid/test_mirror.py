@@ -3,25 +3,26 @@
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from made_grid import MadeGrid
 from mlflow.entities import Run, ViewType
 from mlflow.tracking import MlflowClient
-from mlflow_server import MlflowServer
 from rich.console import Console
 from stores import forget_databases
 from two_rows import WILD, two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
+from lit_lazy.grid import mirror
 from lit_lazy.grid import mirror as mirror_module
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
-from lit_lazy.grid.plan import ASIDE, GRID_ID
+from lit_lazy.grid.plan import ASIDE, GRID_ID, read_grid
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
 from lit_lazy.tracking.client import open_artifacts
@@ -124,6 +125,8 @@ def test_runs_are_what_the_folders_hold(copied: Path) -> None:
         assert (result["metrics"] | times).items() <= run.data.metrics.items()
         assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "complete")
         assert run.data.params["train.steps"] == str(result["config"]["train"]["steps"])
+        assert {"normaliser", "lr"} <= run.data.params.keys()
+        assert {"ablation", "variant", "seed", "source", "git_sha", "environment", "backend"} <= run.data.tags.keys()
         assert "reason" not in run.data.tags
         artifacts = copied / "mlartifacts" / ID / run.info.run_id / "artifacts"
         assert (artifacts / DIAGNOSTICS).read_bytes() == (folder / DIAGNOSTICS).read_bytes()
@@ -134,49 +137,43 @@ def test_runs_are_what_the_folders_hold(copied: Path) -> None:
     assert "backcopy" in (artifacts / "config.yaml").read_text().lower()
 
 
-def test_what_is_right_stays_as_it_is(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = dump(copied)
-    for _ in range(2):
-        assert main(["mirror", "pair", "--runs", str(copied)]) == 0
-        assert capsys.readouterr().out.endswith(f"/mlflow.db shows {ID}\n")
-        assert dump(copied) == before
-
-
-def lose(runs: Path, _: pytest.MonkeyPatch) -> None:
+def lose(runs: Path) -> None:
     (runs / "mlflow.db").unlink()
     shutil.rmtree(runs / "mlartifacts")
     forget_databases()
 
 
-def put_back_an_older(runs: Path, _: pytest.MonkeyPatch) -> None:
-    shutil.copy(runs / "seed-0.db", runs / "mlflow.db")
+def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, monkeypatch, capsys) -> None:
+    """Unchanged, lost while it is out of reach, an older copy, another's."""
+    mirror, whole = ["mirror", "pair", "--runs", str(copied)], describe(default_uri(copied))
+    before = dump(copied)
+    assert main(mirror) == 0
+    assert capsys.readouterr().out.endswith(f"/mlflow.db shows {ID}\n")
+    assert dump(copied) == before
+
+    def refuse(*_: object) -> None:
+        raise TrackingError("no answer", reachable=False)
+
+    lose(copied)
+    with monkeypatch.context() as patch:
+        patch.setattr(GridMirror, "_open_parent", refuse)
+        assert main(command(copied, "--rows", "softmax,lazy")) == 0
+    assert f"MLflow lacks results (no answer); `lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
+    assert main(mirror) == 0
+    assert describe(default_uri(copied)) == whole, "lost"
+    shutil.copy(copied / "seed-0.db", copied / "mlflow.db")
     forget_databases()
+    assert main(mirror) == 0
+    assert describe(default_uri(copied)) == whole, "older"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copied.with_name('another.db')}")
+    assert main(mirror) == 0
+    assert describe(default_uri(copied)) == whole, "another's"
 
 
-def name_another(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{runs.with_name('another.db')}")
-
-
-@pytest.mark.parametrize("change", [lose, put_back_an_older, name_another])
-def test_it_is_made_right(
-    change: Callable[[Path, pytest.MonkeyPatch], None], copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = describe(default_uri(copied))
-    change(copied, monkeypatch)
-    assert main(["mirror", ID, "--runs", str(copied)]) == 0
-    found = describe(default_uri(copied))
-    for name in whole:
-        for part in whole[name]:
-            assert found[name][part] == whole[name][part], (name, part)
-    assert found == whole
-
-
-def test_nothing_but_people_reads_it(
-    copied: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_people_reads_it(copied, closed_port, monkeypatch, capsys) -> None:
     table = (copied / ID / "table.csv").read_bytes()
     before = results("pair", runs=copied)
-    lose(copied, monkeypatch)
+    lose(copied)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
     for words in (["ablate", "table", "pair"], ["report", "pair"], ["ablate", "pack", "pair"]):
         assert main([*words, "--runs", str(copied)]) == 0
@@ -190,26 +187,8 @@ def test_nothing_but_people_reads_it(
     assert not (copied / "mlflow.db").exists()
 
 
-def test_an_outage_undoes_nothing_and_is_said_with_its_remedy(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
-        raise TrackingError("no answer", reachable=False)
-
-    whole = describe(default_uri(copied))
-    lose(copied, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(GridMirror, "_open_parent", refuse)
-        assert main(command(copied, "--rows", "softmax,lazy")) == 0
-    assert f"MLflow lacks results (no answer); `lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
-    assert main(["mirror", ID, "--runs", str(copied)]) == 0
-    assert describe(default_uri(copied)) == whole
-
-
 @pytest.mark.long
-def test_a_server_that_dies_during_a_grid_is_sent_the_rest(
-    mlflow_server: MlflowServer, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)
     monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.2)
     sync = GridMirror._open_parent
@@ -266,7 +245,7 @@ class Seen:
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["one mirror", "a mirror for each step"])
-def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid) -> None:
+def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """Live curves, a failure with its reason, an interrupt, and all in one run, each point once."""
     seen, kept = Seen(runs), GridMirror(made.folder)
 
@@ -283,18 +262,28 @@ def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid) -> None:
     made.fail("softmax", 0, "the loss is nan")
     for _ in range(2):
         assert sync() == ("FAILED", "failed", "the loss is nan", [1, 2, 3])
-    made.train("softmax", 0, range(3, 5))
+    (made.train("softmax", 0, range(3, 5)) / RESULT).write_text("{")  # damaged, it is no end
     assert sync()[::3] == ("RUNNING", [1, 2, 3, 4])
     assert sync(final=True) == ("KILLED", "failed", "interrupted", [1, 2, 3, 4])
     made.train("softmax", 0, range(5, 6))
     assert sync()[::3] == ("RUNNING", [1, 2, 3, 4, 5])
     made.finish("softmax", 0)
+    with monkeypatch.context() as patch:  # killed between MLflow's tag and its status
+        patch.setattr(MlflowClient, "set_terminated", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sync()
+    assert seen.look()[:2] == ("RUNNING", "complete")
     for final in (False, True):
         assert sync(final) == ("FINISHED", "complete", "", [1, 2, 3, 4, 5])
     assert len(seen.ids) == 1
+    whole, tracker = describe(default_uri(runs), "made"), Tracker(default_uri(runs), runs, "made")
+    (parent,) = tracker.find({"kind": "ablation"})
+    tracker.retire(parent.run_id)
+    sync(final=True)
+    assert describe(default_uri(runs), "made") == whole, "MLflow lost it meanwhile"
 
 
-def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid) -> None:
+def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid, capsys: pytest.CaptureFixture[str]) -> None:
     def end() -> str:
         GridMirror(made.folder).sync(final=True)
         (parent,) = (run for run in find_runs(default_uri(runs), "made") if run.data.tags["kind"] == "ablation")
@@ -311,43 +300,10 @@ def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid) -> None:
     assert end() == "FAILED"
     made.finish("lazy", 1)
     assert end() == "FINISHED"
-
-
-def test_a_run_that_died_half_complete_is_completed(
-    runs: Path, made: MadeGrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process was killed between MLflow's tag and its status."""
-    made.finish("softmax", 0)
-
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "set_terminated", die)
-        with pytest.raises(KeyboardInterrupt):
-            GridMirror(made.folder).sync()
-    seen = Seen(runs)
-    assert seen.look()[:2] == ("RUNNING", "complete")
-    GridMirror(made.folder).sync()
-    assert seen.look()[:2] == ("FINISHED", "complete")
-
-
-def test_a_grid_that_mlflow_loses_meanwhile_is_shown_again(runs: Path, made: MadeGrid) -> None:
-    mirror, tracker = GridMirror(made.folder), Tracker(default_uri(runs), runs, "made")
-    made.finish("softmax", 0)
-    mirror.sync()
-    whole = describe(default_uri(runs), "made")
-    for run in find_runs(default_uri(runs), "made"):
-        if run.data.tags["kind"] == "ablation":
-            tracker.retire(run.info.run_id)
-    mirror.sync()
-    assert describe(default_uri(runs), "made") == whole
-
-
-def test_a_damaged_result_is_not_shown_as_an_end(runs: Path, made: MadeGrid) -> None:
-    (made.train("softmax", 0, range(1, 3)) / RESULT).write_text("{")
-    GridMirror(made.folder).sync()
-    assert find_runs(default_uri(runs), "made")[0].data.tags["kind"] == "ablation"
+    (made.folder / "plan.json").write_text("{")  # which ends no grid
+    with follow(GridMirror(made.folder), Console()):
+        pass
+    assert "MLflow lacks results (" in capsys.readouterr().out
 
 
 def test_one_who_ran_the_same_grid_with_the_same_mlflow_keeps_their_runs(runs: Path, made: MadeGrid) -> None:
@@ -366,17 +322,10 @@ def test_one_who_ran_the_same_grid_with_the_same_mlflow_keeps_their_runs(runs: P
     assert (aside / GRID_ID).read_text() not in kept
 
 
-def test_a_damaged_plan_ends_no_grid(made: MadeGrid, capsys: pytest.CaptureFixture[str]) -> None:
-    (made.folder / "plan.json").write_text("{")
-    with follow(GridMirror(made.folder), Console()):
-        pass
-    assert "MLflow lacks results (" in capsys.readouterr().out
-
-
 # The parent run's page
 
 
-def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path) -> None:
+def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path, tmp_path: Path) -> None:
     table = results(ID, runs=copied).table
     client = MlflowClient(default_uri(copied))
     experiment = client.get_experiment_by_name(ID)
@@ -395,39 +344,74 @@ def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path) -> None
     means = {row.variant: row.metrics[key].mean for row in table.rows}
     assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items() if mean is not None}
     assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
-
-
-def test_rows_whose_names_mlflow_cannot_tell_apart_keep_a_metric_each(runs: Path) -> None:
-    made = MadeGrid(runs, rows=("a+b", "a*b"))
+    rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))
+    note = join_note([f"Not separated: {rows}.", f"Undecided: {rows}.", "lit-lazy"], "table.md")
+    assert 7900 < len(note) <= 8000, "MLflow would cut it"
+    *paragraphs, last = note.split("\n\n")
+    assert last == "lit-lazy"
+    assert all(text.endswith(" tau_init=1.0 ... (shortened; the whole is in table.md)") for text in paragraphs)
+    made = MadeGrid(tmp_path, rows=("a+b", "a*b"))  # which MLflow cannot tell apart
     for variant in ("a+b", "a*b"):
         made.finish(variant, 0, {"loss/excess": 0.5})
     assert set(collect_outcomes(made.read().build_table())) == {"loss/excess/a_b", "loss/excess/a_b_"}
 
 
-def test_a_description_that_mlflow_would_cut_ends_after_a_row() -> None:
-    """Long paragraphs are shortened and name the file with the rest; short ones and the command are kept."""
-    rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))
-    command = "lit-lazy ablate run table2"
-    note = join_note([f"Not separated: {rows}.", f"Undecided: {rows}.", command], "table.md")
-    assert 7900 < len(note) <= 8000
-    first, second, last = note.split("\n\n")
-    for paragraph in (first, second):
-        assert paragraph.endswith(" tau_init=1.0 ... (shortened; the whole is in table.md)")
-    assert last == command
-    assert join_note(["x" * 9000], "table.md").startswith("x" * 7900)
-
-
-@pytest.mark.parametrize(
-    ("variables", "user"), [({"LOGNAME": "ada", "USER": "bob"}, "ada"), ({"USER": "bob"}, "bob"), ({}, None)]
-)
-def test_a_run_names_the_user_of_the_environment(
-    variables: dict[str, str], user: str | None, monkeypatch: pytest.MonkeyPatch, runs: Path
-) -> None:
-    for name in ("LOGNAME", "USER"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_a_run_names_the_user_of_the_environment(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
     tracker = Tracker(default_uri(runs), runs, "probe")
-    tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
-    assert tags.get("mlflow.user") == user
-    assert tags["mlflow.source.name"] == "lit-lazy"
+    for logname, user, shown in (("ada", "bob", "ada"), (None, "bob", "bob"), (None, None, None)):
+        for name, value in {"LOGNAME": logname, "USER": user}.items():
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+        tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
+        assert tags.get("mlflow.user") == shown
+        assert tags["mlflow.source.name"] == "lit-lazy"
+
+
+BACKUP = "backup-backcopy_tiny"
+COPIED = """
+import shutil
+from lit_lazy.training.result import RunResult
+here, write = Path(__file__).parent, RunResult.write
+
+def write_and_copy(self, folder):
+    write(self, folder)
+    for moment in [moment for moment in "12" if not (here / moment).exists()][:1]:
+        shutil.copytree(here / "runs", here / moment)
+
+RunResult.write = write_and_copy
+"""
+"""Code by which whoever trains copies everything at the end of each of the first two cells."""
+MOMENTS = ("1", "2", "end")
+
+
+@pytest.fixture
+def backed_up(runs: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A finished grid and its copies; returns its command."""
+    monkeypatch.setattr(mirror, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow are backed_up, and lack all cells
+    ablation = runs.with_name("backup.py")
+    ablation.write_text(two_rows("backup", code=COPIED))
+    command = ["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1", "--seeds", "0"]
+    assert main(command) == 0
+    shutil.copytree(runs, runs.with_name("end"))
+    return command
+
+
+def put_back(runs: Path, mlflow: str, queue: str, files: str) -> None:
+    """Replace the runs folder; each argument is the moment of a copy."""
+    shutil.rmtree(runs)
+    shutil.copytree(runs.with_name(files), runs, ignore=shutil.ignore_patterns("queue*"))
+    shutil.copy(runs.with_name(mlflow) / "mlflow.db", runs)
+    for file in runs.with_name(queue).glob("queue*"):
+        shutil.copy(file, runs)
+    forget_databases()
+
+
+@pytest.mark.long
+def test_copies_of_any_moments_together_end_in_the_undisturbed_table(backed_up: list[str], runs: Path) -> None:
+    table = (runs / BACKUP / "table.csv").read_text()
+    for moments in product(MOMENTS, repeat=3):
+        put_back(runs, *moments)
+        assert main(backed_up) == 0, moments
+        assert (runs / BACKUP / "table.csv").read_text() == table, moments
+        assert [cell.status for cell in read_grid(runs / BACKUP).cells] == ["complete"] * 2, moments
+        cells = Tracker(default_uri(runs), runs, BACKUP).find({"kind": "cell"})
+        assert [cell.state for cell in cells] == ["complete"] * 2, moments

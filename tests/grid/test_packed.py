@@ -5,18 +5,14 @@ import lzma
 import math
 import re
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
-from stores import forget_databases
 from two_rows import two_rows
 
 from lit_lazy.command.ablate_run import make_grid
@@ -27,7 +23,6 @@ from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared
 from lit_lazy.measure.lengths import Lengths
-from lit_lazy.report import publish
 from lit_lazy.training.prepare import find_backend
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
@@ -73,11 +68,9 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Trained]:
-    """No test of this file looks at figures, which take as long as the trainings."""
+
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.setattr(publish, "draw_table_figures", lambda _: {})
-        patch.setattr(publish, "write_report", lambda *_: [])
         yield Trained(tmp_path_factory.mktemp("packed"), empty_store)
 
 
@@ -103,9 +96,7 @@ def list_files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if not path.name.endswith(".lock")}
 
 
-def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
-    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained, elsewhere, tmp_path, capsys) -> None:
     half = trained.edit(tmp_path / "half.xz", lambda line: line if line["seed"] == 0 else None)
     assert trained.run(elsewhere, "--results", str(half)) == 0
     out = capsys.readouterr().out
@@ -128,9 +119,7 @@ def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
         assert run.data.tags.get("taken_from", "") == results[run.data.tags["cell"]]["taken_from"]
 
 
-def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(trained, tmp_path, capsys) -> None:
     pack = ["ablate", "pack", ID, "--runs", str(trained.runs), "--out", str(tmp_path / "new" / "cells.xz")]
     assert main(pack) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cells.xz'}: 4 of 4 cells of {ID}\n"
@@ -140,8 +129,9 @@ def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
     try:
         assert main(pack) == 2
         assert f"has no finished cell in '{trained.runs / ID}'; run it there first" in capsys.readouterr().err
-        key = next(kept[1].iterdir()).name
-        shutil.copytree(kept[1] / key, kept[0] / key)
+        for cell in [*kept[1].iterdir()][:2]:
+            shutil.copytree(cell, kept[0] / cell.name)
+        (kept[0] / cell.name / RESULT).write_text("{")
         assert main(pack) == 0
         assert f"1 of 4 cells of {ID}; 3 are missing" in capsys.readouterr().out
         shutil.rmtree(kept[0])
@@ -149,117 +139,64 @@ def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
         kept[1].rename(kept[0])
 
 
-@pytest.mark.long
-def test_a_cell_whose_result_is_damaged_is_missing_and_trained_again(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs, out = tmp_path / "runs", tmp_path / "cells.xz"
-    shutil.copytree(trained.runs, runs)
-    pack = ["ablate", "pack", ID, "--runs", str(runs), "--out", str(out)]
-    folder = next(iter((runs / ID / "cells").iterdir()))
-    (folder / RESULT).write_text("{")
-    for words, said in (
-        (pack, f"{out}: 3 of 4 cells of {ID}; 1 is missing\n"),
-        (pack, f"{out}: 4 of 4 cells of {ID}\n"),
-    ):
-        capsys.readouterr()
-        assert main(words) == 0
-        assert capsys.readouterr().out == said
-        assert trained.run(runs) == 0
-
-
 def set_at(where: str, name: str, value: Any) -> Callable[[Line], Line]:
     return lambda line: line | {where: line[where] | {name: value}}
 
 
+def edit(change: Callable[[Line], Line], **header: Any) -> Callable[[Trained, Path], object]:
+    return lambda trained, path: trained.edit(path, change, header)
+
+
+def set_field(name: str, value: Any) -> Callable[[Trained, Path], object]:
+    return edit(lambda line: line | {name: value})
+
+
+def write(content: bytes) -> Callable[[Trained, Path], object]:
+    return lambda _, path: path.write_bytes(content)
+
+
+TRUNCATED = "is truncated, or no packed file ("
 REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
-    "truncated": (
-        lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]),
-        "is truncated, or no packed file (LZMAError: ",
-    ),
+    "truncated": (lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]), f"{TRUNCATED}LZMAError: "),
     "fewer lines": (
-        lambda trained, path: trained.edit(path, lambda line: line, {"cells": 5}),
-        "is truncated, or no packed file (ValueError: 'lit-lazy cells 2' with 4 of 5 cells)",
+        edit(lambda line: line, cells=5),
+        f"{TRUNCATED}ValueError: 'lit-lazy cells 2' with 4 of 5 cells)",
     ),
-    "a text": (lambda _, path: path.write_text("cells"), "is truncated, or no packed file (LZMAError: "),
+    "a text": (write(b"cells"), f"{TRUNCATED}LZMAError: "),
     "an xz that expands": (
-        lambda _, path: path.write_bytes(lzma.compress(bytes(2**29), preset=0)),
-        "is truncated, or no packed file (LZMAError: it ends early, or expands to more than 256 MiB)",
+        lambda _, path: path.write_bytes(lzma.compress(bytes(2**28 + 1), preset=0)),
+        f"{TRUNCATED}LZMAError: it ends early, or expands to more than 256 MiB)",
     ),
-    "another xz": (
-        lambda _, path: path.write_bytes(lzma.compress(b"[1]\n")),
-        "is truncated, or no packed file (TypeError",
-    ),
-    "no result": (
-        lambda trained, path: trained.edit(path, lambda line: line | {"metrics": 1}),
-        "is truncated, or no packed file (ValueError: RunResult: metrics=1",
-    ),
+    "another xz": (write(lzma.compress(b"[1]\n")), f"{TRUNCATED}TypeError"),
+    "no result": (set_field("metrics", 1), f"{TRUNCATED}ValueError: RunResult: metrics=1"),
     **{
-        f"{where}={value!r}": (
-            lambda trained, path, where=where, value=value: trained.edit(path, lambda line: line | {where: value}),
-            "is truncated, or no packed file (",
-        )
-        for where, value in [
-            ("ended", math.inf),
-            ("ended", math.nan),
-            ("ended", 1e30),
-            ("ended", 10**400),
-            ("ended", -1),
-            ("ended", None),
-            ("ended", "soon"),
-            ("variant", "\ud800"),
-            ("variant", "a/../b"),
-            ("variant", 3),
-            ("taken_from", "\udfff"),
-        ]
+        f"{name}={value!r}": (set_field(name, value), TRUNCATED)
+        for name, values in {
+            "ended": (math.nan, 1e30, 10**400, -1, "soon"),
+            "variant": ("\ud800", "a/../b", 3),
+            "config": ({}, {"train": 3}),
+            "metrics": ({}, {"loss/val": 1.7e308}, {"loss/val": math.nan}, {"loss/val": 10**400}),
+            "environment": ({},),
+        }.items()
+        for value in values
     },
-    **{
-        f"{where}={value!r}": (
-            lambda trained, path, where=where, value=value: trained.edit(path, lambda line: line | {where: value}),
-            "is truncated, or no packed file (ValueError: ",
-        )
-        for where, value in [
-            ("config", {}),
-            ("config", {"train": {}}),
-            ("config", {"train": 3}),
-            ("metrics", {}),
-            ("environment", {}),
-            ("metrics", {"loss/val": 1.7e308}),
-            ("metrics", {"loss/val": math.nan}),
-            ("metrics", {"loss/val": 10**400}),
-        ]
-    },
-    "other settings": (
-        lambda trained, path: trained.edit(path, set_at("config", "seed", 99)),
-        "the settings of ",
-    ),
+    "other settings": (edit(set_at("config", "seed", 99)), "the settings of "),
     "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
-    "a folder": (lambda _, path: path.mkdir(), "cannot be read (Is a directory); give a file that"),
     "another grid": (
-        lambda trained, path: trained.edit(
-            path, lambda line: line | {"key": "0" * 12, "training_key": "1" * 12}, {"grid": "other-stdlib"}
-        ),
+        edit(lambda line: line | {"key": "0" * 12, "training_key": "1" * 12}, grid="other-stdlib"),
         "none of its 4 cells, of other-stdlib, is asked for here; leave it out",
     ),
     "another torch": (
-        lambda trained, path: trained.edit(path, set_at("environment", "torch", "1.0")),
+        edit(set_at("environment", "torch", "1.0")),
         f"4 of its cells were made with torch 1.0 (here {torch.__version__}); leave the file out, or give --mixed to",
     ),
-    "another Python": (
-        lambda trained, path: trained.edit(path, set_at("environment", "python", "2.7")),
-        "4 of its cells were made with python 2.7 (here 3.",
-    ),
-    "another backend": (
-        lambda trained, path: trained.edit(path, set_at("labels", "backend", "abacus")),
-        "4 of its cells were made with backend abacus (here ",
-    ),
+    "another Python": (edit(set_at("environment", "python", "2.7")), "4 of its cells were made with python 2.7 (here "),
+    "another backend": (edit(set_at("labels", "backend", "abacus")), "4 of its cells were made with backend abacus ("),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
-    case: str, trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, trained, elsewhere, tmp_path, capsys):
     make, message = REFUSED[case]
     path, before = tmp_path / "cells.xz", list_files(elsewhere)
     make(trained, path)
@@ -267,32 +204,13 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"lit-lazy: --results '{path}': {message}")
     assert list_files(elsewhere) == before
+    if case == "another torch":
+        taken = trained.take(elsewhere, "--results", str(path), "--mixed")
+        assert [found.result.environment["torch"] for found in taken.values()] == ["1.0"] * 4
+        assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"cells.xz of {ID}"}
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ("--keep-checkpoint", "a packed file holds no models"),
-        ("--dry-run", "a dry run reads no data, whose content tells which cells a file holds"),
-    ],
-)
-def test_what_a_file_cannot_give_is_refused(
-    option: str, why: str, trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert trained.run(elsewhere, "--results", str(trained.pack), option) == 2
-    assert capsys.readouterr().err == f"lit-lazy: --results, {option}: {why}; leave one of the two out\n"
-
-
-def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:
-    other = trained.edit(tmp_path / "other.xz", set_at("environment", "torch", "1.0"))
-    taken = trained.take(elsewhere, "--results", str(other), "--mixed")
-    assert [found.result.environment["torch"] for found in taken.values()] == ["1.0"] * 4
-    assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"other.xz of {ID}"}
-
-
-def test_two_sources_of_a_cell_must_agree(
-    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_sources_of_a_cell_must_agree(trained, elsewhere, tmp_path, capsys) -> None:
     """Timings may differ, and the metrics that are times."""
     slower = trained.edit(tmp_path / "slower.xz", set_at("timings", "train_seconds", 1e3))
     other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
@@ -312,58 +230,7 @@ def test_two_sources_of_a_cell_must_agree(
     assert [found.result.timings["train_seconds"] for found in trained.take(elsewhere, *agreeing).values()] == [1e3] * 4
 
 
-MOMENTS = {
-    "the second result": ("RunResult.write", 2),
-    "a cell in MLflow": ("Tracker.finish", 1),
-    "the second cell in MLflow": ("Tracker.finish", 2),
-    "the end in MLflow": ("Tracker.set_ended", 1),
-}
-
-
-@pytest.mark.long
-def test_a_command_that_is_killed_between_any_two_steps_is_finished_by_the_next(
-    trained: Trained, elsewhere: Path, tmp_path: Path
-) -> None:
-    """Each command is killed a step later than the one before."""
-    script = tmp_path / "killing.py"
-    for target, call in MOMENTS.values():
-        script.write_text(f"""
-import os, signal, sys
-from lit_lazy.command.ablate_run import make_grid
-from lit_lazy.command.main import main, make_parser
-from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import RunResult
-
-calls, wanted = [], {target}
-
-def die(*args, **kwargs):
-    calls.append(args)
-    if len(calls) == {call}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return wanted(*args, **kwargs)
-
-{target} = die
-sys.exit(main(sys.argv[1:]))
-""")
-        killed = forked.Popen(
-            [sys.executable, str(script), *trained.command(elsewhere, "--results", str(trained.pack))]
-        )
-        assert killed.wait(timeout=60) == -signal.SIGKILL, target
-    forget_databases()
-    assert trained.run(elsewhere, "--results", str(trained.pack)) == 0
-    table, (note,) = read_table(elsewhere)
-    assert table == read_table(trained.runs)[0]
-    assert note.startswith("4 of 4 cells were taken from pair.xz")
-    timings = {key: result["timings"] for key, result in read_results(elsewhere).items()}
-    assert timings == {key: result["timings"] for key, result in read_results(trained.runs).items()}
-    client = MlflowClient(f"sqlite:///{elsewhere / 'mlflow.db'}")
-    number = client.get_experiment_by_name(ID).experiment_id
-    assert [run.info.status for run in client.search_runs([number])] == ["FINISHED"] * 5
-
-
-def test_a_training_is_shared_with_another_grid(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> None:
     """With its curves, so that its report lacks nothing."""
     second = tmp_path / "another.py"
     second.write_text(two_rows("another", lazy="ours"))

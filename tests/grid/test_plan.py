@@ -1,9 +1,10 @@
 """The plan of an ablation, stored with its parent run."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -34,38 +35,31 @@ PLAN = Plan(
 )
 
 
-def test_a_later_commit_does_not_make_up_for_a_beginning_without_one() -> None:
-    declared = Declaration(
-        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a",
-        looks=(5,), few_seeds_because="a test",
-    )  # fmt: skip
-    begun = replace(PLAN, declaration=declared)
-    now = replace(PLAN, declaration=replace(declared, digest="b", commit="abc"))
-    merged = now.merge(begun, ["softmax", "lazy"], str).declaration
-    assert merged is not None
-    assert (merged.commit, merged.changed) == ("", True)
-    assert len(merged.exploratory) == 2
-    other = replace(now, command="ablate run other.py").merge(begun, ["softmax", "lazy"], str)
+ORDER = ["softmax", "lazy"]
+DECLARED = Declaration(
+    "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a",
+    looks=(5,), few_seeds_because="a test",
+)  # fmt: skip
+
+
+def declare(**changes: Any) -> Plan:
+    return replace(PLAN, declaration=replace(DECLARED, **changes))
+
+
+def test_a_declaration_that_changed_or_was_committed_late_is_exploratory_until_it_is_undone() -> None:
+    """A later commit does not make up for a beginning without one."""
+    begun, now = declare(), declare(digest="b", commit="abc")
+    merged = now.merge(begun, ORDER, str).declaration
+    assert (merged.commit, merged.changed, len(merged.exploratory)) == ("", True, 2)
+    other = replace(now, command="ablate run other.py").merge(begun, ORDER, str)
     assert other.command == f"{PLAN.command}, then ablate run other.py"  # which declares what is printed
-    committed = now.merge(replace(PLAN, declaration=replace(declared, commit="old")), ["softmax", "lazy"], str)
-    assert committed.declaration is not None
-    assert (committed.declaration.commit, committed.declaration.changed) == ("abc", True)
-
-
-def test_a_change_of_the_declaration_that_was_undone_counts_no_more() -> None:
-    declared = Declaration(
-        "A claim.", "R1", "loss/val", {"a": {"lazy": 1.0, "softmax": -1.0}}, "lower", 0.1, (1, 2, 3, 4, 5), digest="a",
-        looks=(5,), few_seeds_because="a test",
-    )  # fmt: skip
-    first = replace(PLAN, declaration=replace(declared, commit="old", seen=True))
-    second, third = (replace(PLAN, declaration=replace(declared, digest=digest)) for digest in ("b", "c"))
-    edited = second.merge(first, ["softmax", "lazy"], str)
-    again = third.merge(edited, ["softmax", "lazy"], str)
+    committed = now.merge(declare(commit="old"), ORDER, str).declaration
+    assert (committed.commit, committed.changed) == ("abc", True)
+    first = declare(commit="old", seen=True)
+    again = declare(digest="c").merge(declare(digest="b").merge(first, ORDER, str), ORDER, str)
     kept = Plan.from_json(again.to_json())
-    assert kept.declaration is not None
     assert (kept.declaration.changed, kept.declaration.commit, kept.declaration.seen) == (True, "", True)
-    undone = replace(first, declaration=replace(declared, commit="new")).merge(kept, ["softmax", "lazy"], str)
-    assert undone.declaration == first.declaration
+    assert declare(commit="new").merge(kept, ORDER, str).declaration == first.declaration
 
 
 def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
@@ -100,11 +94,8 @@ def test_a_tiny_experiment_names_the_one_that_shows_something_and_its_time() -> 
     assert {*map(describe_larger, ("mine", "mine_tiny", "backcopy"))} == {""}
 
 
-def test_it_survives_json() -> None:
-    assert Plan.from_json(PLAN.to_json()) == PLAN
-
-
 def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
+    assert Plan.from_json(PLAN.to_json()) == PLAN
     old = json.loads(PLAN.to_json())
     del old["primary"]
     for column in old["columns"]:
@@ -113,23 +104,17 @@ def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
     former = Plan.from_json(json.dumps(old))
     assert former.primary == ()
     assert former.columns[0] == replace(COLUMNS[0], margin=None)
-    assert PLAN.merge(former, ["softmax", "lazy"], str).primary == PLAN.primary
-
-
-def test_rows_and_seeds_are_joined_in_the_order_of_the_ablation() -> None:
-    former = replace(PLAN, rows=(RowInfo("softmax", "ours", (3,), "backcopy_tiny"),))
-    rows = PLAN.merge(former, ["softmax", "lazy"], str).rows
-    assert [(row.variant, row.seeds) for row in rows] == [("softmax", (0, 3)), ("lazy", (0, 1))]
+    assert PLAN.merge(former, ORDER, str).primary == PLAN.primary
 
 
 def test_a_table_names_the_commands_that_asked_for_its_cells() -> None:
-    order = ["softmax", "lazy"]
-    shown = replace(PLAN, command="ablate run pair --verbose").merge(PLAN, order, str)
+    shown = replace(PLAN, command="ablate run pair --verbose").merge(PLAN, ORDER, str)
     assert shown.command == PLAN.command
     more = replace(PLAN, rows=(replace(PLAN.rows[1], seeds=(1,)),), command="ablate run pair --seeds 1")
     both = f"{PLAN.command}, then ablate run pair --seeds 1"
-    assert more.merge(shown, order, str).command == both
-    assert PLAN.merge(more.merge(shown, order, str), order, str).command == both
+    joined = more.merge(shown, ORDER, str)
+    assert joined.command == PLAN.merge(joined, ORDER, str).command == both
+    assert [(row.variant, row.seeds) for row in joined.rows] == [("softmax", (0, 1)), ("lazy", (0, 1))]
 
 
 def test_an_own_column_that_no_cell_reports_is_named() -> None:
@@ -145,22 +130,32 @@ def test_an_own_column_that_no_cell_reports_is_named() -> None:
     assert PLAN.make_table_spec(observations, []).warnings == []
 
 
-def test_a_row_that_is_another_training_is_refused() -> None:
-    former = replace(PLAN, definitions={"lazy": "a", "softmax": "c"})
-    with pytest.raises(ValueError, match=r"^row 'softmax': softmax since this grid began; --changed trains it anew"):
-        PLAN.merge(former, ["softmax", "lazy"], str)
+LR, GONE = "lr=0.00030000000000000003", "was removed from the ablation"
+NAMED = RowInfo(LR, "ours", (0,), "backcopy_tiny")
+OTHERS = [
+    ({"definitions": {"lazy": "a", "softmax": "c"}}, ORDER, "row 'softmax': softmax since this grid began; --changed"),
+    (
+        {"definitions": {"lazy": "x", "softmax": "c"}},
+        ORDER,
+        "row 'lazy': lazy since this grid began (also changed: 'softmax'); --changed trains it anew",
+    ),
+    (
+        {"definitions": {"lazy": "x", "softmax": "c"}},
+        ["softmax"],
+        f"row 'lazy': {GONE} since this grid began (also changed: 'softmax'); another name= in",
+    ),
+    ({"rows": (NAMED,), "definitions": {LR: "b"}}, ORDER, f"row '{LR}': is named 'softmax' now; another name"),
+    ({"schema": SCHEMA - 1}, ORDER, "pair on backcopy_tiny: was begun by another version of lit-lazy"),
+]
 
 
-def test_all_rows_that_are_another_training_are_named() -> None:
-    former = replace(PLAN, definitions={"lazy": "x", "softmax": "c"})
-    also = r" since this grid began \(also changed: 'softmax'\);"
-    with pytest.raises(ValueError, match=f"^row 'lazy': lazy{also} --changed trains it anew"):
-        PLAN.merge(former, ["softmax", "lazy"], str)
-    with pytest.raises(ValueError, match=f"^row 'lazy': was removed from the ablation{also} another name= in"):
-        PLAN.merge(former, ["softmax"], str, finished=())
+@pytest.mark.parametrize(("changes", "order", "message"), OTHERS, ids=[message for *_, message in OTHERS])
+def test_a_row_that_is_another_training_or_has_another_name_is_refused(changes, order, message) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        PLAN.merge(replace(PLAN, **changes), order, str, finished=() if GONE in message else None)
 
 
-ORDER = ["lazy", "softmax"]
+SHOWN = ["lazy", "softmax"]
 BEGUN = replace(
     PLAN,
     keys={"lazy": {"0": "k0", "1": "k1"}, "softmax": {"0": "k2"}},
@@ -177,7 +172,7 @@ def describe(plan: Plan) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 def test_a_changed_row_trains_anew_beside_its_finished_cells() -> None:
-    merged = EDITED.merge(BEGUN, ORDER, lambda _: "its code changed", {"k1", "k2"})
+    merged = EDITED.merge(BEGUN, SHOWN, lambda _: "its code changed", {"k1", "k2"})
     assert describe(merged) == {
         "lazy": ("n0 n1", (0, 1), ""),
         "lazy (version a)": ("k1", (1,), "before its code changed"),
@@ -189,43 +184,34 @@ def test_a_changed_row_trains_anew_beside_its_finished_cells() -> None:
         "before its code changed",
         "",
     ]
-    again = EDITED.merge(Plan.from_json(merged.to_json()), ORDER, str)
+    again = EDITED.merge(Plan.from_json(merged.to_json()), SHOWN, str)
     assert again == merged, "killed, it is resumed without the option"
-    none = EDITED.merge(BEGUN, ORDER, str, {"k2"})
-    assert list(describe(none)) == ORDER, "what was not finished is no result"
+    none = EDITED.merge(BEGUN, SHOWN, str, {"k2"})
+    assert list(describe(none)) == SHOWN, "what was not finished is no result"
 
 
 def test_an_edit_that_was_undone_has_its_first_cells_again() -> None:
-    edited = EDITED.merge(BEGUN, ORDER, str, {"k0", "k1", "k2"})
-    undone = BEGUN.merge(edited, ORDER, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})
+    edited = EDITED.merge(BEGUN, SHOWN, str, {"k0", "k1", "k2"})
+    undone = BEGUN.merge(edited, SHOWN, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})
     assert describe(undone) == {
         "lazy": ("k0 k1", (0, 1), ""),
         "lazy (version edited)": ("n0", (0,), "before its code changed"),
         "softmax": ("k2", (0,), ""),
     }
-    assert BEGUN.merge(undone, ORDER, str) == undone
+    assert BEGUN.merge(undone, SHOWN, str) == undone
 
 
 def test_a_changed_row_that_a_command_does_not_train_stays_as_it_was() -> None:
     one = replace(EDITED, rows=EDITED.rows[1:], keys={"softmax": {"0": "k2"}}, axis_values={})
-    merged = one.merge(BEGUN, ORDER, str, {"k0", "k1", "k2"})
+    merged = one.merge(BEGUN, SHOWN, str, {"k0", "k1", "k2"})
     assert (merged.rows, merged.keys, merged.definitions) == (BEGUN.rows, BEGUN.keys, BEGUN.definitions)
     with pytest.raises(ValueError, match=r"^row 'lazy': lazy since this grid began"):
-        EDITED.merge(merged, ORDER, str)
-
-
-def test_a_row_with_another_name_is_refused_with_both() -> None:
-    """As of an axis that showed a number's rounding error."""
-    former = replace(
-        PLAN,
-        rows=(RowInfo("lr=0.00030000000000000003", "ours", (0,), "backcopy_tiny"),),
-        definitions={"lr=0.00030000000000000003": "b"},
-    )
-    with pytest.raises(ValueError, match=r"^row 'lr=0.00030000000000000003': is named 'softmax' now; another name"):
-        PLAN.merge(former, ["softmax", "lazy"], str)
+        EDITED.merge(merged, SHOWN, str)
 
 
 def test_the_marks_of_the_data_become_the_yardstick() -> None:
+    for facts in ({}, {"optimum_nats": 1.0}, {"bytes_per_token": 3.0, "trigram_bits_per_byte": 2.5}):
+        assert replace(PLAN, facts=facts).make_table_spec((), ()).yardstick is None
     assert make_yardstick({"optimum_nats": 2.0, "chance_nats": 3.0}) == Yardstick(
         "loss/excess", 0.5, {"optimum": 0.0, "chance": 1.0}
     )
@@ -236,19 +222,6 @@ def test_the_marks_of_the_data_become_the_yardstick() -> None:
     assert table.yardstick is not None
     assert replace(table.yardstick, remedy="") == text
     assert parse_table(json.dumps(table.to_json()), "it") == table
-
-
-@pytest.mark.parametrize("facts", [{}, {"optimum_nats": 1.0}, {"bytes_per_token": 3.0, "trigram_bits_per_byte": 2.5}])
-def test_a_plan_without_the_marks_has_no_yardstick(facts: dict[str, float]) -> None:
-    assert replace(PLAN, facts=facts).make_table_spec((), ()).yardstick is None
-
-
-def test_a_grid_of_an_earlier_version_is_refused_in_one_line_and_still_read() -> None:
-    old = json.loads(PLAN.to_json())
-    del old["schema"]  # missing in the first schema
-    former = Plan.from_json(json.dumps(old))
-    with pytest.raises(ValueError, match=r"^pair on backcopy_tiny: was begun by another version of lit-lazy.*--fresh"):
-        PLAN.merge(former, ["softmax", "lazy"], str)
 
 
 NOTE = "Comparable cells ran on different backends, which round differently: "
@@ -270,12 +243,9 @@ def test_a_table_of_several_backends_says_so(backends: dict[str, tuple[str, ...]
         for name, labels in backends.items()
         for seed, backend in enumerate(labels)
     ]
+    assert {*get_args(Backend)} - {"auto"} <= {*ALTERNATIVES}
     found = [text for text in build_table(PLAN.make_table_spec([], []), observations).notes if text.startswith(NOTE)]
     assert found == ([] if note is None else [NOTE + note])
-
-
-def test_every_backend_has_the_others_as_alternatives() -> None:
-    assert set(get_args(Backend)) - {"auto"} <= set(ALTERNATIVES)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +253,7 @@ def test_every_backend_has_the_others_as_alternatives() -> None:
     [((None, None), False), ((1.0, 1.0), False), ((1.0, None), True), ((1.0, 0.0), True)],
     ids=["no row has a tau", "one start", "one row has a tau", "two starts"],
 )
-def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(
-    starts: tuple[float | None, float | None], differ: bool
-) -> None:
+def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(starts, differ) -> None:
     observations = [
         Observation(
             name,

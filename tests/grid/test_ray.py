@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,16 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
-import psutil
 import pytest
-from instant import Lab, read_pid
+from instant import read_pid
+from mistakes import expect_refusal
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import read_state
-from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.job import Job
 from lit_lazy.grid.plan import read_grid, read_grid_id
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.table.stored import read_table
@@ -30,7 +29,7 @@ from lit_lazy.training.run_folder import read_failure
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
 from lit_lazy.grid import ray_pool
-from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, join_cluster
+from lit_lazy.grid.ray_pool import Cluster, Share
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -82,26 +81,15 @@ def log_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_table_is_that_of_local_workers(
-    runs: Path,
-    empty_store: Path,
-    pair: str,
-    address: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_is_that_of_local_workers(runs, pair, address, capsys, monkeypatch) -> None:
     """Every cell is executed once; a diverging cell does not affect others."""
     assert main(command(runs, pair)) == 1
     local = read_table(runs / "pair-backcopy_tiny" / "table.json")
-    again = runs / "ray"
-    again.mkdir()
-    shutil.copy(empty_store, again / "mlflow.db")
     monkeypatch.setenv("RAY_ADDRESS", address)
     capsys.readouterr()
-    assert main(command(again, pair, "--launcher", "ray", "--gpus", "0")) == 1
-    out = capsys.readouterr().out
-    assert "4/5 cells done, 0 running, 1 failed" in out
-    folder = again / "pair-backcopy_tiny"
+    assert main(command(runs / "ray", pair, "--launcher", "ray", "--gpus", "0")) == 1
+    assert "4/5 cells done, 0 running, 1 failed" in capsys.readouterr().out
+    folder = runs / "ray" / "pair-backcopy_tiny"
     rows, theirs = (
         [dataclasses.replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
         for of in (read_table(folder / "table.json"), local)
@@ -113,9 +101,7 @@ def test_the_table_is_that_of_local_workers(
 
 
 @pytest.mark.long
-def test_interrupted_and_killed_cells_go_on(
-    runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None:
     """Ctrl-C with a local Ray; then the same command on a cluster, where a task is killed in training."""
     process = start(command(runs, pair, "--launcher", "ray", *LONG))
     grid = wait_for_training(runs, time.time())
@@ -173,6 +159,7 @@ def kill_one(runs: Path, since: float) -> int:
 
 
 WRONG = [
+    (["--launcher", "ray"], "pip install 'lit-lazy[ray]'"),
     (["--gpus", "1"], "--gpus 1.0: needs --launcher ray"),
     (["--ray-address", "auto"], "--ray-address auto: needs --launcher ray"),
     (["--launcher", "ray", "--ray-address", "ray://head:10001"], "must be HOST:PORT of the cluster's head"),
@@ -191,39 +178,17 @@ WRONG = [
 ]
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("options", "said"), WRONG)
-def test_a_mistake_is_one_line_and_creates_nothing(
-    options: list[str],
-    said: str,
-    pair: str,
-    request: pytest.FixtureRequest,
-    closed_port: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_is_one_line_and_creates_nothing(options, said, pair, closed_port, request, monkeypatch, capsys):
     cluster = request.getfixturevalue("address") if "{cluster}" in options else ""
     monkeypatch.setattr(ray_pool, "JOIN_SECONDS", 5.0 if cluster else 1.0)
-    before = sorted(tmp_path.iterdir())
+    if "pip install" in said:
+        monkeypatch.setitem(sys.modules, "ray", None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ports = {"closed": closed_port, "silent": silent.getsockname()[1], "cluster": cluster}
-        try:
-            status = main(
-                ["ablate", "run", pair, "--runs", str(tmp_path / "runs"), *(o.format(**ports) for o in options)]
-            )
-        except SystemExit as stop:  # argparse exits
-            status = stop.code
-    assert status == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_without_ray_the_mend_is_told(
-    pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["ablate", "run", pair, "--launcher", "ray"]) == 2
-    assert "pip install 'lit-lazy[ray]'" in capsys.readouterr().err
+        words = ["ablate", "run", pair, *(option.format(**ports) for option in options)]
+        assert said in expect_refusal(words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +208,7 @@ def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -
     assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
 
 
-def test_a_worker_that_does_not_share_the_folder_sends_its_files(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, monkeypatch) -> None:
     """They are written here, the result last, and the cell is done."""
     monkeypatch.chdir(tmp_path)
     lab.folder.mkdir(parents=True)
@@ -260,92 +223,19 @@ def test_a_worker_that_does_not_share_the_folder_sends_its_files(
     assert read_state(lab.cell(cell.key)) == "complete"
     sent, kept = (found.cell(cell.key) for found in (elsewhere, lab))
     assert all((sent / name).read_bytes() == (kept / name).read_bytes() for name in ending.files or {})
-    here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, read_grid_id(lab.folder), 1, ()), str(tmp_path))
+    here = ray_pool.execute_task(lab.work.cells[1], Job(lab.folder, mark, 1, ()), str(tmp_path))
     assert (here.kind, here.files) == ("done", None)
 
-
-def test_a_cell_that_fails_elsewhere_has_failed_here(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command decides who tries again, and a grid that starts anew finds nothing of the former one there."""
-    monkeypatch.chdir(tmp_path)
-    lab.folder.mkdir(parents=True)
-    cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
-    job = Job(lab.move(tmp_path / "elsewhere").folder, read_grid_id(lab.folder), 1, ())
-
-    def fail(*_: object) -> None:
-        raise ValueError("why")
-
+    # What fails there has failed here. The command decides who tries again.
+    cell, job = lab.work.cells[2], Job(lab.move(there).folder, mark, 1, ())
     with monkeypatch.context() as patch:
-        patch.setattr(lab.training, "at_step", fail)
+        patch.setattr(lab.training, "at_step", Mock(side_effect=ValueError("why")))
         driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
     assert driver.states()[cell.key] == "failed"
     assert "why" in read_failure(lab.cell(cell.key))
     driver.retry(cell.key)
+    lab.training.log.unlink()
     driver.record(ray_pool.execute_task(cell, job, str(tmp_path)))
     assert driver.states()[cell.key] == "complete"
-    steps = sum(lab.count_steps().values())
     ray_pool.execute_task(cell, dataclasses.replace(job, mark="another"), str(tmp_path))
-    assert sum(lab.count_steps().values()) == 2 * steps
-
-
-@pytest.mark.long
-def test_every_end_of_a_task_is_counted(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Success, exception, signal, first and second interrupt, and kill."""
-
-    def execute(_cell: object, _job: Job, folder: str) -> Ending:
-        turn = Path(folder, "turn").read_text()
-        Path(folder, "pid").write_text(str(os.getpid()))
-        if turn == "raises":
-            raise ImportError("no module named here")
-        if turn == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if turn == "hangs":
-            subprocess.Popen(["sleep", "300"]).wait()
-        if turn == "swallows":
-            for attempt in ("swallowed", "obeyed"):
-                try:
-                    while True:
-                        time.sleep(0.05)
-                except KeyboardInterrupt:
-                    Path(folder, attempt).touch()
-        return Ending("key", "done")
-
-    (tmp_path / "grid").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_pool, "execute_task", execute)
-    monkeypatch.setattr(ray_pool, "AGAIN_SECONDS", 2.0)
-    pid, cell = tmp_path / "pid", Cell("key", "v", "ours", 0, {}, {})
-
-    def begin(turn: str) -> None:
-        Path("turn").write_text(turn)
-        pid.unlink(missing_ok=True)
-        pool.start(cell)
-        assert (len(pool), pool.free) == (1, 0)
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.1)
-
-    def after(turn: str) -> str:
-        begin(turn)
-        while not (ended := pool.poll()):
-            time.sleep(0.1)
-        return ended[0].kind
-
-    with join_cluster(address):
-        pool = RayPool(Job(tmp_path / "grid", "", 1, ()), 1, 0.0)
-        assert after("well") == "done"
-        assert after("raises") == "died"
-        assert "ImportError: no module named here" in pool.describe_last_failure()
-
-        begin("swallows")
-        pool.stop()
-        assert len(pool) == 0
-        assert Path("swallowed").exists()
-        assert Path("obeyed").exists()
-
-        assert after("dies") == "died"
-        assert "WorkerCrashedError" in pool.describe_last_failure()
-
-        monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
-        begin("hangs")
-        process = psutil.Process(int(pid.read_text()))
-        assert [ending.kind for ending in pool.stop()] == ["died"]
-        process.wait(timeout=20)
+    assert {*lab.count_steps().values()} == {2}, "a grid that starts anew finds nothing of the former one there"

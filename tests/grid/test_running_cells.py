@@ -15,15 +15,10 @@ def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> 
     """Two seconds a step, the last one `ago` seconds ago."""
     path = folder / "metrics.jsonl"
     started = time.time() - ago - 2 * steps
+    times = [round(1000 * (started + 2 * step)) for step in range(steps + 1)]
     lines = [
-        json.dumps(
-            {
-                "step": step,
-                "milliseconds": round(1000 * (started + 2 * step)),
-                "metrics": {"train/loss": 4 - step / 10},
-            }
-        )
-        for step in range(steps + 1)
+        json.dumps({"step": step, "milliseconds": at, "metrics": {"train/loss": 4 - step / 10}})
+        for step, at in enumerate(times)
     ]
     path.write_text("\n".join(lines) + ("\n" if not torn else '\n{"step": 99, "mill'))
     return path
@@ -40,33 +35,27 @@ def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> 
     ],
 )
 def test_step_loss_and_rest(steps: int, whole: int | None, said: str, tmp_path: Path) -> None:
+    assert describe_training(tmp_path, whole) == "", "a cell on another machine has no metrics here"
     write(tmp_path, steps)
     assert describe_training(tmp_path, whole) == said
 
 
-def test_a_cell_that_reports_nothing_says_since_when(tmp_path: Path) -> None:
-    write(tmp_path, 10, ago=45)
-    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left"
-    write(tmp_path, 10, ago=90)
-    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left, reported 1:30 ago"
-    assert describe_training(tmp_path) == "step 10, loss 3.000, reported 1:30 ago"
+TEN = "step 10 of 64, loss 3.000, about 1:48 left"
 
 
-def test_a_step_that_is_reported_late_is_not_the_last(tmp_path: Path) -> None:
-    """Records are not in the order of their steps: step 9's is written after step 10's."""
-    path = write(tmp_path, 10)
-    lines = path.read_text().splitlines()
+def test_records_that_are_torn_late_or_of_two_processes(tmp_path: Path) -> None:
+    """A line that is being written; step 9's after step 10's; a training that was killed and resumed an hour later."""
+    path = write(tmp_path, 10, torn=True)
+    assert describe_training(tmp_path, 64) == TEN
+    lines = path.read_text().splitlines()[:11]
     path.write_text("\n".join([*lines[:9], lines[10], lines[9]]) + "\n")
     assert describe_training(tmp_path, 64).startswith("step 10 of 64, ")
-
-
-def test_a_pause_between_two_processes_does_not_count(tmp_path: Path) -> None:
-    """A killed training is resumed after an hour: its metric file holds the records of both processes."""
-    path = write(tmp_path, 5, ago=3600)
-    before = path.read_text()
+    before = write(tmp_path, 5, ago=3600).read_text()
     after = write(tmp_path, 10).read_text().splitlines(keepends=True)[6:]
     path.write_text(before + "".join(after))
-    assert describe_training(tmp_path, 64) == "step 10 of 64, loss 3.000, about 1:48 left"
+    assert describe_training(tmp_path, 64) == TEN
+    write(tmp_path, 10, ago=90)
+    assert describe_training(tmp_path, 64) == f"{TEN}, reported 1:30 ago"
 
 
 def test_a_log_says_each_minute_what_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,15 +71,6 @@ def test_a_log_says_each_minute_what_runs(monkeypatch: pytest.MonkeyPatch, capsy
     summary = "0/1 cells done, 1 running, {} elapsed, estimating the rest"
     running = "  lazy [/x] seed 0: step 3 of 9"
     assert printed == [summary.format("0:01"), summary.format("1:02"), running, summary.format("2:10"), running]
-
-
-def test_a_cell_on_another_machine_has_no_step_here(tmp_path: Path) -> None:
-    assert describe_training(tmp_path / "elsewhere", 64) == ""
-
-
-def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, 10, torn=True)
-    assert describe_training(tmp_path, 64).startswith("step 10 of 64, ")
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:

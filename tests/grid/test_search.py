@@ -4,8 +4,7 @@ import csv
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,13 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from instant import Lab, Training, hold, read_pid, stop_while, wait_until
-from mistakes import expect_refusal
+from instant import SEARCH, Lab, Training, hold, read_pid, stop_while, wait_until
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import load_experiment
+from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import HOLDER, claim, read_state
 from lit_lazy.grid.job import Ending, Job
@@ -38,35 +35,12 @@ from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import locate_cell
 from lit_lazy.training.trainer import MissedValidation
 
-TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
-SEARCH = '''
-"""Learning rates from hopeless to good; none is pruned before two points are complete."""
-from lit_lazy.attention import Elastic
-from lit_lazy.grid.search.definition import Real, Search
-
-search = Search(
-    name="rates",
-    base="backcopy_tiny",
-    common={"model.attention.normaliser": Elastic()},
-    axes={"train.lr": Real(1e-6, 0.1, log=True), "model.attention.normaliser.tau_init": Real(0.0, 2.0)},
-    trials=5,
-    startup=2,
-)
-'''
+TAU, LR = "model.attention.normaliser.tau_init", "train.lr"
 ID = "search-rates-backcopy_tiny"
 
 
-@pytest.fixture
-def rates(tmp_path: Path) -> str:
-    path = tmp_path / "rates.py"
-    path.write_text(SEARCH)
-    return str(path)
-
-
 def base(**changes: object) -> RunConfig:
-    return replace_at(
-        load_experiment(find("experiments", "backcopy_tiny")), {TAU.rpartition(".")[0]: Elastic()} | changes
-    )
+    return experiment("backcopy_tiny", {TAU.rpartition(".")[0]: Elastic()} | changes)
 
 
 def search(**changes: object) -> Search:
@@ -81,7 +55,6 @@ def search(**changes: object) -> Search:
     ("make", "message"),
     [
         (lambda: Real(2, 1), r"Real\(2, 1\): low=2: must be below high=1"),
-        (lambda: Real(1, 1), "low=1: must be below high=1"),
         (lambda: Real(0.0, 1.0, log=True), "the lower end must be above 0"),
         (lambda: search(axes={}), "needs at least one"),
         (lambda: define(search(axes={"train.rate": Real(0, 1)}), base()), "axis 'train.rate' is no field"),
@@ -91,8 +64,8 @@ def search(**changes: object) -> Search:
         (lambda: define(search(), base(), [LR]), "--train.lr: is an axis of search 's'"),
         (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "tau_init' is no field"),
         (
-            lambda: define(search(objective="loss/excess"), load_experiment(find("experiments", "stdlib_tiny"))),
-            "search 's'",
+            lambda: define(search(objective="loss/excess", axes={LR: Real(1e-3, 1e-2)}), experiment("stdlib_tiny")),
+            "search 's'.*the data 'stdlib' has no known optimum; take loss/val",
         ),
     ],
 )
@@ -102,55 +75,14 @@ def test_a_malformed_search_is_refused(make: Callable[[], object], message: str)
     assert "\n" not in str(refused.value)
 
 
-def test_an_objective_that_the_data_does_not_know_is_refused() -> None:
-    made = search(objective="loss/excess", axes={LR: Real(1e-3, 1e-2)})
-    with pytest.raises(ValueError, match="the data 'stdlib' has no known optimum; take loss/val"):
-        define(made, load_experiment(find("experiments", "stdlib_tiny")))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["search", "nothing"], "ablation 'nothing': unknown"),
-        (["search", "table2"], "defines an ablation, not a search; `lit-lazy ablate run table2` runs it"),
-        (["run", "lazy_search"], "defines a search, not an ablation; `lit-lazy ablate search lazy_search` runs it"),
-        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "is an axis of search"),
-        (["search", "lazy_search", "--base", "backcopy_tiny", "--model.position=NoPosition"], "base' is no field"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_creates_nothing(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in expect_refusal(["ablate", *words], capsys)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_list_tells_searches_from_ablations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "list"]) == 0
-    ablations, _, searches = capsys.readouterr().out.partition("searches:\n")
-    assert "table2_grid" in ablations
-    assert searches.startswith("  lazy_search ")
-
-
-def test_a_dry_run_creates_nothing(rates: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(tmp_path.iterdir())
-    runs = str(tmp_path / "none")
-    assert main(["ablate", "search", rates, "--dry-run", "--runs", runs, "--trials", "7", "--workers", "1"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "7 points of search-rates-backcopy_tiny" in out
-    assert "Pruning from step 2 on: after 3 of 6 steps." in out
-    assert sorted(tmp_path.iterdir()) == before
-
-
 # Drawing
 
 
-def begun(folder: Path, points: int, changes: Mapping[str, object] | None = None, **parts: object) -> SearchDriver:
-    """The driver of a search in a folder; changes: made to the experiment."""
+def begun(folder: Path, points: int, **parts: object) -> SearchDriver:
+    """The driver of a search in a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "search-s").mkdir(exist_ok=True)
-    definition = define(search(**parts), base(**changes or {}))
+    definition = define(search(**parts), base())
     cells = [definition.make_placeholder(number) for number in range(points)]
     return SearchDriver(SearchWork("search-s", cells, definition.base, folder, (), definition), None)
 
@@ -194,11 +126,7 @@ def test_one_worker_draws_the_same_points_again_also_when_interrupted(tmp_path: 
     assert drawn(tmp_path / "c", 1, seed=1)[0] != first[0]
     assert len({point[LR] for point in first}) == 4
     assert all(1e-4 <= point[LR] <= 1e-1 and 0 <= point[TAU] <= 2 for point in first)
-
-
-def test_a_lost_study_is_drawn_again_from_the_folders(tmp_path: Path) -> None:
-    first = drawn(tmp_path / "a", 4)
-    (tmp_path / "a" / "search-s" / JOURNAL).unlink()
+    (tmp_path / "a" / "search-s" / JOURNAL).unlink()  # the folders say what was drawn
     driver = begun(tmp_path / "a", 4)
     for _ in range(4):
         cell = take(driver)
@@ -309,9 +237,7 @@ def points_in(lab: Lab) -> dict[int, Point]:
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite"])
-def test_commands_that_share_a_search_draw_each_point_once(
-    storage: str | None, search_lab: Lab, tmp_path: Path
-) -> None:
+def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, tmp_path) -> None:
     url = None if storage is None else f"sqlite:///{tmp_path / 'studies.db'}"
     commands = [search_lab.start(storage=url) for _ in range(3)]
     assert [command.wait() for command in commands] == [0] * 3, "".join(command.said for command in commands)
@@ -333,36 +259,29 @@ def test_a_damaged_definition_is_one_line(content: bytes, search_lab: Lab) -> No
     search_lab.run(fresh=True)
 
 
-def test_a_killed_worker_s_point_goes_on_from_its_checkpoint(search_lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["the worker", "the command"])
+def test_a_point_goes_on_from_its_checkpoint(victim: str, search_lab: Lab, tmp_path: Path) -> None:
+    """A search's worker ends with its command: nobody would judge its point, which has not failed."""
     gate = tmp_path / "gate"
     search_lab.training.at_step = stop_while(gate)
     with hold(gate):
         command = search_lab.start()
         wait_until(lambda: list(search_lab.folder.glob("cells/*/checkpoints/last.ckpt")))
         before = points_in(search_lab)[0]
-        os.kill(read_pid(search_lab.folder / "cells" / before.run), signal.SIGKILL)
-    assert command.wait() == 0, command.said
-    after = points_in(search_lab)
-    assert (after[0].params, after[0].run) == (before.params, before.run)
-    assert f"{before.run} 2" in search_lab.count_steps()
-    assert set(search_lab.count_steps().values()) == {1}
-
-
-def test_a_search_s_worker_ends_with_its_command(search_lab: Lab, tmp_path: Path) -> None:
-    """Nobody would judge its point, which has not failed: the next command goes on with it."""
-    gate = tmp_path / "gate"
-    search_lab.training.at_step = stop_while(gate)
-    with hold(gate):
+        cell = search_lab.folder / "cells" / before.run
+        if victim == "the worker":
+            os.kill(read_pid(cell), signal.SIGKILL)
+        else:
+            command.send(signal.SIGKILL)
+            command.wait()
+    if victim == "the command":
+        wait_until(lambda: read_state(cell) == "waiting")
+        assert not (cell / "holder.json").exists()
         command = search_lab.start()
-        wait_until(lambda: list(search_lab.folder.glob("cells/*/checkpoints/last.ckpt")))
-        (cell,) = (search_lab.folder / "cells").iterdir()
-        command.send(signal.SIGKILL)
-        command.wait()
-    wait_until(lambda: read_state(cell) == "waiting")
-    assert not (cell / "holder.json").exists()
-    first = points_in(search_lab)[0]
-    search_lab.run()
-    assert (points_in(search_lab)[0].params, points_in(search_lab)[0].state) == (first.params, "complete")
+    assert command.wait() == 0, command.said
+    after = points_in(search_lab)[0]
+    assert (after.params, after.run, after.state) == (before.params, before.run, "complete")
+    assert set(search_lab.count_steps().values()) == {1}
 
 
 def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
@@ -383,9 +302,7 @@ def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
-def test_fresh_draws_new_points_in_whatever_storage(
-    storage: str | None, search_lab: Lab, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_fresh_draws_new_points_in_whatever_storage(storage, search_lab, tmp_path, request) -> None:
     url = request.getfixturevalue("postgres_storage") if storage == "postgresql" else f"sqlite:///{tmp_path / 's.db'}"
     options = {} if storage is None else {"storage": url}
     search_lab.run(**options)
@@ -411,52 +328,63 @@ def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> N
 # From the command line to MLflow, with real trainings
 
 
-def points_of(runs: Path) -> list[dict[str, str]]:
+@pytest.fixture
+def rates(tmp_path: Path) -> str:
+    """None of its points is pruned before two are complete."""
+    path = tmp_path / "rates.py"
+    path.write_text(SEARCH.replace("trials=6", "trials=5"))
+    return str(path)
+
+
+def points_of(runs: Path) -> dict[str, dict[str, str]]:
+    """The table, by point."""
     with (runs / ID / "table.csv").open() as file:
-        return list(csv.DictReader(file))
+        return {row["point"]: row for row in csv.DictReader(file)}
 
 
 def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["ablate", "search", rates, "--runs", str(runs), "--workers", "2"]
-    assert main(command) == 0
+    command = ["ablate", "search", rates, "--runs", str(runs), "--workers", "1"]
+    assert main([*command, "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "5 points of search-rates-backcopy_tiny" in out
+    assert "Pruning from step 2 on: after 3 of 6 steps." in out
+    assert [path.name for path in runs.iterdir()] == ["mlflow.db"]
+
+    assert main([*command[:-1], "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "5 points, 0 already finished, 5 to train" in out
     assert "5/5 cells done" in out
     assert "best " in out
-    first = {row["point"]: row for row in points_of(runs)}
+    first = points_of(runs)
     assert sorted(first) == list("01234")
     results = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
 
-    assert main([*command[:-1], "1", "--trials", "8"]) == 0
+    assert main([*command, "--trials", "8"]) == 0
     assert "8 points, 5 already finished, 3 to train" in capsys.readouterr().out
-    rows = {row["point"]: row for row in points_of(runs)}
+    rows = points_of(runs)
     assert sorted(rows) == list("01234567")
-    assert {number: rows[number] for number in first} == first
+    assert first.items() <= rows.items()
     after = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
-    assert {run: after[run] for run in results} == results
+    assert results.items() <= after.items()
 
-    states = [row["state"] for row in rows.values()]
-    assert states.count("complete") + states.count("pruned") == 8
-    assert states.count("pruned") >= 1, "rates that learn nothing are worse than the median"
-    for row in rows.values():
-        folder = runs / ID / "cells" / row["run"]
-        assert not (folder / "checkpoints").exists()
-        assert (folder / "result.json").exists() == (row["state"] == "complete")
-        if row["state"] == "complete":
-            result = json.loads((folder / "result.json").read_text())
-            assert float(row["loss/val"]) == result["metrics"]["loss/val"]
-            assert float(row["train.lr"]) == result["config"]["train"]["lr"]
-            assert (row["steps"], row["n"]) == ("6", "1")
-        else:
-            assert (row["loss/val"], row["steps"], row["n"]) == ("", "3", "0")
-            assert "worse than the median" in row["reason"]
-    complete = [float(row["loss/val"]) for row in points_of(runs) if row["state"] == "complete"]
-    assert complete == sorted(complete)
+    complete = [row for row in rows.values() if row["state"] == "complete"]
+    pruned = [row for row in rows.values() if row["state"] == "pruned"]
+    assert (len(complete) + len(pruned), bool(pruned)) == (8, True), "rates that learn nothing are below the median"
+    assert not list(runs.glob(f"{ID}/cells/*/checkpoints"))
+    assert after.keys() == {row["run"] for row in complete}
+    for row in complete:
+        result = json.loads((runs / ID / "cells" / row["run"] / "result.json").read_text())
+        assert float(row["loss/val"]) == result["metrics"]["loss/val"]
+        assert float(row["train.lr"]) == result["config"]["train"]["lr"]
+        assert (row["steps"], row["n"]) == ("6", "1")
+    for row in pruned:
+        assert (row["loss/val"], row["steps"], row["n"]) == ("", "3", "0")
+        assert "worse than the median" in row["reason"]
+    losses = [float(row["loss/val"]) for row in complete]
+    assert losses == sorted(losses)
 
-    started = time.monotonic()
     assert main(command) == 0
     assert "5 points, all finished: nothing to do" in capsys.readouterr().out
-    assert time.monotonic() - started < 10
     check_mlflow(runs, rows)
 
     text = Path(rates).read_text()
@@ -477,9 +405,8 @@ def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
     (parent,) = [run for run in found if run.data.tags["kind"] == "search"]
     children = [run for run in found if run.data.tags["kind"] == "cell"]
     artifacts = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
-    tables = {f"table.{ending}" for ending in ("md", "csv", "json", "html")}
-    figures = {f"{name}.{ending}" for name in ("history", "slices") for ending in ("png", "svg")}
-    assert tables | figures | {"search.json", "config.yaml"} <= artifacts
+    assert {"table.md", "table.csv", "table.json", "table.html", "search.json", "config.yaml"} <= artifacts
+    assert {f"{name}.{ending}" for name in ("history", "slices") for ending in ("png", "svg")} <= artifacts
     assert parent.info.status == "FINISHED"
     assert parent.data.params["axis.lr"] == "1e-06 to 0.1, log"
     by_run = {row["run"]: row for row in rows.values()}
@@ -512,7 +439,7 @@ def report(importances: dict[str, float]) -> SearchReport:
     return SearchReport("search-s", define(search(), base()), points, importances, ["abc"], "lit-lazy ablate search s")
 
 
-def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
+def test_the_table_and_figures_show_every_measured_point_and_what_they_are_not() -> None:
     text = report({LR: 0.75, TAU: 0.25}).markdown()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     assert rows[0] == ["Point", "lr", "tau_init", "validation loss (nats) ↓", "steps", "last", "state", "n"]
@@ -523,18 +450,9 @@ def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
         ["3", "0.09", "1", "–", "0", "–", "diverged", "0"],
         ["4", "–", "–", "–", "0", "–", "waiting", "0"],
     ]
-    for said in (
-        "One seed per point",
-        "The best of 2 noisy values",
-        "A diverged point",
-        "A pruned point has no final value",
-        "lr 75 %",
-    ):
-        assert said in text
+    said = ("One seed per point", "The best of 2 noisy values", "A diverged point", "A pruned point has no", "lr 75 %")
+    assert all(text.count(words) for words in said)
     assert "No importances" in report({}).markdown()
-
-
-def test_figures_show_every_measured_point() -> None:
     made = report({LR: 0.75, TAU: 0.25})
     figures = made.draw_figures()
     assert list(figures) == ["history", "slices", "importance"]
@@ -551,8 +469,7 @@ def test_figures_show_every_measured_point() -> None:
 
 def test_the_shipped_search_fits_its_experiment() -> None:
     shipped = load_search(find("ablations", "lazy_search"))
-    experiment = replace_at(load_experiment(find("experiments", shipped.base)), shipped.common)
-    definition = define(shipped, experiment)
+    definition = define(shipped, experiment(shipped.base, shipped.common))
     assert list(definition.names.values()) == ["tau_init", "lr", "base"]
     assert Definition.from_json(definition.to_json()) == definition
     old = json.loads(definition.to_json())

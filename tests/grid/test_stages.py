@@ -1,7 +1,8 @@
-"""A second stage takes the best learning rates of the first from ablations/rates.json, or says that it lacks them."""
+"""A second stage takes the best learning rates of the first, or says that it lacks them; the ladder of model sizes."""
 
 import json
 import lzma
+import math
 from pathlib import Path
 
 import first_stage
@@ -10,7 +11,9 @@ from first_stage import use_stand_in
 
 from lit_lazy.command.main import main
 from lit_lazy.config import RunConfig
-from lit_lazy.config.user_files import experiment, load_attribute
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment, load_attribute, load_module
+from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import (
@@ -20,10 +23,13 @@ from lit_lazy.grid.stages import (
     choose_best_rates,
     find_best_rates,
 )
+from lit_lazy.measure.evaluation import Varied
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.stored import read_table
+from lit_lazy.training.run import run
 
 ROOT = Path(__file__).parents[2]
 SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
@@ -65,9 +71,7 @@ def test_the_rates_of_the_first_round_are_the_best_of_its_record() -> None:
     assert find_best_rates(first_stage.NAME) == {name: min(sums, key=sums.__getitem__) for name, sums in found.items()}
 
 
-def test_a_search_is_written_where_second_stages_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("search-b", "search-c"):
         (tmp_path / name).mkdir()
@@ -99,9 +103,7 @@ def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_stage_takes_the_rates_over_and_says_so(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
@@ -133,9 +135,7 @@ def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monke
     )
 
 
-def test_commands_go_on_without_what_waits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> None:
     from lit_lazy.command import ablate_questions
 
     use_stand_in(monkeypatch, tmp_path, {})
@@ -159,9 +159,7 @@ def test_commands_go_on_without_what_waits(
 
 
 @pytest.mark.parametrize(("name", "base"), [("rivals_backcopy", "backcopy"), ("rivals_text", "stdlib_small")])
-def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(
-    name: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(name, base, tmp_path, monkeypatch) -> None:
     rates, _ = load_ablation_or_question(find("ablations", "rivals_rates"))
     rivals, _ = load_ablation_or_question(find("ablations", "rivals"))
     tried = sorted({row.changes["train.lr"] for row in rates.rows})
@@ -177,23 +175,7 @@ def test_the_tuned_rivals_take_their_rates_from_the_same_experiment(
         assert row.changes == {**plain.changes, "train.lr": best[row.name]}
 
 
-def test_an_ablation_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "second.py"
-    path.write_text("def ablation():\n    return 'rows'\n")
-    with pytest.raises(ValueError, match=r"second\.py: its `ablation` returns a str; return an Ablation"):
-        load_ablation_or_question(path)
-
-
-def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "q_wrong.py"
-    path.write_text("def question():\n    return 1 / 0\n")
-    with pytest.raises(ValueError, match=r"q_wrong\.py: line 2: ZeroDivisionError: division by zero$"):
-        load_ablation_or_question(path)
-
-
-def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(tmp_path, monkeypatch) -> None:
     path, sizes = find("ablations", "frontier"), []
     for count in (1, 2):
         use_stand_in(monkeypatch, tmp_path, dict.fromkeys(first_stage.FRONTIER[:count], first_stage.FRONTIER_BEST))
@@ -209,3 +191,42 @@ def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(
 def apply_rows(ablation: Ablation) -> dict[str, RunConfig]:
     base = experiment(ablation.base)
     return {row.name: row.apply_to(base) for row in ablation.all_rows}
+
+
+LADDER, LADDER_RATES = (load_module(find("ablations", name)) for name in ("frontier", "frontier_rates"))
+SIZES = {"100k": 1e5, "300k": 3e5, "1m": 1e6, "3m": 3e6, "10m": 1e7, "30m": 3e7}
+
+
+@pytest.mark.parametrize(("size", "parameters"), SIZES.items())
+def test_a_size_has_its_parameters_and_twenty_tokens_for_each(size: str, parameters: float) -> None:
+    config = experiment(f"frontier_{size}")
+    counted = LADDER.count_parameters(size)
+    assert counted == pytest.approx(parameters, rel=0.15)
+    tokens = config.train.steps * config.train.batch_size * config.data.context_length
+    assert tokens == pytest.approx(LADDER.TOKENS_PER_PARAMETER * counted, rel=0.01)
+    assert config.data.context_length == (256 if size in LADDER.SIZES else 512)
+
+
+def test_ratios_change_the_steps_and_rules_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_in(monkeypatch, tmp_path)
+    ladder, _ = load_ablation_or_question(find("ablations", "frontier"))
+    trained = {row.name: row.apply_to(experiment("frontier_100k")).train for row in ladder.rows}
+    usual = trained["lazy 300k"]
+    for ratio in LADDER.RATIOS:
+        other = trained[f"lazy 300k x{ratio}"]
+        assert other.steps == usual.steps * ratio // 20
+        assert (other.lr, other.batch_size) == (usual.lr, usual.batch_size)
+
+
+def test_every_rule_trains_and_all_is_measured_in_a_tiny_form(tmp_path: Path) -> None:
+    base, measure = experiment("frontier_tiny"), LADDER.measure_at(512)
+    assert measure(replace_at(base, {"data": Packages()})) == (*measure(base), Varied("validated", ("packages",)))
+    usual = (*COLUMNS, *HEAD_COLUMNS, *SINK_COLUMNS)  # some of them are of other data
+    own = {column.key for column in LADDER.MEASURED if column not in usual} - {"validated_packages/loss/val"}
+    asked = {"sink/rate", "sparsity/over_null"}
+    for name, changes in LADDER_RATES.RULES.items():
+        whole = name == "lazy"
+        cell = replace_at(base, changes | ({"evaluations": measure(base)} if whole else {}))
+        result = run(cell, tmp_path / name)
+        assert result.metrics["loss/val"] < math.log(256), name  # of no text
+        assert not whole or own | asked <= result.metrics.keys()

@@ -242,9 +242,7 @@ MANY = settings(OPTIONS, max_examples=200, stateful_step_count=60, print_blob=Tr
 
 
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
-def test_every_order_of_events_is_the_models(
-    options: settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_order_of_events_is_the_models(options, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(run, "LOOK_SHARE", 0.0)
     explore(tmp_path, options)

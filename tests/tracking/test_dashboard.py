@@ -12,6 +12,8 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
+from lit_lazy.report import publish
+from lit_lazy.report.page import REPORT
 from lit_lazy.tracking.serve import ExperimentLinks, find_experiment_links, select_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import MetricRecord, Tracker
@@ -47,7 +49,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", ",".join(ROWS), "--seeds", "0,1"]
-    assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
+    with pytest.MonkeyPatch.context() as patch:  # the report is only linked to
+        patch.setattr(publish, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
+        assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), runs, "train-other")
     other.start_run("other", {"kind": "run"}, {}, {})
     made_up(runs)
@@ -160,53 +164,32 @@ class TestPages:
         assert browser.evaluate(f"{chart}.layout.yaxis.type") == "log"
 
     @pytest.mark.long
-    def test_the_fourth_draws_a_line_per_cell_through_the_axes(self, links, browser) -> None:
+    def test_the_fourth_draws_a_line_per_cell_through_the_axes(self, links, browser, tmp_path) -> None:
+        """It asks this machine alone, and its picture for the documentation can be taken."""
         opened(browser, links["parallel coordinates"], screenshots.DRAWN)
         titles = "[...chart.querySelectorAll('.dimension .label')].map(title => title.textContent)"
         named = f"[...document.querySelectorAll('.parcoords')].map(chart => {titles})"
         drawn = browser.wait(f"(found => found.length && found)({named})")
         assert drawn == [["normaliser", "bias", "loss/excess"]]
         assert browser.evaluate(SECTIONS)[0].startswith("Every cell")
-
-    def test_the_parent_shows_its_table(self, links, browser) -> None:
-        text = opened(browser, links["its table"], screenshots.FRAMED)
-        for artifact in (
-            "table.html",
-            "table.md",
-            "table.csv",
-            "table.tex",
-            "table.json",
-            "effects.png",
-            "config.yaml",
-        ):
-            assert artifact in text
-        assert "Model training" in text
-
-    @pytest.mark.long
-    def test_the_pages_ask_this_machine_alone(self, links, browser) -> None:
-        opened(browser, links["charts"], screenshots.DRAWN)
         asked = [urlsplit(url) for url in browser.requests]
         assert {url.hostname for url in asked if url.scheme.startswith(("http", "ws"))} == {"127.0.0.1"}
-
-    @pytest.mark.long
-    @pytest.mark.usefixtures("browser")
-    def test_the_pictures_of_the_documentation_can_be_taken(self, links, tmp_path) -> None:
         taken = screenshots.take({"parallel coordinates": links["parallel coordinates"]}, tmp_path)
         assert [file.name for file in taken] == ["parallel-coordinates.png"]
         assert taken[0].read_bytes().startswith(b"\x89PNG")
         assert 20_000 < taken[0].stat().st_size < 200_000
 
+    def test_the_parent_shows_its_table(self, links, browser) -> None:
+        text = opened(browser, links["its table"], screenshots.FRAMED)
+        shown = ("table.html", "table.md", "table.csv", "table.tex", "table.json", "effects.png", "config.yaml")
+        assert all(artifact in text for artifact in shown)
+        assert "Model training" in text
+
 
 class TestLinks:
-    def test_only_those_of_the_named_ablation_are_printed(self, links) -> None:
-        assert list(links) == [
-            *(name for name in LINKED_VIEWS if name != "all runs"),
-            "its table",
-            "its report",
-            "runs",
-        ]
-
-    def test_an_experiment_without_views_has_a_plain_link(self, runs) -> None:
+    def test_those_of_the_named_ablation_are_printed_and_an_experiment_without_views_has_one(self, runs, links) -> None:
+        views = [name for name in LINKED_VIEWS if name != "all runs"]
+        assert list(links) == [*views, "its table", "its report", "runs"]
         (other,) = [e for e in find_experiment_links(default_uri(runs), "http://host") if e.name == "train-other"]
         assert list(other.pages) == ["runs"]
         assert other.pages["runs"].endswith("/runs?workflowType=machine_learning")
@@ -259,19 +242,18 @@ class TestViews:
         assert drawn[2]["yaxis"]["key"] == "loss/val"
         columns = build_views([], ["loss/excess", "loss/val"], [], [self.SOFTMAX])[CELLS_VIEW]["selectedColumns"]
         assert [column for column in columns if "metrics" in column] == ["metrics.`loss/val`"]
-
-    def test_tau_of_the_first_and_the_last_layer_is_drawn(self) -> None:
-        drawn = [c.get("metricKey") for c in self.charts(CHARTS_VIEW, [self.LAZY, self.LAZIER])]
-        assert [name for name in drawn if name and "tau" in name] == ["watch/tau_layer_0", "watch/tau_layer_11"]
+        drawn = [c.get("metricKey") or "" for c in self.charts(CHARTS_VIEW, [self.LAZY, self.LAZIER])]
+        assert [name for name in drawn if "tau" in name] == ["watch/tau_layer_0", "watch/tau_layer_11"]
+        drawn = [c for c in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if c["type"] == "LINE"]
+        assert len({chart["metricKey"] for chart in drawn}) == len(drawn) > 1
+        assert {chart["lineSmoothness"] for chart in drawn} == {0}
+        ready = {c.get("metricKey") for c in self.charts(CHARTS_VIEW, [])}
+        assert {"loss/excess", "loss/val", "sink/rate", "watch/first_key_share", "watch/tau_layer_0"} <= ready
 
     def test_a_cell_is_in_a_chart_of_the_axes_that_it_has(self) -> None:
         drawn = self.charts(AXES_VIEW, [self.SOFTMAX, self.LAZY, self.LAZIER])
         assert [c["selectedParams"] for c in drawn] == [["bias"], ["tau_init"]]
         assert all(c["selectedMetrics"] == ["loss/val"] for c in drawn)
-
-    def test_before_there_are_cells_every_chart_is_ready(self) -> None:
-        drawn = [c.get("metricKey") for c in self.charts(CHARTS_VIEW, [])]
-        assert {"loss/excess", "loss/val", "sink/rate", "watch/first_key_share", "watch/tau_layer_0"} <= set(drawn)
         assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
 
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
@@ -287,11 +269,6 @@ class TestViews:
         assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
 
-    def test_curves_are_of_what_was_measured_and_none_is_drawn_twice(self) -> None:
-        drawn = [chart for chart in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if chart["type"] == "LINE"]
-        assert len({chart["metricKey"] for chart in drawn}) == len(drawn) > 1
-        assert {chart["lineSmoothness"] for chart in drawn} == {0}
-
     def test_runs_of_an_experiment_have_columns_of_what_they_differ_in(self) -> None:
         runs = [CellRun(f"run {i}", {"a": "1", "b": str(i)}, {"loss/val": 1.0, "tau/mean": 1.0}) for i in range(2)]
         found = build_run_views(runs)
@@ -305,14 +282,11 @@ class TestViews:
         assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
-        sections = build_views([], ["loss/val"], ["loss/val"], [self.SOFTMAX, self.LAZY])[CHARTS_VIEW][
-            "compareRunSections"
-        ]
-        assert [s["name"] for s in sections if s["display"]] == [
-            "Results by variant",
-            "Loss against what attention does",
-            "During training",
-        ]
+        def sections(*cells: CellRun, shown: bool) -> list[str]:
+            view = build_views([], ["loss/val"], ["loss/val"], [*cells])[CHARTS_VIEW]
+            return [section["name"] for section in view["compareRunSections"] if section["display"] == shown]
+
+        drawn = ["Results by variant", "Loss against what attention does", "During training"]
+        assert sections(self.SOFTMAX, self.LAZY, shown=True) == drawn
         other = cell("other", {}, "loss/val", "mass/all", "init/mass/all", "epoch")
-        sections = build_views([], ["loss/val"], ["loss/val"], [other])[CHARTS_VIEW]["compareRunSections"]
-        assert [s["name"] for s in sections if not s["display"]] == ["Model metrics", "init/mass", "mass"]
+        assert sections(other, shown=False) == ["Model metrics", "init/mass", "mass"]

@@ -60,6 +60,7 @@ def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path)
         assert len(points) == 12
         assert len(found) == len({point for point, _ in found}) == len(points)
         assert dict(found) == pytest.approx(points)
+        assert "model.position.base: 500.0" in (folder / kind / "hparams.yaml").read_text()
 
 
 COMMANDS = {
@@ -84,23 +85,6 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Pat
         found = read(cell)
         assert len(found) == len(points)
         assert dict(found) == pytest.approx(points)
-
-
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_grid_refuses_a_logger_that_cannot_be_before_anything_is_created(
-    command: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted(runs.iterdir())
-    twice = ["--logger", "csv", "--logger", "csv"]
-    assert main([*command, "--base", "backcopy_tiny", *twice, "--runs", str(runs)]) == 2
-    assert "--logger csv: is given twice; leave one out" in capsys.readouterr().err
-    assert sorted(runs.iterdir()) == before
-
-
-def test_settings_are_logged(tmp_path: Path) -> None:
-    train(tmp_path, ("csv", "tensorboard"), range(8))
-    for kind in ("csv", "tensorboard"):
-        assert "model.position.base: 500.0" in (tmp_path / kind / "hparams.yaml").read_text()
 
 
 class Recorded(Logger):
@@ -159,15 +143,11 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Rec
         (("csv", "wandb"), r"--logger wandb: needs the package wandb; pip install 'lit-lazy\[wandb\]'"),
     ],
 )
-def test_a_logger_that_cannot_be_is_named(
-    kinds: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(logger_kinds, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=message):
         check_logger_kinds(kinds)
 
-
-def test_one_that_cannot_begin_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("no API key\nconfigured")
 

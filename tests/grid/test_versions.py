@@ -1,10 +1,11 @@
-"""A runs folder of commit 3b7b986, killed in its second cell: today's code resumes it to the results of that commit.
+"""A runs folder of commit 3b7b986, killed in its second cell, ends in that commit's results; newer files are refused.
 
 Made there by `lit-lazy ablate run table2` with the options of `COMMAND`. The archive holds both databases, the plan, a
 finished cell, and a cell with a checkpoint; `results-3b7b986.json` holds the metrics that 3b7b986 itself ended with.
 """
 
 import json
+import lzma
 import platform
 import shutil
 import tarfile
@@ -56,7 +57,7 @@ def find_run_ids(runs: Path) -> dict[str, str]:
 
 
 def test_a_grid_of_an_earlier_version_is_read(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its plan is an artifact, and its keys are in the queue."""
+    """Its plan is an artifact, and its keys are in the queue; its backend is that of its results."""
     unpack(runs)
     where = ["--runs", str(runs), "--out"]
     before = {path for path in runs.rglob("*") if path.is_file()}
@@ -64,34 +65,21 @@ def test_a_grid_of_an_earlier_version_is_read(runs: Path, tmp_path: Path, capsys
     assert main(["report", ID, *where, str(tmp_path / "report.html")]) == 0
     assert main(["ablate", "pack", ID, *where, str(tmp_path / "cells.xz")]) == 0
     assert capsys.readouterr().out.endswith(f"/cells.xz: 1 of 2 cells of {ID}; 1 is missing\n")
-    table, found = read_table(tmp_path / "table" / "table.json"), results(ID, runs)
-    assert {row.variant: row.n for row in table.rows} == {"softmax": 1, "lazy": 0}
-    assert dict(zip(found.cells["variant"], found.cells["status"], strict=True)) == {
-        "softmax": "complete",
-        "lazy": "waiting",
-    }
+    rows = read_table(tmp_path / "table" / "table.json").rows
+    assert {row.variant: row.n for row in rows} == {"softmax": 1, "lazy": 0}
+    cells = results(ID, runs).cells
+    states = {"softmax": "complete", "lazy": "waiting"}
+    assert dict(zip(cells["variant"], cells["status"], strict=True)) == states
     assert {path for path in runs.rglob("*") if path.is_file()} == before
-
-
-def test_a_grid_of_an_earlier_version_keeps_its_backend(runs: Path) -> None:
-    """Its plan does not say which it was: its results do."""
-    unpack(runs)
-    grid = read_grid(runs / ID)
-    assert grid.plan.compiled is False
-    result = RunResult.peek(grid.cells[0].folder if grid.cells[0].result else grid.cells[1].folder)
-    assert result is not None
+    assert read_grid(runs / ID).plan.compiled is False
+    result = RunResult.peek(runs / ID / "cells" / FINISHED)
     result.labels["backend"] = "cpu"
-    result.write(runs / ID / "cells" / result.key)
+    result.write(runs / ID / "cells" / FINISHED)
     assert read_grid(runs / ID).plan.compiled is True
-    shutil.rmtree(runs / ID / "cells" / result.key)
+    shutil.rmtree(runs / ID / "cells" / FINISHED)
     assert read_grid(runs / ID).plan.compiled is None
-
-
-def test_fresh_begins_another_than_the_earlier_version_s(runs: Path) -> None:
-    """Whose plan is still an artifact."""
-    unpack(runs)
     assert main([*COMMAND, "--fresh", "--rows", "lazy", "--runs", str(runs)]) == 0
-    assert [row.variant for row in read_table(runs / ID / "table.json").rows] == ["lazy"]
+    assert [row.variant for row in read_table(runs / ID / "table.json").rows] == ["lazy"], "another grid"
 
 
 def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,3 +106,38 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
         assert metrics == expected["cells"][INTERRUPTED]
     else:  # other processors round differently
         assert metrics == pytest.approx(expected["cells"][INTERRUPTED], rel=1e-3, abs=1e-4)
+
+
+NEWER = {"format": 99, "a_field_of_tomorrow": 1}
+
+
+@pytest.mark.parametrize("name", ["result", "plan", pytest.param("checkpoint", marks=pytest.mark.long)])
+def test_a_newer_file_is_refused_and_kept(name: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line; it is not taken for damaged."""
+    unpack(runs)
+    cells = runs / ID / "cells"
+    if name == "checkpoint":
+        path = cells / INTERRUPTED / "checkpoints" / "last.ckpt"
+        torch.save(torch.load(path, weights_only=True) | NEWER, path)
+    else:
+        (plan,) = runs.glob("mlartifacts/**/plan.json")
+        source, path = (
+            (plan, plan) if name == "plan" else [cells / key / "result.json" for key in (FINISHED, INTERRUPTED)]
+        )
+        path.write_text(json.dumps(json.loads(source.read_text()) | NEWER))
+    kept = path.read_bytes()
+    assert main([*COMMAND, "--runs", str(runs)]) == 1
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert "was written by a newer version of lit-lazy (format 99, this version reads up to" in printed
+    assert "Traceback" not in printed
+    assert path.read_bytes() == kept
+    assert not list(runs.rglob("*.damaged"))
+
+
+def test_a_newer_packed_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newer = tmp_path / "cells.jsonl.xz"
+    newer.write_bytes(lzma.compress(b'{"format": "lit-lazy cells 3", "cells": {}, "grid": "g"}\n'))
+    assert main(["ablate", "run", *COMMAND[2:], "--runs", str(tmp_path / "runs"), "--results", str(newer)]) == 1
+    assert "--results" in (said := capsys.readouterr().err)
+    assert "was written by a newer version of lit-lazy (format 3" in said
+    assert not (tmp_path / "runs").exists()

@@ -11,6 +11,7 @@ from kernel_cases import (
     assert_same_bits,
     device_for,
     draw,
+    kink_margin,
     max_errors,
     measure_errors,
     require_library,
@@ -18,7 +19,7 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
-from flash_lazy import Stats, attention_weights, chunked, lazy_attention, lazy_attention_varlen, tiling
+from flash_lazy import Stats, chunked, lazy_attention, lazy_attention_varlen, tiling
 from flash_lazy.call import Call
 from flash_lazy.fused import ops
 
@@ -43,18 +44,9 @@ def drawn(setting, dtype, width=8):
     for seed in range(300):
         case = draw(seed, length=KEYS[-1], batch=1, width=width, **setting)
         case = replace(case, q=case.q[:, :, : ROWS[-1]])
-        if margin(case.to(torch.float64)) > KINK_MARGIN:
+        if kink_margin(case, documents()) > KINK_MARGIN:
             return case.to(dtype)
     raise RuntimeError("no draw keeps off the kink")
-
-
-def margin(case):
-    found = [
-        (weights.p / weights.theta[..., None] - 1).abs()[weights.visible.expand_as(weights.p)].min()
-        for rows, keys in documents()
-        for weights in [attention_weights(case.q[:, :, rows], case.k[:, :, keys], case.tau, case.bias, **case.options)]
-    ]
-    return min(found)
 
 
 def documents():

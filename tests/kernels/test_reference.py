@@ -216,9 +216,3 @@ def test_weights_are_those_that_multiply_the_values(threshold, renormalise):
         block = attention_weights(case.q[:, :, first:end], case.k[:, :, :end], case.tau, case.bias, **case.options)
         torch.testing.assert_close(block.w, whole.w[:, :, first:end, :end])
         torch.testing.assert_close(block.theta, whole.theta[:, :, first:end])
-
-
-def test_weights_refuse_what_does_not_fit():
-    q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match=r"tau has shape \[3\]"):
-        attention_weights(q, q, torch.ones(3))

@@ -105,9 +105,7 @@ def test_equals_single_calls(backend, setting, monkeypatch):
     case = drawn(setting, torch.float64)
     found = together(case, backend)
     for name, x in alone(case).items():
-        torch.testing.assert_close(
-            found[name], x, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-11, msg=lambda t, name=name: f"{name}: {t}")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -148,14 +146,13 @@ def test_documents_are_apart(backend, monkeypatch):
     use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
-    poisoned.q[:, :, 5:12] = torch.nan
-    poisoned.k[:, :, 5:29], poisoned.v[:, :, 5:29] = torch.nan, torch.nan
+    for x, part in ((poisoned.q, slice(5, 12)), (poisoned.k, slice(5, 29)), (poisoned.v, slice(5, 29))):
+        x[:, :, part] = torch.nan
     clean, found = together(case, backend), together(poisoned, backend)
     for name, others in {"out": ROWS, "lse": ROWS, "mass": ROWS, "dq": ROWS, "dk": KEYS, "dv": KEYS}.items():
         kept = [*range(others[1]), *range(others[3], others[-1])]
         assert torch.equal(clean[name][:, :, kept], found[name][:, :, kept]), name
-    assert not clean["dk"][:, :, 26:29].any()
-    assert not clean["dv"][:, :, 26:29].any()
+    assert not any(clean[name][:, :, 26:29].any() for name in ("dk", "dv"))
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", pytest.param("triton", marks=pytest.mark.long)])
@@ -171,25 +168,14 @@ def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
     assert torch.equal(out.transpose(0, 1)[None], packed)
 
 
-def operator_arguments(case):
-    cu_seqlens, cu_seqlens_k = boundaries(case.q.device)
-    return (
-        *case.leaves().values(),
-        None,
-        cu_seqlens,
-        None,
-        None,
-        cu_seqlens_k,
-        *Call(case.q, case.k, case.v, case.tau)[10:],
-    )
-
-
 class TestOperators:
     @pytest.fixture
     def arguments(self, monkeypatch):
         """Gradients of q, k, v, tau and bias."""
         use_small_blocks(monkeypatch, 16, 16)
-        return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton")))
+        case = drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton"))
+        (rows, keys), rest = boundaries(case.q.device), Call(case.q, case.k, case.v, case.tau)[10:]
+        return *case.leaves().values(), None, rows, None, None, keys, *rest
 
     @pytest.mark.long
     def test_of_chunked_pass_opcheck(self, arguments):

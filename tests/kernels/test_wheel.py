@@ -66,6 +66,8 @@ def test_it_contains_only_the_package(wheel: Path) -> None:
 @pytest.mark.long
 def test_it_works_with_only_torch(wheel: Path, torch_site: Path, tmp_path: Path) -> None:
     require_library()
+    assert wheel.name.startswith("flash_lazy-0.1.0-py3-none-")
+    assert not wheel.name.endswith("-any.whl")
     run_smoke_test(wheel, torch_site, tmp_path, "cpu")
 
 
@@ -77,15 +79,6 @@ def run_smoke_test(wheel: Path, torch_site: Path, folder: Path, auto: str) -> No
     with ZipFile(wheel) as archive:
         archive.extractall(folder)
     run_alone(SMOKE.format(site=str(folder), auto=auto), folder)
-
-
-@pytest.mark.long
-def test_the_libraries_are_for_a_platform_and_any_python(wheel: Path) -> None:
-    require_library()
-    assert wheel.name.startswith("flash_lazy-0.1.0-py3-none-")
-    assert not wheel.name.endswith("-any.whl")
-    with ZipFile(wheel) as archive:
-        assert set(archive.namelist()) > LIBRARIES
 
 
 WITHOUT_COMPILER = {"no such program": {"CC": "/none/cc", "CXX": "/none/c++"}, "an empty path": {"PATH": ""}}
@@ -157,20 +150,6 @@ def test_it_has_no_error_of_memory_or_arithmetic(tmp_path: Path, monkeypatch: py
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "tests/kernels/test_cpu.py"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.long
-def test_it_compiles_for_arm(tmp_path: Path) -> None:
-    """Only compiles: none of its results has been checked on such a processor."""
-    try:
-        import ziglang
-    except ImportError:
-        pytest.skip("needs ziglang, a compiler for other processors; pip install ziglang")
-    options = ["-target", "aarch64-linux-gnu", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror=return-type"]
-    sources = [str(path) for path in (KERNELS / CPU).glob("*.cpp")]
-    command = [sys.executable, "-m", ziglang.__name__, "c++", *options, *sources, "-o", str(tmp_path / "neon.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -16,20 +16,24 @@ from flash_lazy.fused.configurations import CONFIGURATIONS
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 REPORT = """
 import json, sys
-from bench.compile_report import Variant, report
+from bench.compile_report import Variant, compile_hopper_kernel, report
 if __name__ == "__main__":
-    renormalise, asked = json.loads(sys.argv[1])
-    print(json.dumps(report(**asked, variant=Variant(renormalise=renormalise))))
+    width, renormalise, asked = json.loads(sys.argv[1])
+    variant = Variant(renormalise=renormalise)
+    print(json.dumps([compile_hopper_kernel(width)._asdict()] if width else report(**asked, variant=variant)))
 """
 
 
-def report(tmp_path, renormalise: bool = False, **asked: Any) -> list[dict[str, Any]]:
-    """The compiler's report from a separate process, because Triton's interpreter does not compile."""
+def report(tmp_path, hopper: int | None = None, renormalise: bool = False, **asked: Any) -> list[dict[str, Any]]:
+    """The compiler's report from a separate process, because Triton's interpreter does not compile.
+
+    hopper: width of the kernel for Hopper, instead of a report.
+    """
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    command = [sys.executable, str(script), json.dumps([renormalise, asked])]
+    command = [sys.executable, str(script), json.dumps([hopper, renormalise, asked])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -42,25 +46,17 @@ def check_row(row: dict[str, Any]) -> None:
         assert INSTRUCTION[row["target"]] in row["instructions"], row
 
 
-@pytest.fixture(scope="module")
-def default_rows(tmp_path_factory):
-    return report(tmp_path_factory.mktemp("default"), widths=[128], dtypes=["bf16"])
-
-
 @pytest.mark.long
-def test_default_configurations(default_rows):
-    """On every supported triton: `make test-tritons`."""
-    assert len(default_rows) == len(compile_report.KERNELS) * len(compile_report.SHARED_LIMITS)
-    for row in default_rows:
+def test_default_configurations(tmp_path):
+    """On every supported triton: `make test-tritons`.
+
+    None spills on the generation and the triton for which it is chosen, but one, no slower on an H200 (passes.md).
+    """
+    rows = report(tmp_path, widths=[128], dtypes=["bf16"])
+    assert len(rows) == len(compile_report.KERNELS) * len(compile_report.SHARED_LIMITS)
+    for row in rows:
         check_row(row)
-
-
-@pytest.mark.long
-def test_default_configurations_do_not_spill(default_rows):
-    """On the generation and the triton for which they are chosen, but one, no slower on an H200 (passes.md)."""
-    spilling = {
-        row["kernel"] for row in default_rows if row["target"] == 90 and compile_report.count_loop_spills(row) > 0
-    }
+    spilling = {row["kernel"] for row in rows if row["target"] == 90 and compile_report.count_loop_spills(row) > 0}
     assert spilling == {"key_gradient"}
 
 
@@ -80,6 +76,16 @@ def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path
     chosen = {"widths": [width], "every": True, "dtypes": ["bf16"], "kernels": ["query_gradient"], "targets": [90]}
     spills = [compile_report.count_loop_spills(row) for row in report(tmp_path, renormalise=True, **chosen)]
     assert 0 in spills, spills
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernel_for_hopper_compiles_without_a_spill_in_a_loop(width, tmp_path):
+    (found,) = report(tmp_path, hopper=width)
+    assert found["shared"] <= compile_report.SHARED_LIMITS[90]
+    assert found["instructions"] == ["wgmma"]
+    assert not found["serialised"]
+    assert compile_report.count_loop_spills(found) == 0
 
 
 def is_default(row: dict[str, Any]) -> bool:
@@ -119,33 +125,10 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["partial"] == 4 * 8 * 16 * 9 * 2 * 64  # 9 diagonals of 16 heads by 8 programs each: 4 waves
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("width", [64, 128])
-def test_the_kernel_for_hopper_compiles_without_a_spill_in_a_loop(width):
-    code = (
-        "import json; from bench.compile_report import compile_hopper_kernel; "
-        f"print(json.dumps(compile_hopper_kernel({width})._asdict()))"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["shared"] <= compile_report.SHARED_LIMITS[90]
-    assert found["instructions"] == ["wgmma"]
-    assert not found["serialised"]
-    assert compile_report.count_loop_spills(found) == 0
-
-
 def test_compiling_needs_a_process_without_the_interpreter(monkeypatch):
     monkeypatch.setattr(configurations, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
         compile_report.compile_kernel("decode_scores", None, 90)
-
-
-def test_decoding_has_no_packed_variant():
-    with pytest.raises(ValueError, match="decode_values has neither packed nor stats"):
-        compile_report.collect_launch_arguments(
-            "decode_values", torch.bfloat16, 64, compile_report.Variant(packed=True)
-        )
 
 
 def test_only_innermost_product_loops_are_counted():
@@ -167,13 +150,8 @@ def test_only_innermost_product_loops_are_counted():
 
 
 def test_the_compiled_table_shows_limits_and_failures():
-    row = {
-        "kernel": "forward",
-        "dtype": "bf16",
-        "width": 64,
-        "target": 80,
-        "blocks": {"m": 128, "n": 64, "warps": 8, "stages": 3},
-    }
+    row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 80}
+    row["blocks"] = {"m": 128, "n": 64, "warps": 8, "stages": 3}
     loops = compile_report.Loop(275, 2, 2, 0)._asdict(), compile_report.Loop(524, 40, 2, 3)._asdict()
     good = row | compile_report.CompiledKernel(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
     text = compile_report.format_table([good, row | {"target": 100, "failed": "PassError: a | b"}])
@@ -191,18 +169,13 @@ def test_the_schedule_follows_from_the_counts():
         plain = row - (key + n - 1) >= reach  # the least distance of the tile
         assert compile_report.count_tiles(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
     loops = [compile_report.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
-    row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90}
-    row |= {
-        "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2},
-        "registers": 255,
-        "shared": 120 * 1024,
-        "loops": loops,
-    }
+    blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
+    row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
+    row |= {"registers": 255, "shared": 120 * 1024, "loops": loops}
     plain, near = (64 * count for count in compile_report.count_tiles("query_gradient", 64, 64))
     cycle = 1e3 / 132 / 1.755e9
     products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
     issue = (plain * 400 + near * 800) * cycle
     figures = f"| 1 | {products:.2f} | {(plain + near) * 256 * cycle:.2f} | {issue:.2f} |"
-    text = compile_report.format_schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
+    text = compile_report.format_schedule([row])
     assert f"| query_gradient | 64 | 64 x 64, 4 {figures} {issue:.2f} to {products + issue:.2f} |\n" in text
-    assert text.count("query_gradient") == 1

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
+from layers import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_lazy import lazy_attention, rule_attention, rule_weights, tiling
 from flash_lazy.rules import HIDDEN, Rows
@@ -89,25 +89,10 @@ def test_weights_by_blocks_are_those_of_the_whole():
     torch.testing.assert_close(part.w, whole.w[:, :, :2, :5])
 
 
-class Largest(TorchDispatchMode):
-    """Records the largest number of elements of an operator's result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return found
-
-
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_no_tensor_grows_with_the_square_of_the_length(length):
     q, k, v = (draw(1, 2, length, 8, dtype=torch.float32).requires_grad_() for _ in range(3))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         rule_attention(softmax, q, k, v, torch.zeros(2, 64)).sum().backward()
     assert largest.elements <= max(tiling.BLOCK_ELEMENTS_CPU, q.numel())
 

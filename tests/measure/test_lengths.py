@@ -134,19 +134,6 @@ class TestThresholds:
         seen = np.stack([self.EVERY.clip(max=5), self.EVERY])[:, None]
         np.testing.assert_allclose(found["theta"], np.broadcast_to(0.5 / seen, found["theta"].shape), rtol=1e-6)
 
-    def test_are_those_that_a_forward_pass_has(self):
-        """Surviving weights are p - theta."""
-        model = build()
-        seen = []
-        hook = model.attentions[1].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        with torch.no_grad():
-            model(BATCH["tokens"])
-        hook.remove()
-        weights = model.attentions[1].normaliser.compute_weights(seen[0])
-        p = weights.scores.softmax(-1)
-        theta = torch.where(weights.w > 0, p - weights.w, torch.nan).nanmean((0, 3)).detach()
-        found = torch.from_numpy(compute_keys_and_thresholds(model, T)["theta"][1]).double()
-        torch.testing.assert_close(theta[:, 1:], found[:, 1:], rtol=1e-5, atol=1e-7)
 
 
 def test_scalars_are_perplexities_of_parts_and_the_last_row():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+import untrained
 from subwords import bpe
 from task_files import QUESTIONS
 
@@ -55,18 +56,9 @@ def model() -> DecoderLM:
     return DecoderLM(config(attention=spec).model, 256, CONTEXT, seed=0)
 
 
-def save(cfg: RunConfig, path: Path, vocab_size: int = 256, context: int = CONTEXT) -> Path:
+def save(cfg: RunConfig, path: Path, vocab_size: int = 256) -> Path:
     """A checkpoint of an untrained model."""
-    module = LitLM.create(cfg, vocab_size, context)
-    content = {
-        "state_dict": module.state_dict(),
-        "hyper_parameters": dict(module.hparams),
-        "global_step": 0,
-        "callbacks": {},
-        "pytorch-lightning_version": L.__version__,
-    }
-    AtomicCheckpointIO().save_checkpoint(content, path)
-    return path
+    return Path(untrained.save(path, cfg, vocab_size, CONTEXT))
 
 
 def request(*args: object) -> SimpleNamespace:
@@ -88,13 +80,12 @@ def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float,
 
 def test_log_likelihoods_are_those_of_a_plain_sum(model):
     rng = random.Random(0)
-    pairs = [
-        (
-            bytes(rng.choices(range(97, 123), k=rng.randint(0, 150))),
-            bytes(rng.choices(range(97, 123), k=rng.randint(1, 20))),
-        )
-        for _ in range(60)
-    ] + [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
+
+    def letters(least: int, most: int) -> bytes:
+        return bytes(rng.choices(range(97, 123), k=rng.randint(least, most)))
+
+    pairs = [(letters(0, 150), letters(1, 20)) for _ in range(60)]
+    pairs += [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
     counted = []
     asked = LmEvalAdapter(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
     found = asked.loglikelihood([request(c.decode(), t.decode()) for c, t in pairs])
@@ -107,14 +98,6 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
     assert counted[-1] == (len(pairs), len(pairs))
 
 
-def test_how_requests_are_batched_changes_nothing(model, monkeypatch):
-    rng = random.Random(1)
-    requests = [request("a" * rng.randint(1, 60), "b" * rng.randint(1, 9)) for _ in range(30)]
-    found = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood(requests)
-    monkeypatch.setattr(asked_module, "make_batches", lambda lengths: [[i] for i in range(len(lengths))])
-    alone = LmEvalAdapter(model, ByteTokenizer()).loglikelihood(requests)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-3)
 
 
 def test_batches_are_full_and_the_longest_come_first():
@@ -164,8 +147,7 @@ def rolling(model: DecoderLM, text: bytes) -> float:
 def test_rolling_windows_count_each_token_once(model, length):
     text = bytes(random.Random(length).choices(range(97, 123), k=length))
     (found,) = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
-    wanted = rolling(model, text)
-    assert found == pytest.approx(wanted, abs=1e-3)
+    assert found == pytest.approx(rolling(model, text), abs=1e-3)
 
 
 def test_the_prefix_token_is_the_one_that_begins_documents(model):
@@ -231,17 +213,12 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     ("row", "mean"),
     [
         ("30.76 62.98 34.76 50.53 45.21 24.05 36.81 58.24", 42.92),
-        ("34.11 63.08 38.12 51.60 55.28 26.77 34.89 59.54", 45.42),
-        ("28.73 64.05 35.96 50.00 54.19 24.29 37.13 58.39", 44.09),
-        ("32.80 65.94 38.99 50.12 59.68 28.24 38.69 60.55", 46.88),
         ("34.98 64.73 39.61 51.85 55.60 28.14 34.52 59.99", 46.18),  # printed as 46.17
     ],
 )
 def test_the_average_is_that_of_the_published_tables(row, mean):
     wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
-    scores = dict(zip(wanted, map(float, row.split()), strict=True))
-    found = average_accuracy(scores)
-    assert found is not None
+    found = average_accuracy(dict(zip(wanted, map(float, row.split()), strict=True)))
     assert abs(found - mean) <= 0.00501
     assert average_accuracy(dict.fromkeys(wanted[1:], 1.0)) is None
 
@@ -250,7 +227,7 @@ def test_the_average_is_that_of_the_published_tables(row, mean):
 
 
 @pytest.fixture
-def checkpoint(runs: Path) -> Iterator[Path]:
+def checkpoint(runs: Path) -> Path:
     """Checkpoint of a run recorded in MLflow."""
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
@@ -262,7 +239,8 @@ def checkpoint(runs: Path) -> Iterator[Path]:
 
 def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_path, capsys):
     out = tmp_path / "scores.json"
-    assert main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--out", str(out)]) == 0
+    asked = ["--task-folder", str(task_folder)]
+    assert main(["lm-eval", str(checkpoint), *asked, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     known = json.loads(out.read_text())
     for column in COLUMNS:
@@ -270,78 +248,58 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
         assert f"{column.title:9} {column.task:15} {column.metric:16} {value:10.4f}" in printed
     assert f"{known['average']:.4f}            of the eight accuracies" in printed
     assert "prefix token '\\x00' (0)" in printed
-    assert known["harness"] == "lm_eval 0.4.13"
     assert [column["title"] for column in known["columns"]] == [column.title for column in COLUMNS]
     assert known["columns"][0]["standard_error"] is None
     assert known["columns"][-1]["standard_error"] is not None
-    assert known["checkpoint"] == str(checkpoint)
-    assert known["environment"]["git_sha"]
     run_id, _ = (checkpoint.parent / "mlflow_run_id").read_text().split()
     assert f"logged to MLflow with run {run_id}" in printed
     metrics = Tracker(default_uri(runs), runs, "train-x").client.get_run(run_id).data.metrics
     assert metrics["lm-eval/average"] == known["average"]
-    assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(
-        known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
-    )
+    perplexity = known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
+    assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(perplexity)
     (stored,) = (runs / "mlartifacts").glob(f"*/{run_id}/artifacts/lm-eval.json")
     assert json.loads(stored.read_text())["average"] == known["average"]
-
-
-def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, task_folder, tmp_path, capsys):
-    assert (
-        main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--tasks", "boolq", "--limit", "2"]) == 0
-    )
+    # With a limit, or of a checkpoint elsewhere, also one whose positions end where the context does.
+    assert main(["lm-eval", str(checkpoint), *asked, "--tasks", "boolq", "--limit", "2"]) == 0
     assert "not logged to MLflow: with --limit" in capsys.readouterr().out
-    moved = checkpoint.rename(tmp_path / "moved.ckpt")
-    assert main(["lm-eval", str(moved), "--task-folder", str(task_folder), "--tasks", "boolq"]) == 0
+    moved = save(config(position=LearnedAbsolute()), tmp_path / "moved.ckpt")
+    assert main(["lm-eval", str(moved), *asked, "--tasks", "boolq,wikitext"]) == 0
     assert f"not logged to MLflow: {tmp_path} belongs to no run" in capsys.readouterr().out
 
 
-def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
-    path = save(config(position=LearnedAbsolute()), tmp_path / "final.ckpt")
-    assert main(["lm-eval", str(path), "--task-folder", str(task_folder), "--tasks", "boolq,wikitext"]) == 0
+
+
 
 
 @pytest.mark.parametrize(
-    ("more", "line"),
+    ("cfg", "more", "line"),
     [
-        (["--tasks", "pika"], "lit-lazy: --tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
-        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be loaded ("),
-        (["--limit", "0"], "'0': must be a whole number of at least 1"),
-        (["--tasks", ""], "must be values separated by commas"),
-        (["--out", "x.txt"], "must end in .json"),
-        (["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
+        (None, ["--tasks", "pika"], "--tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
+        (None, ["--tasks", "piqa"], "--tasks='piqa': its data cannot be loaded ("),
+        (None, ["--limit", "0"], "'0': must be a whole number of at least 1"),
+        (None, ["--out", "x.txt"], "must end in .json"),
+        (None, ["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
+        (config(Backcopy()), ["--tasks", "piqa"], "its data (Backcopy) is not text"),
+        (config(Text("x", tokenizer="gone.json")), ["--tasks", "piqa"], "gone.json': cannot be read (No such file"),
+        (config(Text("x")), ["--tasks", "piqa"], "has a vocabulary of 300 tokens, but its tokenizer now has 256"),
     ],
 )
-def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, more, line, capsys):
+def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, line, capsys):
+    if cfg is not None:
+        save(cfg, checkpoint, vocab_size=300)
     before = sorted(runs.rglob("*"))
     try:
         status = main(["lm-eval", str(checkpoint), *more])
     except SystemExit as stop:  # from argparse
         status = stop.code
-    error = capsys.readouterr().err.splitlines()
+    (error,) = capsys.readouterr().err.splitlines()
     assert status == 2
-    assert line in error[-1]
-    assert len(error) == 1
+    assert line in error
     assert sorted(runs.rglob("*")) == before
 
 
-def test_a_model_of_no_text_is_one_line(tmp_path, capsys):
-    source = Backcopy().load()
-    cfg = config(Backcopy())
-    path = save(cfg, tmp_path / "final.ckpt", source.vocab_size, source.context_length)
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "its data (Backcopy) is not text" in line
 
 
-def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
-    path = save(config(Text("x", tokenizer=str(tmp_path / "gone.json"))), tmp_path / "final.ckpt")
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "gone.json': cannot be read (No such file or directory)" in capsys.readouterr().err
-    path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "has a vocabulary of 300 tokens, but its tokenizer now has 256" in capsys.readouterr().err
 
 
 def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
@@ -402,12 +360,7 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "data", "message"),
     [
-        (
-            LmEval(("pika",)),
-            None,
-            r"tasks='pika': no such task; known are wikitext, lambada_openai, piqa.*a task folder$",
-        ),
-        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be loaded \("),
+        (LmEval(("pika",)), None, r"tasks='pika': no such task; known are wikitext,.*a task folder$"),
         (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) is not text"),
         (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': must be a folder"),
     ],

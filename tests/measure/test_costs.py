@@ -96,8 +96,6 @@ def test_rises_follow_from_the_times(monkeypatch):
     assert 0 <= COSTS.measure(build(AttentionSpec(Softmax())), TINY.data)["cost/kept_rise"] < 0.01
 
 
-
-
 def test_steps_are_timed_at_each_length_with_as_many_tokens(monkeypatch):
     shapes = []
     monkeypatch.setattr(costs, "step", lambda _, batch: shapes.append(tuple(batch["tokens"].shape)))

@@ -108,8 +108,6 @@ def test_streaming_compares_the_same_tokens(length, n_held):
     assert found == pytest.approx(expected)
 
 
-
-
 def test_mlflow_takes_the_names_of_all_that_is_measured(result):
     """Unsupported evaluations fail before the training, not after it."""
     assert {"passkey/loss_24_at_0.25", "needle/accuracy", "int8/loss_rise"} <= result[0].metrics.keys()
@@ -161,10 +159,6 @@ def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
         assert (tmp_path / "more" / file).exists() == (tmp_path / "plain" / file).exists()
     fewer = run(dataclasses.replace(TINY, evaluations=(LENGTHS,)), tmp_path / "fewer")
     assert fewer.metrics == {name: value for name, value in found.metrics.items() if name != "mine/a"}
-
-
-
-
 
 
 RECURRENT = dataclasses.replace(TINY.model, mixer=RetNet())

@@ -98,9 +98,7 @@ class TestLearned:
         assert set(collect_learned(made)) == {"bias/learned.strength", "bias/learned.progress", "learned/gate.strength"}
 
 
-
 class TestBiasCurves:
-
     @pytest.mark.parametrize(("table", "length"), [(6, 20), (20, 6), (6, 6)])
     def test_a_table_is_zero_beyond_its_end(self, table, length):
         learned = model(bias=LearnedBias(length=table))
@@ -147,15 +145,12 @@ class TestBiasCurves:
         assert compute_bias_curves(model(), CONTEXT) is None
 
 
-
-
 class TestAlibiFit:
     def test_alibi_is_its_own_fit(self):
         slope, distance = fit_alibi(compute_bias_curves(model(bias=Alibi()), CONTEXT))
         assert slope.shape == distance.shape == (LAYERS, HEADS)
         np.testing.assert_allclose(slope, np.tile(alibi_slopes(HEADS), (LAYERS, 1)), rtol=1e-12)
         assert distance.max().item() < 1e-12
-
 
     def test_equals_numpys_least_squares(self):
         curves = normal(LAYERS, HEADS, CONTEXT)
@@ -169,11 +164,8 @@ class TestAlibiFit:
             expected = np.linalg.norm(residual) / np.linalg.norm(curve - curve.mean())
             assert distance[index].item() == pytest.approx(expected, rel=1e-9)
 
-
-
     @pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
     def test_a_flat_curve_has_no_distance(self, level):
         slope, distance = fit_alibi(torch.full((2, 11), level, dtype=torch.float64))
         np.testing.assert_allclose(slope, 0, atol=1e-12)
         assert distance.isnan().all()
-

@@ -135,7 +135,6 @@ class TestThresholds:
         np.testing.assert_allclose(found["theta"], np.broadcast_to(0.5 / seen, found["theta"].shape), rtol=1e-6)
 
 
-
 def test_scalars_are_perplexities_of_parts_and_the_last_row():
     loss = np.linspace(1, 3, T).astype(np.float32)
     arrays = {

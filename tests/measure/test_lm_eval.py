@@ -5,12 +5,10 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
 import untrained
@@ -27,15 +25,12 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
-from lit_lazy.measure.harness import lm_eval_adapter as asked_module
 from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter, make_batches
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
-from lit_lazy.training.checkpoints import AtomicCheckpointIO
-from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
 
@@ -96,8 +91,6 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
     assert asked.requests == len(pairs)
     assert asked.cut == sum(len(c or b"\0") + len(t) > CONTEXT + 1 for c, t in pairs) > 2
     assert counted[-1] == (len(pairs), len(pairs))
-
-
 
 
 def test_batches_are_full_and_the_longest_come_first():
@@ -267,10 +260,6 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
     assert f"not logged to MLflow: {tmp_path} belongs to no run" in capsys.readouterr().out
 
 
-
-
-
-
 @pytest.mark.parametrize(
     ("cfg", "more", "line"),
     [
@@ -296,10 +285,6 @@ def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, 
     assert status == 2
     assert line in error
     assert sorted(runs.rglob("*")) == before
-
-
-
-
 
 
 def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:

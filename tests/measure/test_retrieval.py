@@ -12,7 +12,6 @@ from subwords import bpe  # noqa: F401 - a fixture
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.distractors import Distractors
 from lit_lazy.data.haystack import FILLER, NEEDLE, PASSKEY, Hiding, hide_in_symbols, hide_in_text
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
@@ -163,8 +162,6 @@ def test_scores_are_means_over_the_key_and_of_all_its_tokens():
     assert model.training
     parts = [score_answers(model, {name: x[i : i + 1] for name, x in batch.items()})[0] for i in range(12)]
     torch.testing.assert_close(torch.cat(parts), loss)
-
-
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Distillation from the model before the swap: its formulas, its memory, and a teacher that stays as it was."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from lit_lazy.training.prepare import prepare
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
+KIND = {"ids": lambda term: type(term).__name__}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,6 @@ class FirstLayer(Distillation):
     def compute(self, passes: Passes) -> Tensor:
         own, taught = passes.mixed[0]
         return self.weight * (own - taught).abs().mean()
-
-
-KIND = {"ids": lambda term: type(term).__name__}
 
 
 def distilling(trained: str, term: Distillation, attention: AttentionSpec = LAZY, **train: object) -> RunConfig:

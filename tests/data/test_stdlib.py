@@ -2,6 +2,7 @@
 
 import platform
 import sysconfig
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_tasks import read
 
 from lit_lazy.data import stdlib_text
 from lit_lazy.data.stdlib import Stdlib, is_validation, load_folder, read_sources
@@ -47,13 +49,6 @@ def text_of(library, held_out):
     return b"\0".join((library / name).read_bytes() for name in sorted(WANTED) if is_validation(name) == held_out)
 
 
-def places(source, text):
-    """Index of every validation window among the windows of `text`, which are unique."""
-    windows = [text[i : i + 17] for i in range(0, len(text) - 16, 16)]
-    assert len(set(windows)) == len(windows)
-    return [windows.index(window.tobytes()) for window in source.validation.sequences.numpy()], len(windows)
-
-
 def test_reads_the_library_and_nothing_else(library):
     sources = read_sources(library)
     assert list(sources) == sorted(WANTED)
@@ -73,67 +68,37 @@ def test_the_split_depends_only_on_the_path(library):
         assert header not in validation or is_validation(name)
 
 
-def test_windows_are_shifted_and_lose_nothing(library):
-    source = load_folder(CONFIG, library)
-    batch = source.train.__getitems__(list(range(len(source.train))))
-    text = text_of(library, held_out=False)
-    n = (len(text) - 1) // 16 * 16
-    assert len(text) - n <= 16
-    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
-    assert bytes(batch["tokens"].flatten().tolist()) == text[:n]
-    assert bytes(batch["targets"].flatten().tolist()) == text[1 : n + 1]
-
-
-def test_with_bos_each_byte_is_a_target_once_and_bos_is_none(library):
-    config = Stdlib(context_length=16, validation_windows=10, bos=True)
-    source = load_folder(config, library)
-    batch = source.train.__getitems__(list(range(len(source.train))))
-    text = text_of(library, held_out=False)
-    n = len(text) // 16 * 16
-    assert bytes(batch["targets"].flatten().tolist()) == text[:n]
-    assert (batch["tokens"][:, 0] == 0).all()
-    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
-    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation))).reshape(-1)
-    chosen = source.validation.sequences.numpy()[:, 1:].tobytes()
-    windows = [validation.tobytes()[i : i + 16] for i in range(0, len(validation) - 15, 16)]
-    at = [windows.index(chosen[i : i + 16]) for i in range(0, len(chosen), 16)]
-    expected = np.mean([bits[16 * place : 16 * place + 16] for place in at])
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
-    plain = load_folder(CONFIG, library)
-    assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
-
-
 def test_as_text_it_has_the_same_files_in_each_part(library, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(stdlib_text, "sysconfig", SimpleNamespace(get_path=lambda _: str(library)))
     source = StdlibText(context_length=16, validation_windows=10).load()
-    for part, held_out in ((source.train, False), (source.validation, True)):
-        text = part.sequences[:, :-1].numpy().tobytes()
-        for name in WANTED:
-            assert (f"# {name}\n".encode() in text) <= (is_validation(name) == held_out)
-    assert (
-        source.train.sequences[:, :-1].numpy().tobytes()
-        == (text_of(library, held_out=False) + b"\0")[: len(source.train) * 16]
-    )
+    train, validation = (x.sequences[:, :-1].numpy().tobytes() for x in (source.train, source.validation))
+    assert train == (text_of(library, held_out=False) + b"\0")[: len(source.train) * 16]
+    assert not [name for name in WANTED if f"# {name}\n".encode() in validation and not is_validation(name)]
 
 
-def test_validation_windows_are_evenly_spread(library):
-    chosen, n = places(load_folder(CONFIG, library), text_of(library, held_out=True))
-    assert len(chosen) == 10
-    assert chosen[0] == 0
-    gaps = np.diff([*chosen, n])
-    assert gaps.max() - gaps.min() <= 1
-    assert gaps.min() > 1
-
-
-def test_the_trigram_is_measured_on_the_targets_of_the_windows(library):
-    source = load_folder(CONFIG, library)
-    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
-    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation)))
-    judged = [bits[place * 16 + 1 : place * 16 + 17] for place in places(source, validation.tobytes())[0]]
-    assert np.shape(judged) == (10, 16)
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
+@pytest.mark.parametrize("bos", [False, True])
+def test_windows_lose_nothing_and_the_trigram_is_measured_on_their_targets(library, bos):
+    """Windows are shifted by one token, or begin with BOS; those of validation are evenly spread."""
+    source, plain = (load_folder(replace(CONFIG, bos=x), library) for x in (bos, False))
+    assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
+    batch, shift = read(source.train), 0 if bos else 1
+    train, validation = (text_of(library, part) for part in (False, True))
+    n = (len(train) - shift) // 16 * 16
+    assert len(train) - n <= 16
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert bytes(batch["targets"].flatten().tolist()) == train[shift : n + shift]
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert bytes(batch["tokens"][:, 0].tolist()) == (bytes(n // 16) if bos else train[:n:16])
+    targets = [x.numpy().tobytes() for x in source.validation.sequences[:, 1:]]
+    places = [validation.index(each) for each in targets]
+    assert len(places) == 10
+    assert {place % 16 for place in places} == {shift}
+    gaps = np.diff([*places, (len(validation) - shift) // 16 * 16 + shift]) // 16
+    assert 1 < gaps.min() <= gaps.max() <= gaps.min() + 1
+    probability = ByteTrigram(np.frombuffer(train, np.uint8)).probability(trigrams(np.frombuffer(validation, np.uint8)))
+    bits = np.mean([-np.log2(probability[place : place + 16]) for place in places])
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
 def test_fingerprint_follows_the_content_used_and_python(library, monkeypatch):

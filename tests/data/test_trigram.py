@@ -5,17 +5,11 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from lit_lazy.data.backcopy import solve_stationary
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 
 def as_bytes(text):
     return np.frombuffer(text, dtype=np.uint8)
-
-
-def test_windows():
-    a, b, c = b"abc"
-    assert trigrams(as_bytes(b"abc")).tolist() == [a, a * 256 + b, (a * 256 + b) * 256 + c]
 
 
 @pytest.mark.parametrize("history", [b"ab", b"zb", b"zz", b"\0\0", b"\xff\xff"], ids=str)
@@ -52,26 +46,3 @@ def test_is_witten_bell():
     assert np.allclose(ByteTrigram(text).probability(trigrams(held_out), order=1), unigram, rtol=1e-12)
     bits = {"unigram_bits_per_byte": -np.log2(unigram).mean(), "trigram_bits_per_byte": -np.log2(expected).mean()}
     assert ByteTrigram(text).measure_bits(trigrams(held_out)) == pytest.approx(bits, rel=1e-12)
-
-
-def test_reaches_the_entropy_of_a_second_order_chain():
-    """1024 cells and 400 000 bytes: the expected excess is about 1024 / (2 n ln 2) = 0.002 bits."""
-    symbols, n = 8, 400_000
-    rng = np.random.default_rng(0)
-    law = rng.dirichlet(np.full(symbols, 0.5), size=(symbols, symbols))  # law[a, b, c] = P(c | a b)
-    pairs = np.zeros((symbols, symbols, symbols, symbols))
-    for a in range(symbols):
-        for b in range(symbols):
-            pairs[a, b, b] = law[a, b]
-    weight = solve_stationary(pairs.reshape(symbols**2, symbols**2))
-    entropy = -weight @ np.sum(law * np.log2(law), axis=-1).ravel()
-
-    cumulative, uniform = law.cumsum(axis=-1), rng.random(n)
-    text = [0, 0]
-    for u in uniform:
-        text.append(min(int(np.searchsorted(cumulative[text[-2], text[-1]], u)), symbols - 1))
-    text = np.array(text, dtype=np.uint8)
-    train, held_out = text[: n // 2], text[n // 2 :]
-    nll = -np.log2(ByteTrigram(train).probability(trigrams(held_out)))
-    error = nll.std() / len(nll) ** 0.5
-    assert entropy - 5 * error < nll.mean() < entropy + 0.01 + 5 * error

@@ -9,7 +9,6 @@ from lit_lazy.attention import (
     Alibi,
     AttentionSpec,
     Elastic,
-    Entmax15,
     Eviction,
     Fire,
     KerpleLog,
@@ -146,24 +145,28 @@ class TestDraws:
         assert generate(model, [[5, 3]], 8, Sampling(seed=4)) == one[:1]
 
 
-class TestRefused:
-    def test_prompts(self):
-        with pytest.raises(ValueError, match=r"^prompt 2 has no tokens; give at least one$"):
-            Generation(build(), [[1], []], 3)
-        with pytest.raises(ValueError, match=r"^prompt 1 has the token 23; the model reads 0 to 22$"):
-            Generation(build(), [[1, 23]], 3)
-
-    def test_lengths_that_the_model_cannot_serve(self):
-        learned, fire = build(position=LearnedAbsolute()), build(AttentionSpec(Elastic(), Fire()))
-        for model, named in ((learned, "17 positions requested, 16 learned"), (fire, "cannot serve 17 keys")):
-            assert len(generate(model, [[1] * 10], 7)[0]) == 7  # the last token is not read
-            with pytest.raises(ValueError, match=named):
-                Generation(model, [[1] * 10], 8)
-        assert len(generate(fire, [[1] * 10], 40, eviction=Eviction(2, 14))[0]) == 40
-
-    def test_a_cache_that_evicts_with_learned_positions(self):
-        with pytest.raises(ValueError, match=r"^model\.position=LearnedAbsolute: a cache that evicts moves tokens"):
-            Generation(build(position=LearnedAbsolute()), [[1]], 3, eviction=Eviction(1, 4))
+@pytest.mark.parametrize(
+    ("changes", "prompts", "tokens", "options", "message"),
+    [
+        ({}, [[1], []], 3, {}, "^prompt 2 has no tokens; give at least one$"),
+        ({}, [[1, 23]], 3, {}, "^prompt 1 has the token 23; the model reads 0 to 22$"),
+        ({"position": LearnedAbsolute()}, [[1] * 10], 8, {}, "17 positions requested, 16 learned"),
+        ({"attention": AttentionSpec(Elastic(), Fire())}, [[1] * 10], 8, {}, "cannot serve 17 keys"),
+        (
+            {"position": LearnedAbsolute()},
+            [[1]],
+            3,
+            {"eviction": Eviction(1, 4)},
+            r"^model\.position=LearnedAbsolute: a cache that evicts moves tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(changes, prompts, tokens, options, message):
+    model = build(**changes)
+    with pytest.raises(ValueError, match=message):
+        Generation(model, prompts, tokens, **options)
+    if len(prompts[0]) == 10:
+        assert len(generate(model, prompts, tokens - 1)[0]) == 7  # the last token is not read
 
 
 class TestCache:
@@ -253,11 +256,6 @@ class TestEviction:
         plain = Generation(model, [[1, 2, 3]], 4)
         assert [drawn.token for drawn in plain] == [drawn.token for drawn in found if drawn.prompt == 0][:4]
         assert plain.evicted == 0
-
-    @torch.no_grad()
-    def test_of_nothing_changes_nothing(self):
-        model = build(AttentionSpec(Entmax15(), T5Bias()))
-        assert generate(model, PROMPTS, 9, eviction=Eviction(4, 60)) == generate(model, PROMPTS, 9)
 
     @torch.no_grad()
     def test_of_several_at_once_is_refused(self):

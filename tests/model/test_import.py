@@ -34,9 +34,9 @@ QWEN2_WORDS = (
 )
 
 
-def imported(source: Path, out: Path) -> LitLM:
+def imported(source: Path | str, out: Path | str) -> LitLM:
     assert main(["import", str(source), str(out)]) == 0
-    return checkpoints.load(out)
+    return checkpoints.load(Path(out))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,19 +97,20 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     assert prompts.encode("x", TEXT.encode()) == reference.encode(TEXT, add_special_tokens=False).ids
     assert prompts.special == SpecialTokens(begin=0, ends=(1,))
     assert prompts.tokenizer.begin == 0
-    unsaid = (
-        (tmp_path / "model.gguf").read_bytes().replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
-    )
-    (tmp_path / "unsaid.gguf").write_bytes(unsaid)
-    begin = imported(tmp_path / "unsaid.gguf", tmp_path / "unsaid" / "model.ckpt").cfg.data.begin_of_text
-    assert (begin is not None) == (pre == "llama-bpe")  # as in llama.cpp
-    content = (tmp_path / "model.gguf").read_bytes()
-    key = b"tokenizer.ggml.bos_token_id"
+    # The beginning of a text unsaid, as in llama.cpp; none; and one that is no token.
+    content, key = (tmp_path / "model.gguf").read_bytes(), b"tokenizer.ggml.bos_token_id"
     at = content.index(key) + len(key) + 4  # behind the value's type
-    (tmp_path / "none.gguf").write_bytes(content[:at] + struct.pack("<I", 2**32 - 1) + content[at + 4 :])
-    assert imported(tmp_path / "none.gguf", tmp_path / "none" / "model.ckpt").cfg.data.begin_of_text is None
-    (tmp_path / "far.gguf").write_bytes(content[:at] + struct.pack("<I", 9999) + content[at + 4 :])
-    assert main(["import", str(tmp_path / "far.gguf"), str(tmp_path / "far" / "model.ckpt")]) == 2
+
+    def changed(name: str, content: bytes) -> list[str]:
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        return [str(tmp_path / f"{name}.gguf"), str(tmp_path / name / "model.ckpt")]
+
+    unsaid = content.replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
+    begin = imported(*changed("unsaid", unsaid)).cfg.data.begin_of_text
+    assert (begin is not None) == (pre == "llama-bpe")
+    none, far = (content[:at] + struct.pack("<I", number) + content[at + 4 :] for number in (2**32 - 1, 9999))
+    assert imported(*changed("none", none)).cfg.data.begin_of_text is None
+    assert main(["import", *changed("far", far)]) == 2
     assert "bos_token_id=9999: is no token of the file" in capsys.readouterr().err
 
 

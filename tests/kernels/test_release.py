@@ -77,15 +77,6 @@ def test_the_hub_folder_has_a_variant_for_each_backend(hub: Path) -> None:
 
 
 @pytest.mark.long
-def test_huggingface_s_loader_takes_the_folder(hub: Path) -> None:
-    kernels = pytest.importorskip("kernels", reason="`pip install kernels` installs the loader")
-    loaded = kernels.get_local_kernel(hub, backend="cpu")
-    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
-    out = loaded.lazy_attention(q, k, v, torch.ones(2), backend="chunked")
-    torch.testing.assert_close(out, loaded.lazy_attention(q, k, v, torch.ones(2), backend="reference"))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("platform", release.PLATFORMS)
 def test_a_wheel_has_the_libraries_of_its_platform(platform: str, tmp_path: Path) -> None:
     pytest.importorskip("ziglang", reason="`make wheels` installs it in an environment of its own")

@@ -6,7 +6,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -81,22 +80,20 @@ def run_smoke_test(wheel: Path, torch_site: Path, folder: Path, auto: str) -> No
     run_alone(SMOKE.format(site=str(folder), auto=auto), folder)
 
 
-WITHOUT_COMPILER = {"no such program": {"CC": "/none/cc", "CXX": "/none/c++"}, "an empty path": {"PATH": ""}}
+WITHOUT_COMPILER = {"CC": "/none/cc", "CXX": "/none/c++"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", WITHOUT_COMPILER)
 def test_without_a_compiler_it_is_installed_without_the_libraries(
-    name: str, torch_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable, value in WITHOUT_COMPILER[name].items():
+    for variable, value in WITHOUT_COMPILER.items():
         monkeypatch.setenv(variable, value)
     wheel = build_wheel(KERNELS, tmp_path, "*.so")
     with ZipFile(wheel) as archive:
         assert not [file for file in archive.namelist() if file.endswith(".so")]
-    site = tmp_path / "site"
-    site.mkdir()
-    run_smoke_test(wheel, torch_site, site, "chunked")
+    (tmp_path / "site").mkdir()
+    run_smoke_test(wheel, torch_site, tmp_path / "site", "chunked")
 
 
 @pytest.mark.long
@@ -104,27 +101,12 @@ def test_without_a_compiler_it_is_installed_without_the_libraries(
 def test_an_editable_install_has_the_libraries_beside_their_source(compiler: bool, tmp_path: Path) -> None:
     """`requirements.txt` installs so."""
     require_library()
-    source = copy_source(KERNELS, tmp_path, "*.so")
-    variables = {} if compiler else WITHOUT_COMPILER["no such program"]
+    source, variables = copy_source(KERNELS, tmp_path, "*.so"), {} if compiler else WITHOUT_COMPILER
     code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, env=os.environ | variables, capture_output=True, text=True
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=source, env=os.environ | variables, capture_output=True, check=True
     )
-    assert done.returncode == 0, done.stderr
     assert {str(path.relative_to(source)) for path in source.rglob("*.so")} == (LIBRARIES if compiler else set())
-
-
-@pytest.mark.long
-def test_a_source_distribution_contains_what_the_libraries_are_built_from(tmp_path: Path) -> None:
-    source = copy_source(KERNELS, tmp_path, "*.so")
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (path,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    assert found > {
-        str(path.relative_to(KERNELS)) for path in (KERNELS / CPU).iterdir() if path.suffix in (".h", ".cpp")
-    }
 
 
 @pytest.mark.long

@@ -339,14 +339,6 @@ def test_identical_tokens_are_told_apart_by_what_knows_positions(
         np.testing.assert_allclose(arrays["hidden/cosine"], 1, atol=1e-6)
 
 
-def test_a_sequence_longer_than_the_training_is_measured_where_positions_serve_it() -> None:
-    arrays = measure(make(LAZY).model, [draw(length=2 * T + 1)]).arrays
-    assert arrays["bias/curve"].shape == (2, 4, 2 * T + 1)
-    assert (arrays["bias/curve"][..., 7:] == 0).all()
-    with pytest.raises(ValueError, match=f"LearnedAbsolute: {T + 1} positions requested, {T} learned"):
-        measure(make(LAZY, LearnedAbsolute()).model, [draw(length=T + 1)])
-
-
 def state(module: LitLM) -> dict[str, object]:
     """All state that must not change, except tensors."""
     return {
@@ -415,17 +407,6 @@ def test_maps_are_those_of_the_strongest_first_key() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{named}$"):
             measure(make(LAZY).model, [draw()], maps)
-
-
-def test_a_weight_too_small_for_float16_is_not_shown_as_none() -> None:
-    module = make(AttentionSpec(Softmax(), Alibi()))
-    for attention in module.model.attentions:
-        attention.bias.slopes.fill_(2.0)
-    weights = measure(module.model, [draw()]).arrays["maps/weights"].astype(np.float64)
-    below = np.tril(np.ones((T, T), bool))
-    assert (weights[:, below] > 0).all()
-    assert np.isnan(weights[:, ~below]).all()
-    assert weights[:, -1, 0].max() < 1e-7
 
 
 def test_arrays_survive_the_file(tmp_path: Path) -> None:

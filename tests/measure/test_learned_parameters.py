@@ -18,7 +18,7 @@ from lit_lazy.attention import (
     SSMax,
     T5Bias,
 )
-from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
+from lit_lazy.attention.bias import BiasModule, BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.measure.learned_parameters import (
     MOST_NUMBERS,
@@ -112,19 +112,6 @@ class TestBiasCurves:
         assert not curves[..., table:].any()
         assert not curves.requires_grad
 
-    def test_a_table_may_be_longer_than_asked_for(self):
-        """In the form that `flash_lazy.lazy_attention` takes."""
-
-        class Whole(BiasModule):
-            def forward(self, n_keys):  # noqa: ARG002
-                return BiasTerms(table=normal(HEADS, 9), slopes=torch.ones(HEADS))
-
-        long = model(bias=Alibi())
-        for layer in long.attentions:
-            layer.bias = Whole()
-        expected = normal(HEADS, 9)[:, :5] - torch.arange(5)
-        assert torch.equal(compute_bias_curves(long, 5), expected.expand(LAYERS, -1, -1))
-
     @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), T5Bias(8, 20), KerpleLog(), Fire()])
     def test_is_what_attention_adds_to_the_scores(self, bias):
         """The scores of zero queries are the bias."""
@@ -146,12 +133,6 @@ class TestBiasCurves:
 
 
 class TestAlibiFit:
-    def test_alibi_is_its_own_fit(self):
-        slope, distance = fit_alibi(compute_bias_curves(model(bias=Alibi()), CONTEXT))
-        assert slope.shape == distance.shape == (LAYERS, HEADS)
-        np.testing.assert_allclose(slope, np.tile(alibi_slopes(HEADS), (LAYERS, 1)), rtol=1e-12)
-        assert distance.max().item() < 1e-12
-
     def test_equals_numpys_least_squares(self):
         curves = normal(LAYERS, HEADS, CONTEXT)
         slope, distance = fit_alibi(curves)

@@ -127,38 +127,21 @@ class TestThresholds:
         np.testing.assert_allclose(found["theta"], taus[..., None] / self.EVERY.clip(max=5), rtol=1e-6)
         assert compute_keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
 
-    def test_of_the_layer_that_sees_most_count_where_windows_differ(self):
-        model = build(attention=AttentionSpec(Elastic(0.5), window=5, full_layers=(1,)))
-        found = compute_keys_and_thresholds(model, T)
-        assert found["n"].tolist() == self.EVERY.tolist()
-        seen = np.stack([self.EVERY.clip(max=5), self.EVERY])[:, None]
-        np.testing.assert_allclose(found["theta"], np.broadcast_to(0.5 / seen, found["theta"].shape), rtol=1e-6)
-
 
 def test_scalars_are_perplexities_of_parts_and_the_last_row():
     loss = np.linspace(1, 3, T).astype(np.float32)
-    arrays = {
-        "context": np.array(16),
-        "loss/by_position": loss,
-        "length/n": np.arange(1, T + 1),
-        "streamed/loss": loss + 1,
-        "streamed/kept": np.array([4, 20]),
-        "streamed/n": np.full(T, 24),
-        "streamed/theta": np.tile(np.array([0.25, 0.5])[:, None, None], (1, 2, T)),
-    }
-    e = {name: np.exp(part.mean()) for name, part in {"all": loss, "beyond": loss[16:], "evicted": loss[24:]}.items()}
-    assert compute_length_metrics(arrays) == pytest.approx(
-        {
-            "length/perplexity": e["all"],
-            "length/perplexity_beyond": e["beyond"],
-            "length/n": T,
-            "streamed/perplexity": e["all"] * np.e,
-            "streamed/perplexity_beyond": e["beyond"] * np.e,
-            "streamed/perplexity_evicted": e["evicted"] * np.e,
-            "streamed/n": 24,
-            "streamed/theta": 0.375,
-        },
-        rel=1e-5,
-    )
     short = {"context": np.array(T), "loss/by_position": loss, "length/n": np.arange(1, T + 1)}
+    arrays = short | {"context": np.array(16), "streamed/loss": loss + 1, "streamed/kept": np.array([4, 20])}
+    arrays |= {"streamed/n": np.full(T, 24), "streamed/theta": np.full((1, 2, T), 0.375)}
+    expected = {
+        "length/perplexity": np.exp(loss.mean()),
+        "length/perplexity_beyond": np.exp(loss[16:].mean()),
+        "length/n": T,
+        "streamed/perplexity": np.exp(loss.mean() + 1),
+        "streamed/perplexity_beyond": np.exp(loss[16:].mean() + 1),
+        "streamed/perplexity_evicted": np.exp(loss[24:].mean() + 1),
+        "streamed/n": 24,
+        "streamed/theta": 0.375,
+    }
+    assert compute_length_metrics(arrays) == pytest.approx(expected, rel=1e-5)
     assert compute_length_metrics(short).keys() == {"length/perplexity", "length/n"}

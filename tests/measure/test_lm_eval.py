@@ -25,7 +25,7 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
-from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter, make_batches
+from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.store import default_uri
@@ -93,12 +93,6 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
     assert counted[-1] == (len(pairs), len(pairs))
 
 
-def test_batches_are_full_and_the_longest_come_first():
-    lengths = [3, 50, 2, 40, 41, 7, 200]
-    assert make_batches(lengths, 100) == [[6], [1, 4], [3, 5], [0, 2]]
-    assert sorted(i for batch in make_batches(lengths) for i in batch) == list(range(7))
-
-
 @torch.no_grad()
 def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
     tokens = list(context)
@@ -107,22 +101,19 @@ def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
     return bytes(tokens[len(context) :])
 
 
-def test_the_greedy_flag_and_greedy_texts(model):
-    text = greedy_text(model.eval(), b"weights", 12)
+def test_greedy_texts(model):
+    text = greedy_text(model.eval(), b"weights", 12).decode(errors="replace")
     asked = LmEvalAdapter(model, ByteTokenizer())
-    shown = text.decode(errors="replace")
-    if "\ufffd" not in shown:
-        (_, greedy), (_, other) = asked.loglikelihood([request("weights", shown), request("weights", shown[:-1] + "~")])
-        assert (greedy, other) == (True, shown.endswith("~"))
-    (whole,) = asked.generate_until([request("weights", {"until": [], "max_gen_toks": 12})])
-    assert whole == shown
-    (none,) = asked.generate_until([request("weights", {"until": shown[:1], "max_gen_toks": 12})])
-    assert none == ""
-    (part,) = asked.generate_until([request("weights", {"until": [shown[5:7]], "max_gen_toks": 12})])
-    assert part == shown[: shown.index(shown[5:7])]
+
+    def generate(context, until, n=12):
+        (found,) = asked.generate_until([request(context, {"until": until, "max_gen_toks": n})])
+        return found
+
+    assert generate("weights", []) == text
+    assert generate("weights", text[:1]) == ""
+    assert generate("weights", [text[5:7]]) == text[: text.index(text[5:7])]
     before = asked.cut
-    (long,) = asked.generate_until([request("a" * 500, {"until": [], "max_gen_toks": 4})])
-    assert long == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
+    assert generate("a" * 500, [], 4) == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
     assert asked.cut == before + 1
 
 

@@ -22,14 +22,6 @@ def test_undefined_below_the_minimum(denominator, defined):
     assert math.isnan(ratio((3.0, denominator), minimum=1.0)) is not defined
 
 
-def test_undefined_without_data_and_defined_after():
-    metric = RatioOfSums()
-    metric.update(torch.ones(1, 2, dtype=torch.bfloat16), 0)
-    assert math.isnan(metric.compute())
-    metric.update(torch.tensor(2.0), torch.ones(2, 4, dtype=torch.bool))
-    assert metric.compute().item() == 0.5
-
-
 def test_sums_of_fp32_are_taken_in_fp64():
     """fp32 would stop counting at 2^24, within a tensor and over updates."""
     one = torch.ones(2**24 + 1)

@@ -90,21 +90,6 @@ class TestSoftmax:
         assert stats is None
         torch.testing.assert_close(out, expected, **TIGHT)
 
-    @pytest.mark.parametrize("bias", BIASES[1:], ids=str)
-    def test_a_bias_is_an_additive_mask(self, bias):
-        q, k, v = qkv()
-        terms, mask = bias_terms(bias), torch.zeros(HEADS, LENGTH, LENGTH, dtype=torch.float64)
-        for i in range(LENGTH):
-            for j in range(LENGTH):
-                if j > i:
-                    mask[:, i, j] = -math.inf
-                elif terms.table is not None:
-                    mask[:, i, j] = terms.table[:, i - j] if i - j < terms.table.shape[1] else 0
-                else:
-                    mask[:, i, j] = -terms.slopes * (i - j)
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(attend(Softmax(), q, k, v, terms)[0], expected, **TIGHT)
-
     def test_explicit_sdpa_runs_nothing_else(self):
         q = torch.zeros(1, HEADS, 2, 4)
         call = AttentionCall(q, q, q, backend="sdpa")
@@ -201,34 +186,6 @@ class TestElastic:
         spec = Elastic(tau_init=0.5, threshold=threshold, renormalise=renormalise)
         for rows in (LENGTH, 3):
             torch.testing.assert_close(weights(spec, taus, rows), expected[:, :, -rows:], **TIGHT)
-
-    def test_per_token_keeps_its_last_entry_beyond_the_context(self):
-        spec = Elastic(threshold="per_token")
-        q, k, v = qkv(LENGTH)
-        short = spec.build(layer_shape(HEADS, 5, DIM)).double()
-        short.tau.data.copy_(torch.linspace(0.1, 0.9, HEADS * 5, dtype=torch.float64).view(HEADS, 5))
-        long = spec.build(layer_shape(HEADS, LENGTH, DIM)).double()
-        long.tau.data.copy_(short.tau[:, [min(t, 4) for t in range(LENGTH)]])
-        outs = [module(AttentionCall(q, k, v))[0] for module in (short, long)]
-        torch.testing.assert_close(*outs, **TIGHT)
-
-    @pytest.mark.parametrize("threshold", THRESHOLDS)
-    def test_tau_starts_as_given_in_fp32(self, threshold):
-        tau = Elastic(tau_init=0.25, threshold=threshold).build(SHAPE).tau
-        assert tau.shape == ((HEADS, CONTEXT) if threshold == "per_token" else (HEADS,))
-        assert tau.dtype == torch.float32
-        assert tau.unique().tolist() == [0.25]
-        assert tau.requires_grad
-
-    def test_frozen_tau_gets_no_gradient(self):
-        q, k, v = qkv()
-        for learn in (False, True):
-            module = Elastic(tau_init=0.5, learn_tau=learn).build(SHAPE).double()
-            leaf = q.clone().requires_grad_()
-            module(AttentionCall(leaf, k, v))[0].square().sum().backward()
-            assert leaf.grad.count_nonzero() > 0
-            assert (module.tau.grad is None) is not learn
-            assert learn is False or module.tau.grad.count_nonzero() == HEADS
 
     @pytest.mark.parametrize(
         ("settings", "message"),

@@ -33,18 +33,6 @@ def test_every_item_once_per_pass(n_items, data):
     assert n_items < 20 or passes[0] != passes[1]
 
 
-def test_a_pass_is_drawn_once():
-    drawn = []
-
-    class Counting(StepBatchSampler):
-        def _draw_order(self, number):
-            drawn.append(number)
-            return super()._draw_order(number)
-
-    list(islice(Counting(100, 7, 0, lambda: 0), 40))  # 280 items: into the third pass
-    assert drawn == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "start", "named"),
     [

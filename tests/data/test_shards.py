@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -32,7 +31,6 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from filelock import FileLock
 from test_tasks import read
 from tokenizers import Tokenizer
 
@@ -143,18 +141,6 @@ def test_a_changed_file_is_another_key_and_a_touched_one_is_not(tmp_path):
     assert key() == first
     path.write_text(path.read_text().replace("sink", "sank", 1))
     assert key() != first
-
-
-def test_whoever_waited_for_a_corpus_that_fails_states_the_same_reason(tmp_path, capfd):
-    def fail(_):
-        time.sleep(0.3)  # so that the other waits for the lock
-        raise ValueError("too few documents")
-
-    with ThreadPoolExecutor(2) as threads:
-        tried = [threads.submit(tokens.make_once, tmp_path / "cache" / "corpus", fail) for _ in range(2)]
-    assert [str(attempt.exception()) for attempt in tried] == ["too few documents"] * 2
-    assert "another process is tokenising this text" in capfd.readouterr().err
-    assert not any((tmp_path / "cache").iterdir())
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monkeypatch):
@@ -319,19 +305,6 @@ def test_a_shard_that_another_corpus_removes_after_its_check_is_still_read(parts
 
     monkeypatch.setattr(tokens, "_append", remove_then_append)
     assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
-
-
-def test_a_worker_that_dies_removes_nothing_of_the_process_it_waits_for(parts, cache):
-    (job, other) = plan(small(path=str(parts)))[:2]
-    cache.mkdir()
-    partial = cache / f".{job.name}.partial"
-    with FileLock(cache / f"{job.name}.lock") as held:
-        partial.touch()  # the other process writes it
-        made = workers.make_shards([other, job], cache, 2, lambda *_: None)
-        next(made)
-        made.close()
-        assert partial.exists()
-        assert Path(held.lock_file).exists()
 
 
 def damage(path: Path) -> None:

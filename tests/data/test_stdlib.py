@@ -55,19 +55,6 @@ def test_reads_the_library_and_nothing_else(library):
     assert sources["top.py"] == (library / "top.py").read_bytes()
 
 
-def test_the_split_depends_only_on_the_path(library):
-    source = load_folder(CONFIG, library)
-    held_out = sum(map(is_validation, WANTED))
-    assert 0 < held_out < len(WANTED)
-    assert (source.info["train_files"], source.info["validation_files"]) == (len(WANTED) - held_out, held_out)
-    train = source.train.sequences[:, :-1].numpy().tobytes()
-    validation = source.validation.sequences[:, :-1].numpy().tobytes()
-    for name in WANTED:
-        header = f"# {name}\n".encode()
-        assert (header in train) == (not is_validation(name))
-        assert header not in validation or is_validation(name)
-
-
 def test_as_text_it_has_the_same_files_in_each_part(library, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(stdlib_text, "sysconfig", SimpleNamespace(get_path=lambda _: str(library)))

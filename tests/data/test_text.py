@@ -272,17 +272,6 @@ def test_the_text_of_a_control_token_is_text_in_a_document_and_a_token_in_a_prom
     assert (tokens_of(begun) == 0).sum() == begun.load().info["train_documents"]
 
 
-def test_a_text_that_becomes_the_separator_by_the_vocabulary_is_refused_by_its_place(tmp_path, cache):
-    words = [("<unk>", 0.0), ("</s>", 0.0), *((chr(code), -9.0) for code in range(32, 127))]
-    tokenizer = Tokenizer(models.Unigram(words, unk_id=0))
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(tmp_path / "unigram.json"))
-    lines = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, "the mark </s> ends"])
-    with pytest.raises(ValueError, match=r"data\.path='.*a\.jsonl': line 301 has a text that becomes token 1"):
-        small(path=str(lines), tokenizer=str(tmp_path / "unigram.json")).load()
-    assert not [path for path in cache.iterdir() if not path.name.startswith("shard-")]
-
-
 @pytest.mark.parametrize(
     ("normalizer", "texts", "share"),
     [

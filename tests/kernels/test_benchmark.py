@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import without_gpu
-from triton.runtime.autotuner import Autotuner, Config
 from without_gpu import WORKLOADS, make_workload
 
 from bench import __main__ as command
@@ -61,36 +60,6 @@ def test_a_workload_is_measured(monkeypatch):
     assert decoded["flash_lazy"]["difference"] == 0
     assert 0 < decoded["eager"]["difference"] < 0.01
     assert "difference" not in decoded["SDPA MATH"]
-
-
-def test_blocks_are_tuned_again_at_every_workload(monkeypatch):
-    times = {64: 0.5, 128: 0.25, 256: float("inf")}
-    launched = []
-
-    def query_gradient_kernel():
-        raise AssertionError
-
-    fake = SimpleNamespace(fn=query_gradient_kernel, run=lambda **options: launched.append(options["BLOCK_M"]))
-    configs = [Config({"BLOCK_M": m, "BLOCK_N": 32}, num_warps=8, num_stages=2) for m in times]
-    tuner = Autotuner(fake, ["size"], configs, ["size"], None, None, cache_results=True)
-    tuner.cache_results = True  # else triton turns it off where it interprets
-    monkeypatch.setattr(tuner, "_bench", lambda config, **_: [times[config.kwargs["BLOCK_M"]]] * 3)
-    monkeypatch.setattr(Autotuner, "run", tuning._run_anew)
-    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("read a choice from disk"))
-    tuning.forget()
-    tuning.watch()
-    tuner.run(size=4096)
-    tuner.run(size=4096)
-    names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
-    found = dict(zip(names, (0.5, 0.25, None), strict=True))
-    assert tuning.list_chosen_blocks() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
-    times[64] = 0.125
-    tuning.watch()
-    assert tuning.list_chosen_blocks() == {}
-    tuner.run(size=4096)  # the next peer of the workload, and the turns that all of them take
-    tuning.forget()
-    tuner.run(size=4096)
-    assert launched == [128, 128, 128, 64]
 
 
 @pytest.fixture
@@ -178,20 +147,6 @@ def test_what_a_timeout_or_a_crash_leaves_is_for_the_next_command(bench, capsys,
     bench.measure(SimpleNamespace(run=lambda *_: outcome), WORKLOADS[0], "title")
     assert said in capsys.readouterr().out
     assert bench.list_missing_workloads() == list(then)
-
-
-def test_every_configuration_is_compiled_ahead(bench, monkeypatch, capsys):
-    def compiled_with(tasks, *_):
-        for key, task in tasks.items():
-            requested.append((str(task.args[0]), *task.args[2:]))
-            yield key, TaskOutcome(None, "PassError: no" if len(requested) == 3 else None)
-
-    requested = []
-    monkeypatch.setattr(configurations, "AUTOTUNE", True)
-    monkeypatch.setattr(benchmark, "run_in_parallel", compiled_with)
-    bench.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
-    assert requested == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
-    assert capsys.readouterr().out == "compiled ahead: 7 of 8 configurations; PassError: no\n"
 
 
 def wait_for(condition, seconds=60):

@@ -134,18 +134,6 @@ def test_rolling_windows_count_each_token_once(model, length):
     assert found == pytest.approx(rolling(model, text), abs=1e-3)
 
 
-def test_the_prefix_token_is_the_one_that_begins_documents(model):
-    class Begun(ByteTokenizer):
-        begin = 1
-
-    asked = LmEvalAdapter(model.eval(), Begun())
-    assert (asked.prefix_token_id, asked.eot_token_id) == (1, 0)
-    (found,) = asked.loglikelihood([request("", "x")])
-    with torch.no_grad():
-        wanted = model(torch.tensor([[1]]))[0, 0].log_softmax(-1)[ord("x")].item()
-    assert found[0] == pytest.approx(wanted, abs=1e-4)
-
-
 def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     tasks = load_tasks(list(TASKS), find_tasks(list(TASKS), task_folder))
     found = benchmark(model, ByteTokenizer(), tasks)

@@ -15,7 +15,6 @@ import torch
 from published import FAMILIES, Q8, make_published, transformers, write_gguf
 from subwords import bpe
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from torch_alone import link_packages, run_alone
 
 from lit_lazy.command.main import main
 from lit_lazy.config.key import hash_model
@@ -230,28 +229,3 @@ def test_the_figures_of_adapt_md_are_reproduced(smollm2: Path, tmp_path: Path, m
             if printed.strip():
                 given = float(printed.removesuffix(" % ").removesuffix(" "))
                 assert abs(given - scale * metrics[key]) <= (2 if scale == 100 else 0.02), (name, printed, metrics[key])
-
-
-BARE = """
-import importlib.util, json, sys, torch
-assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
-print(json.dumps(model(torch.tensor({tokens})).logits.tolist()))
-"""
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_exported_again_it_runs_in_a_bare_process(bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that finds torch, transformers and what these two require."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    theirs = make_published(tmp_path / "source", "Qwen3", bpe)
-    imported(tmp_path / "source", tmp_path / "model.ckpt")
-    assert main(["export", str(tmp_path / "model.ckpt"), str(tmp_path / "out")]) == 0
-    (tmp_path / "site").mkdir()
-    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
-    tokens = torch.arange(20)[None]
-    code = BARE.format(folder=str(tmp_path / "out"), tokens=tokens.tolist())
-    logits = torch.tensor(json.loads(run_alone(code, site).splitlines()[-1]))
-    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-5)

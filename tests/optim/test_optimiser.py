@@ -106,13 +106,6 @@ def test_a_saved_state_goes_on_bit_for_bit(optimiser: Optimiser) -> None:
     assert equal(again.state_dict(), whole.state_dict())
 
 
-def test_joined_counts_a_closure_once() -> None:
-    model, calls = small(), []
-    set_gradients(model, 0)
-    assert build_optimizer(model, recipe(Muon())).step(lambda: calls.append(torch.is_grad_enabled()) or 1.5) == 1.5
-    assert calls == [True]
-
-
 def test_sgd_is_heavy_ball_momentum() -> None:
     model = small()
     weight = model.blocks[1].mlp.down.weight

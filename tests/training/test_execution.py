@@ -128,19 +128,6 @@ def test_a_model_that_is_spread_stops_and_resumes_as_it_is_or_taken_over(finishe
             torch.testing.assert_close(weights(folder)[key], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.long
-def test_a_model_that_is_spread_needs_no_logger(tmp_path: Path) -> None:
-    """In a process of its own, which can be ended: without a logger rank 0 once waited for ever."""
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from test_execution import *\n"
-        "cfg = replace_at(config(), {'train.steps': 2, 'train.warmup_steps': 1})\n"
-        "plain, spread = (run(cfg, Path(name), execution=x) for name, x in (('1', Execution()), ('2', SPREAD)))\n"
-        "assert_close(plain, spread)"
-    )
-    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-
-
 def others_of(pid: int) -> set[int]:
     """Child processes of a process."""
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}

@@ -1,22 +1,16 @@
 """Metrics logged during training: their steps, their values, and that they do not affect the training."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import test_run
 import torch
-from torch import Tensor
 
 from lit_lazy.attention import (
     AttentionSpec,
     Elastic,
-    LayerShape,
     LearnedBias,
-    Normaliser,
-    NormaliserModule,
-    Rows,
     Softmax,
 )
 from lit_lazy.config.schema import RunConfig
@@ -119,17 +113,6 @@ def test_watching_changes_nothing(finished: Path, tmp_path: Path) -> None:
     test_run.assert_same_run(finished, tmp_path)
 
 
-def test_nothing_is_logged_under_two_names() -> None:
-    """A single layer's mass is the overall mass; a single tau is its mean, minimum and maximum."""
-    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias()))
-    cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
-    source = cfg.data.load()
-    module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
-    assert "watch/mass" in found
-    assert [name for name in found if "layer" in name] == ["watch/tau_layer_0", "watch/bias/learned.table_layer_0"]
-
-
 def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
     source = config(AttentionSpec()).data.load()
     marked = replace(source, info={"optimum_nats": 1.0, "chance_nats": 2.0})
@@ -141,43 +124,3 @@ def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.find_steps_to_learn(20) == {"steps/to_learn": 10}
     assert HeadMonitor(replace(source, info={})).find_steps_to_learn(20) == {}
-
-
-@dataclass(frozen=True)
-class MeanCut(Normaliser):
-    """max(p - lambda mean p, 0), which is Elastic by another formula."""
-
-    def build(self, shape: LayerShape) -> NormaliserModule:
-        return _MeanCut(shape.n_heads)
-
-
-class _MeanCut(NormaliserModule):
-    can_zero = relative = True
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.strength = torch.nn.Parameter(torch.ones(heads))
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
-        weights = scores.softmax(-1)
-        mean = weights.sum(-1, keepdim=True) / rows.n
-        return torch.relu(weights - self.strength[:, None, None] * mean).masked_fill(~rows.visible, 0)
-
-
-def test_a_custom_rule_that_is_elastic_shows_its_curves_under_its_own_name(tmp_path: Path) -> None:
-    found, results = {}, {}
-    for name, rule in (("tau", Elastic()), ("learned/strength", MeanCut())):
-        cfg = config(AttentionSpec(rule))
-        results[name] = run(cfg, tmp_path / name, logger=MetricFile(tmp_path / name))
-        found[name] = logged(tmp_path / name)
-    for end in ("_layer_0", "_layer_1", "_min", "_max"):
-        tau, own = (found[name][f"watch/{name}{end}"] for name in found)
-        assert own == pytest.approx(tau, rel=1e-4), end
-        assert len(set(tau.values())) > 2
-    for end in ("mean", "min", "max"):
-        tau, own = (result.metrics[f"{name}/{end}"] for name, result in results.items())
-        assert own == pytest.approx(tau, rel=1e-4), end
-    kept = {name: Diagnostics.load(tmp_path / name / DIAGNOSTICS).arrays for name in found}
-    for prefix in ("", "init/", "watch/"):
-        tau, own = (kept[name][prefix + name] for name in found)
-        np.testing.assert_allclose(own, tau, rtol=1e-4)

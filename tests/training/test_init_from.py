@@ -14,10 +14,8 @@ from mistakes import expect_refusal
 from test_run import LAZY, RAMP, config, run_until_killed, weights
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
-from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.report.index import list_entries
 from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
@@ -147,16 +145,3 @@ def test_weights_that_cannot_be_had_are_one_line(
         assert repr(str(path)) in line
         assert fix in line
         assert not (tmp_path / "runs").exists()
-
-
-def test_a_training_from_weights_says_what_it_took(
-    trained: str, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
-    assert main(["train", "backcopy_tiny", *sizes, "--init-from", trained, "--runs", str(runs)]) == 0
-    assert "of the weights, are loaded" in caplog.text
-    lines = [line for line in capsys.readouterr().out.splitlines() if "loss (nats)" in line]
-    assert len(lines) == 2
-    assert all(", at the start " in line for line in lines)
-    (entry,) = list_entries(runs)
-    assert ", at the start " in entry.finding

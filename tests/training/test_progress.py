@@ -48,19 +48,6 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert "Epoch" not in screen
 
 
-def test_a_notebook_gets_one_line_that_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shown(tmp_path / "short", terminal=False, notebook=True) == ""
-    assert LINE.fullmatch(capsys.readouterr().out.strip()), "the last step is always shown"
-    monkeypatch.setattr(progress, "NOTEBOOK_EVERY_SECONDS", 0.0)
-    shown(tmp_path / "whole", terminal=False, notebook=True)
-    written = capsys.readouterr().out
-    assert written.count("\n") == 1
-    steps = [LINE.fullmatch(line.strip()) for line in written.split("\r")[1:]]
-    assert [step and int(step[1]) for step in steps] == list(range(1, 13))
-
-
 @pytest.mark.parametrize(
     ("first", "step", "seconds", "expected"), [(0, 3, 6.0, (64, 18)), (400, 600, 10.0, (2560, 30))]
 )

@@ -37,16 +37,13 @@ def plain(self, scores, rows):  # noqa: ARG001
 BROKEN = {
     "shape": (module(lambda _, s, _rows: s.softmax(-1).sum(-1)), "Mine.weights returns torch.float32 [2, 2, 4] for"),
     "dtype": (module(lambda _, s, _rows: s.softmax(-1).double()), "return torch.float32 [2, 2, 4, 7]"),
-    "no tensor": (module(lambda *_: None), "Mine.weights returns a NoneType for scores torch.float32"),
     "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
     "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
-    "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
     "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "depends on the number of hidden keys"),
     "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
     "zeros": (module(lambda _, s, rows: s.relu() / rows.n), "a visible key a weight of 0; declare can_zero = True"),
     "in place": (module(lambda _, s, _rows: s.mul_(2).softmax(-1)), "Mine.weights changes its scores in place; use"),
     "maps": (module(plain, maps=3), "Mine.maps=3: must be a whole number that divides the head dimension 4"),
-    "maps as text": (module(plain, maps="2"), "Mine.maps='2': must be a whole number"),
     "rows of maps": (
         module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
         "with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)",
@@ -54,10 +51,6 @@ BROKEN = {
     "looks ahead": (
         module(lambda _, s, _rows: s.relu() * (s.amax(-2, keepdim=True) > 1), can_zero=True),
         "Mine.weights depends on the other rows; compute each row from its own scores",
-    ),
-    "mean over the rows": (
-        module(lambda _, s, rows: (s - s.where(rows.visible, 0).mean(-2, keepdim=True)).softmax(-1)),
-        "Mine.weights depends on the other rows",
     ),
     "mean over the batch": (
         module(lambda _, s, rows: (s / s.where(rows.visible, 0).abs().mean(0, keepdim=True).amax()).softmax(-1)),
@@ -78,17 +71,9 @@ BROKEN = {
         "gives other weights for the same scores; draw nothing at random in it",
     ),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
-    "detached": (
-        module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),
-        "Mine.scale gets no gradient",
-    ),
     "detached scores": (
         module(lambda _, s, _rows: s.detach().softmax(-1)),
         "Mine passes no gradient to the scores, so queries and keys would learn nothing",
-    ),
-    "computed elsewhere": (
-        module(lambda _, s, _rows: torch.from_numpy(s.detach().numpy()).softmax(-1)),
-        "Mine passes no gradient to the scores",
     ),
 }  # fmt: skip
 

@@ -12,12 +12,11 @@ import torch
 import without_gpu
 from without_gpu import WORKLOADS, make_workload
 
-from bench import __main__ as command
 from bench import benchmark, compile_report, results, tuning
 from bench.__main__ import main
 from bench.benchmark import Benchmark
 from bench.correctness import CASES
-from bench.results import format_tables, write_plots
+from bench.results import write_plots
 from bench.timing import measure, take_turns
 from bench.worker import _CONTEXT, TaskOutcome
 from bench.workloads import DECODE, FULL, GUARDS, QUICK, TRAINING
@@ -197,23 +196,6 @@ def test_results_that_cannot_be_continued_are_a_one_line_error(text, tmp_path):
     assert results.open_results(tmp_path, made, fresh=True)["points"] == {}
 
 
-def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
-    class Interrupted(Benchmark):
-        def run(self, fresh):
-            assert (self.workloads, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
-            assert self.end - time.monotonic() == pytest.approx(180, abs=10)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "Benchmark", Interrupted)
-    assert main(["--quick"]) == 2
-    assert "--out is missing" in capsys.readouterr().err
-    assert main(["--quick", "--fresh", "--minutes", "3", "--out", str(tmp_path), "--widths", "64"]) == 130
-    printed = capsys.readouterr().err
-    assert "--widths ignored: only used without a GPU" in printed
-    assert f"interrupted; results are in {tmp_path}" in printed
-
-
 def made_up(workloads=FULL):
     """A result with invented figures, to be formatted."""
     records = {}
@@ -233,20 +215,6 @@ def made_up(workloads=FULL):
 def test_plots_are_drawn(tmp_path):
     assert write_plots(made_up(QUICK[1:]), tmp_path) is None
     assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
-
-
-def test_the_tables_show_every_cell():
-    text = format_tables(made_up(), FULL)
-    assert text.count("\n## ") == len({p.shape for p in FULL}) + 2  # what was not run, and the blocks
-    for part in (
-        "## forward, B 4, L 4096, H 16, D 128, W 512\n\n| | 0% empty | 4% empty | 18% empty | 60% empty | 90% empty |",
-        "| flash_lazy | 2 [1, 4] 26% | 1.96 [0.98, 3.92] 26% |",  # 0.412 TFLOP in 2 ms, of 800
-        "| AdaSplash | not run | not run | not run | not run | not run | - |",
-        "- decode, B 8, L 32768, H 16, D 64, W 512: AdaSplash: ModuleNotFoundError: no adasplash\n",
-        "Ceilings: copying 4.30 TB/s (read and written), reading 4.50 TB/s",
-        "| forward, B 4, L 4096, H 16, D 128, W 512, 18% empty | flash_lazy | forward | BLOCK_M 128 |",
-    ):
-        assert part in text
 
 
 def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):

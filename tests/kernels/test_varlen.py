@@ -17,11 +17,8 @@ from kernel_cases import (
     require_library,
     use_small_blocks,
 )
-from torch.library import opcheck
 
-from flash_lazy import Stats, chunked, lazy_attention, lazy_attention_varlen, tiling
-from flash_lazy.call import Call
-from flash_lazy.fused import ops
+from flash_lazy import Stats, lazy_attention, lazy_attention_varlen, tiling
 
 # Prompt chunks: a full prompt, the end of one, no queries, an empty document, one query, one token.
 ROWS = [0, 5, 12, 12, 12, 13, 14]
@@ -169,26 +166,6 @@ def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
 
 
 class TestOperators:
-    @pytest.fixture
-    def arguments(self, monkeypatch):
-        """Gradients of q, k, v, tau and bias."""
-        use_small_blocks(monkeypatch, 16, 16)
-        case = drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton"))
-        (rows, keys), rest = boundaries(case.q.device), Call(case.q, case.k, case.v, case.tau)[10:]
-        return *case.leaves().values(), None, rows, None, None, keys, *rest
-
-    @pytest.mark.long
-    def test_of_chunked_pass_opcheck(self, arguments):
-        opcheck(chunked._forward, (*arguments, True))
-        opcheck(chunked._backward, (*arguments, torch.ones_like(arguments[0]), None, True))
-
-    @pytest.mark.long
-    def test_of_the_fused_kernels_pass_opcheck(self, arguments):
-        grad = torch.ones_like(arguments[0])
-        _, softmax, mass, *_ = ops.forward(*arguments, True, False)
-        opcheck(ops.forward, (*arguments, True, True))
-        opcheck(ops.backward, (*arguments, None, grad, None, softmax, mass, True, False))
-
     def test_compile_without_a_break(self):
         case = drawn({"bias_width": 6}, torch.float32)
         q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))

@@ -1,21 +1,17 @@
 """First-key weight, mass and sparsity against closed forms and against a dense matrix of weights."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 
 from flash_lazy import Stats
 from lit_lazy.attention import (
-    Alibi,
     AttentionCall,
     AttentionSpec,
     Differential,
     Elastic,
     LayerShape,
-    LearnedBias,
-    NoBias,
     Softmax,
     Softpick,
     SSMax,
@@ -168,89 +164,8 @@ class TestWatchedKey:
         assert elsewhere != pytest.approx(found["sink/fixed_key_weight_trigger"], rel=1e-3)
 
 
-@torch.no_grad()
-def random_stats(cfg, tokens, seed=0):
-    model = DecoderLM(cfg, 11, 32, seed).double()
-    for attention in model.attentions:
-        for parameter in attention.bias.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    inputs = []
-    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for a in model.attentions]
-    _, layers = model.compute_hidden_with_stats(tokens)
-    for hook in hooks:
-        hook.remove()
-    return model, inputs, layers
-
-
 def test_many_small_masses_are_added_in_fp64():
     metrics = AttentionMetrics((), can_zero=False, renormalised=False)
     big, small = stats(mass=2.0**24), stats(mass=2.0**-20)
     metrics.update([big, small], {"all": ALL})
     assert metrics.compute()["mass/all"] == (2.0**24 + 2.0**-20) / 2
-
-
-def dense(call, tau, renormalise):
-    """p, theta and weights `[B, H, L, L]` of per_query, from a layer's q and k."""
-    q, k, _, bias, window = call[:5]
-    length = q.shape[2]
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (window or length))
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
-    if bias.table is not None:
-        width = bias.table.shape[1]
-        scores = scores + torch.where(distance < width, bias.table[:, distance.clamp(0, width - 1)], 0)
-    if bias.slopes is not None:
-        scores = scores - bias.slopes[:, None, None] * distance
-    p = torch.softmax(scores.masked_fill(~visible, -math.inf), -1)
-    theta = tau / visible.sum(-1).double()[:, None]
-    w = torch.relu(p - theta) * visible
-    mass = w.sum(-1)
-    if renormalise:
-        w = w / torch.where(mass > 0, mass, 1)[..., None]
-    return p, theta, visible, mass, w
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("bias", [NoBias(), LearnedBias(length=4), Alibi()], ids=str)
-@pytest.mark.parametrize("tau", [0.6, 2.0, -0.5])
-def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
-    """In one batch or several, with rows chosen per sequence."""
-    spec = AttentionSpec(Elastic(tau_init=tau, renormalise=renormalise), bias, window)
-    cfg = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=16, init_std=0.7, attention=spec)
-    tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-    model, inputs, layers = random_stats(cfg, tokens)
-    rows = {"rare": tokens < 4, "other": tokens >= 4}
-    whole, parts = (AttentionMetrics.of(model.attentions, tuple(rows)) for _ in range(2))
-    whole.update(layers, rows)
-    for i in range(BATCH):
-        parts.update(random_stats(cfg, tokens[i : i + 1])[2], {name: mask[i : i + 1] for name, mask in rows.items()})
-
-    matrices = [dense(call, model.attentions[0].normaliser.tau[0], renormalise) for call in inputs]
-    zeros = sum(((p <= theta) & visible).sum().item() for p, theta, visible, _, _ in matrices)
-    expected = {"sparsity/zero": zeros / sum(visible.sum().item() * BATCH * 4 for _, _, visible, _, _ in matrices)}
-    for group, mask in rows.items():
-        late = mask & (torch.arange(1, LENGTH + 1) >= FIRST)
-        pick, pick_late = mask[:, None].expand(-1, 4, -1), late[:, None].expand(-1, 4, -1)
-        first = sum(w[..., 0][pick_late].sum() for *_, w in matrices)
-        total = sum(w.sum(-1)[pick_late].sum() for *_, w in matrices)
-        expected[f"mass/{group}"] = (sum(mass[pick].sum() for *_, mass, _ in matrices) / (2 * pick.sum())).item()
-        expected[f"sink/first_key_weight_{group}"] = (first / (2 * pick_late.sum())).item()
-        expected[f"sink/first_key_share_{group}"] = (first / total).item()
-    assert whole.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert parts.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert expected["sparsity/zero"] == 0 or tau > 0
-
-
-@torch.no_grad()
-def test_a_softmax_has_all_its_mass():
-    cfg = ModelConfig(d_model=16, n_heads=2, d_ff=16, init_std=0.7, attention=AttentionSpec(Softmax(), LearnedBias()))
-    tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-    model, _, layers = random_stats(cfg, tokens)
-    metrics = AttentionMetrics.of(model.attentions)
-    metrics.update(layers, {"all": ALL})
-    measured = metrics.compute()
-    assert measured["mass/all"] == pytest.approx(1, rel=1e-6)
-    assert measured["sink/first_key_share"] == pytest.approx(measured["sink/first_key_weight"], rel=1e-6)
-    assert set(measured) == {"mass/all", "sink/first_key_share", "sink/first_key_weight"}

@@ -29,6 +29,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
 from lit_lazy.training.module import LitLM
 
@@ -246,6 +247,38 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     assert ("tau" in measured) == isinstance(attention.normaliser, Elastic)
     assert np.isnan(measured["sparsity/zero"]).all() == (name == "softmax")
     assert np.isnan(measured["sparsity/null"]).all() == (name in ("softmax", "per token"))  # a window of 6 keys
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [*SPECS.values(), (AttentionSpec(Elastic(-0.5), Alibi(), window=6), None)],
+    ids=[*SPECS, "negative"],
+)
+def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position: Position | None) -> None:
+    """`AttentionMetrics` of groups of rows, in one batch or several."""
+    module, tokens = make(attention, position).double(), draw()["tokens"]
+    model, rows = module.model, {"rare": tokens < 6, "other": tokens >= 6}
+    whole, parts = (AttentionMetrics.of(model.attentions, tuple(rows)) for _ in range(2))
+    whole.update(model.compute_hidden_with_stats(tokens)[1], rows)
+    for part in torch.arange(SEQUENCES).split(2):
+        stats = model.compute_hidden_with_stats(tokens[part])[1]
+        parts.update(stats, {name: mask[part] for name, mask in rows.items()})
+    dense = Dense(module, tokens)
+    w, mass = torch.stack(dense.w).transpose(2, 3), torch.stack(dense.mass).transpose(2, 3)  # [layer, B, T, H, ...]
+    expected = {}
+    if isinstance(attention.normaliser, Elastic):
+        zeros = torch.stack(dense.zero)
+        expected["sparsity/zero"] = zeros.sum() / (zeros.shape[:3].numel() * dense.visible.sum())
+    for group, mask in rows.items():
+        late = mask & (torch.arange(T) >= 7)
+        first = w[:, late][..., 0]
+        expected[f"mass/{group}"] = mass[:, mask].mean()
+        expected[f"sink/first_key_weight_{group}"] = first.mean()
+        expected[f"sink/first_key_share_{group}"] = first.sum() / w[:, late].sum()
+    expected = {name: float(value) for name, value in expected.items()}
+    assert whole.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert parts.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 SHAPES = {

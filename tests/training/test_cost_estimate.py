@@ -100,10 +100,6 @@ IN = "has no effect in the context of 16 tokens in the training"
             [f"{WINDOW}=99: {IN}", f"{BIAS}.length=99: has no effect beyond the context of 16 tokens in the training"],
         ),
         (
-            [f"{WINDOW}=4", f"{BIAS}=LearnedBias", f"{BIAS}.length=5"],
-            [f"{BIAS}.length=5: has no effect beyond the window of 4 tokens in the training"],
-        ),
-        (
             ["--model.position=Rope", "--model.position.skip_layers=[1]", "--model.attention.full_layers=[0]"],
             [
                 "--model.position.skip_layers=(1,): has no effect beyond the last of 1 layer, 0",
@@ -114,7 +110,6 @@ IN = "has no effect in the context of 16 tokens in the training"
             [f"{RULE}=TopK", f"{RULE}.renormalise=true"],
             [f"{RULE}.renormalise=True: has no effect, as the weights of TopK sum to 1"],
         ),
-        ([f"{RULE}=SinkLogit", f"{RULE}.renormalise=true"], [f"{RULE}.renormalise=True: makes SinkLogit Softmax"]),
         (
             ["--train.steps=20", "--train.warmup_steps=11", "--train.ema_decay=0.9"],
             [

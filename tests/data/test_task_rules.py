@@ -329,9 +329,6 @@ def test_gaps_are_drawn_without_replacement_by_the_power_law(power):
 # Trigger
 
 
-TRIGGER = Trigger(symbols=64, context_length=64, train_sequences=2_000, validation_sequences=500)
-
-
 @of(Trigger)
 def test_the_rules_of_trigger(config):
     source = config.load()

@@ -22,6 +22,19 @@ from flash_lazy.fused import configurations
 from flash_lazy.reference import reference_weights
 
 THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
+AXES = {
+    "threshold": THRESHOLDS,
+    "sign": [1, -1],
+    "renormalise": [False, True],
+    "bias_width": [None, 1, 20, 300],
+    "slopes": [False, True],
+    "window": [None, 1, 17, 500],
+    "key_mask": [False, True],
+    "layout": ["plain", "decode", "ragged", "packed"],
+    "group": [1, 3],
+    "kv_heads": [1, 2],
+}
+"""Options of `draw`, for pairwise covers."""
 CONTEXT_LENGTH = 40
 KINK_MARGIN = 1e-4
 TAU = {"per_query": 1.0, "seq_len": 1.0, "per_token": 1.0, "constant": 0.05}

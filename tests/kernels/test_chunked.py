@@ -9,6 +9,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from kernel_cases import (
+    AXES,
     COMPILED,
     THRESHOLDS,
     Case,
@@ -35,22 +36,7 @@ from flash_lazy.call import LEAVES, Call
 
 ONE_BLOCK = (2**30, 64)
 
-COVER = pairwise_cover(
-    {
-        "threshold": THRESHOLDS,
-        "sign": [1, -1],
-        "renormalise": [False, True],
-        "bias_width": [None, 1, 20, 300],
-        "slopes": [False, True],
-        "window": [None, 1, 17, 500],
-        "key_mask": [False, True],
-        "layout": ["plain", "decode", "ragged", "packed"],
-        "group": [1, 3],
-        "kv_heads": [1, 2],
-        "length": [1, 2, 63, 65],
-        "block": [(1, 1), (600, 8), (3000, 16), ONE_BLOCK],
-    }
-)
+COVER = pairwise_cover(AXES | {"length": [1, 2, 63, 65], "block": [(1, 1), (600, 8), (3000, 16), ONE_BLOCK]})
 LONG = [
     {"length": 130, "bias_width": 40, "batch": 1, "block": (2000, 16)},
     {"length": 130, "threshold": "per_token", "renormalise": True, "window": 50, "batch": 1, "block": (2000, 16)},

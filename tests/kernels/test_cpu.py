@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
+    AXES,
     COMPILED,
-    THRESHOLDS,
     Case,
     assert_compiles_to_the_same_bits,
     assert_same_bits,
@@ -25,20 +25,7 @@ from flash_lazy import lazy_attention, resolve_backend
 from flash_lazy.call import LEAVES, Call
 from flash_lazy.cpu import ops
 
-AXES = {
-    "threshold": THRESHOLDS,
-    "sign": [1, -1],
-    "renormalise": [False, True],
-    "bias_width": [None, 1, 20, 300],
-    "slopes": [False, True],
-    "window": [None, 1, 17, 140],
-    "key_mask": [False, True],
-    "layout": ["plain", "decode", "ragged", "packed"],
-    "group": [1, 3],
-    "kv_heads": [1, 2],
-    "length": [1, 7, 63, 129],
-    "width": [1, 3, 8, 24, 80, 257],
-}
+SIZES = {"window": [None, 1, 17, 140], "length": [1, 7, 63, 129], "width": [1, 3, 8, 24, 80, 257]}
 
 
 def later(values):
@@ -46,7 +33,7 @@ def later(values):
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-COVER = pairwise_cover(AXES | {"threads": [1, 2, 3]})
+COVER = pairwise_cover(AXES | SIZES | {"threads": [1, 2, 3]})
 CACHE = {"length": 500, "layout": "decode"}
 LONG = [
     {"length": 300, "width": 64, "kv_heads": 1, "batch": 1, "bias_width": 200, "threads": 2},
@@ -55,7 +42,6 @@ LONG = [
     CACHE | {"width": 257, "rows": 1, "batch": 2, "window": 400, "threads": 3},
     CACHE | {"width": 16, "rows": 20, "batch": 1, "window": 200, "slopes": True, "threads": 2},
 ]
-VARIED = {"bias_width": 20, "slopes": True, "renormalise": True, "group": 2, "width": 24}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_cases import (
-    THRESHOLDS,
+    AXES,
     Case,
     RoundedProducts,
     assert_compiles_to_the_same_bits,
@@ -44,21 +44,15 @@ from flash_lazy.fused.launch import balance_programs, makespan
 DEVICE = device_for("triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-AXES = {
-    "threshold": THRESHOLDS,
-    "sign": [1, -1],
-    "renormalise": [False, True],
-    "bias_width": [None, 1, 20, 300],
-    "slopes": [False, True],
-    "window": [None, 1, 17, 500],
-    "layout": ["plain", "decode", "ragged", "packed"],
+OPTIONS = {name: values for name, values in AXES.items() if name not in ("key_mask", "group", "kv_heads")}
+SHAPES = {
     "heads": [(1, 1), (3, 1), (1, 2), (3, 2)],  # group, kv heads
     "length": [1, 2, 63, 65],
     "width": [16, 80, 24],
     "block": [(16, 16), (32, 16), (16, 32), (64, 64)],
     "dtype": DTYPES,
 }
-COVER = [setting | {"skip": index // 2 % 2 == 0} for index, setting in enumerate(pairwise_cover(AXES))]
+COVER = [setting | {"skip": index // 2 % 2 == 0} for index, setting in enumerate(pairwise_cover(OPTIONS | SHAPES))]
 LONGER = [
     {"length": 64, "bias_width": 20, "width": 96, "block": (32, 32), "dtype": torch.float16},
     {"length": 127, "threshold": "per_token", "slopes": True, "window": 50, "block": (64, 32), "dtype": torch.bfloat16},
@@ -517,22 +511,16 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     assert resolve_backend("auto", q) in ("chunked", "cpu")
 
 
-DECODING = pairwise_cover(
-    {
-        "skip": [False, True],
-        "threshold": THRESHOLDS,
-        "sign": [1, -1],
-        "renormalise": [False, True],
-        "bias_width": [None, 30, 1500],
-        "slopes": [False, True],
-        "window": [None, 40, 900],
-        "layout": ["decode", "ragged"],
-        "heads": [(1, 1), (3, 1), (1, 2)],
-        "rows": [1, 2, 3],
-        "width": [16, 24],
-        "dtype": DTYPES,
-    }
-)
+CACHED = {
+    "bias_width": [None, 30, 1500],
+    "window": [None, 40, 900],
+    "layout": ["decode", "ragged"],
+    "heads": [(1, 1), (3, 1), (1, 2)],
+    "rows": [1, 2, 3],
+    "width": [16, 24],
+    "dtype": DTYPES,
+}
+DECODING = pairwise_cover({"skip": [False, True]} | OPTIONS | CACHED)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ MIXERS = {
     }.items()
 }
 EVERY = VARIANTS | MIXERS
-every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
 every_model = pytest.mark.parametrize("cfg", EVERY.values(), ids=EVERY)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from layers import LargestTensor
-from mistakes import expect_refusal
 from test_run import LAZY, assert_resumes, config
 from torch import Tensor
 
@@ -173,26 +172,3 @@ def test_its_cost_is_a_second_model_and_a_forward_pass(trained: str) -> None:
     )
     assert with_teacher.memory["teacher"] == 4 * alone.parameters
     assert with_teacher.flops == pytest.approx(4 / 3 * alone.flops)
-
-
-SIZES = ["--data.vocab_size=16", "--model.n_layers=2"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--train.distillation=Logits"], "train.distillation='Logits': needs a teacher: the model of init_from"),
-        (["--train.distillation=Logits", "--train.distillation.temperature=0"], "temperature='0': must be"),
-        (["init", "--train.distillation=AttentionOutputs", "--model.n_layers=1"], "has 2 layers; give a teacher"),
-        (["init", "--train.distillation=Logits", "--data.vocab_size=20"], "has 17 words; give a teacher"),
-        (["init", "--train.distillation=Logits", "--compile"], "'Logits': is untested with --compile and --strategy"),
-    ],
-)
-@pytest.mark.usefixtures("place")
-def test_mistakes_are_one_line(
-    trained: str, capsys: pytest.CaptureFixture[str], given: list[str], message: str
-) -> None:
-    start = ["--init-from", trained] if given[0] == "init" else []
-    options = [option for option in given if option != "init"]
-    sizes = [size for size in SIZES if not any(size.partition("=")[0] in option for option in options)]
-    assert message in expect_refusal(["train", "backcopy_tiny", *sizes, *start, *options], capsys)

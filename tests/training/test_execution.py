@@ -22,13 +22,11 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
-from lit_lazy.optim import Muon
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.distributed import process_group
 from lit_lazy.training.distributed.process_group import RankFailedError, RankLostError
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
 
@@ -205,21 +203,6 @@ def test_the_untrained_model_is_evaluated_once(finished: Path, tmp_path: Path, m
     untrained.write_bytes(b"PK damaged")
     train(tmp_path / "again", Execution())
     assert_same_run(finished, tmp_path / "again")
-
-
-@pytest.mark.parametrize(
-    ("execution", "changes", "message"),
-    [
-        (Execution(devices=3), {}, "--devices=3: must divide train.batch_size=8"),
-        (Execution(micro_batch=3), {}, "--micro-batch=3: must divide the 8 of 8 sequences"),
-        (Execution(devices=2, micro_batch=8), {}, "--micro-batch=8: must divide the 4 of 8 sequences"),
-        (SPREAD, {"train.optimiser": Muon()}, "train.optimiser='Muon': .* --strategy fsdp"),
-        (SPREAD, {"train.ema_decay": 0.9}, "train.ema_decay=0.9: .* --strategy fsdp"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_named(execution: Execution, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare(replace_at(config(), changes), execution)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mistakes import expect_refusal
 from test_run import LAZY, RAMP, config, run_until_killed, weights
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
@@ -117,31 +116,3 @@ def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
     same = replace(changed, attention=AttentionSpec())
     with pytest.raises(ValueError, match=r"model\.init_std=0\.5: has no effect"):
         build(replace(config(LAZY), model=same, init_from=trained))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "backcopy_tiny"],
-        ["train", "backcopy_tiny", "--dry-run"],
-        ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy"],
-        ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"],
-    ],
-    ids=" ".join,
-)
-@pytest.mark.usefixtures("place")
-def test_weights_that_cannot_be_had_are_one_line(
-    command: list[str], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.ckpt").write_text("no weights\n")
-    given = {
-        tmp_path / "none.ckpt": "give a final.ckpt",
-        tmp_path / "text.ckpt": "give a final.ckpt",
-        trained: "none of its weights matches the model by name and shape; omit it",
-    }
-    for path, fix in given.items():
-        wide = ["--model.d_model=48", "--init-from", str(path), "--runs", str(tmp_path / "runs")]
-        line = expect_refusal([*command, *wide], capsys)
-        assert repr(str(path)) in line
-        assert fix in line
-        assert not (tmp_path / "runs").exists()

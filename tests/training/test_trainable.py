@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import expect_refusal
 from test_run import LAZY, assert_resumes, config, weights
 
 from lit_lazy.attention import AttentionSpec, Elastic
@@ -100,38 +99,6 @@ def test_muon_without_matrices_and_without_others() -> None:
         freeze_others(model, patterns)
         (group,) = build_optimizer(model, cfg).param_groups
         assert len(group["params"]) == (5 if "norm" in patterns[0] else 2)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "more", "message"),
-    [
-        (
-            "*.tau,blocks.*.attention.normalizer.tau",
-            [],
-            "train.trainable='blocks.*.attention.normalizer.tau': matches no parameter (did you mean "
-            "blocks.*.attention.normaliser.tau?); there are blocks.*.attention.k.weight, blocks.*.",
-        ),
-        (
-            "*.tau",
-            ["--model.attention.normaliser.learn_tau=False"],
-            "train.trainable=('*.tau',): trains nothing, as its parameters are constants or follow a schedule",
-        ),
-        (
-            "*.q.weight",
-            [],
-            "train.trainable=('*.q.weight',): leaves blocks.0.attention.normaliser.tau, "
-            "blocks.1.attention.normaliser.tau at their first values; add a pattern that trains them, or an init_from",
-        ),
-    ],
-)
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
-@pytest.mark.usefixtures("place")
-def test_mistakes_are_one_line(
-    trained: str, capsys: pytest.CaptureFixture[str], patterns: str, more: list[str], message: str, dry: list[str]
-) -> None:
-    sizes = ["--data.vocab_size=16", "--model.n_layers=2", "--model.attention.normaliser=Elastic"]
-    command = ["train", "backcopy_tiny", *sizes, f"--train.trainable=[{patterns}]", "--init-from", trained, *more, *dry]
-    assert message in expect_refusal(command, capsys)
 
 
 class TestCost:

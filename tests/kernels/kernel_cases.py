@@ -177,7 +177,11 @@ def make_noise(case: Case, mean: float = 0.0) -> Tensor:
 
 
 def run(
-    case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None
+    case: Case,
+    backend: str,
+    grad: Tensor | None = None,
+    dlse: Tensor | None = None,
+    attend: Callable[..., tuple[Tensor, Stats]] = lazy_attention,
 ) -> tuple[Tensor, Stats, dict[str, Tensor]]:
     """Output, stats, and the gradient of every leaf for the output's gradient (`noise` by default), all on the CPU.
 
@@ -187,13 +191,8 @@ def run(
     case = case.to_device(device_for(backend))
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = {**case.options, **{name: leaves[name] for name in ("slopes",) if name in leaves}}
-    out, stats = lazy_attention(
-        *(leaves[name] for name in ("q", "k", "v", "tau")),
-        leaves.get("bias"),
-        backend=backend,  # type: ignore[arg-type]
-        return_stats=True,
-        **options,
-    )
+    tensors = (leaves[name] for name in ("q", "k", "v", "tau"))
+    out, stats = attend(*tensors, leaves.get("bias"), backend=backend, return_stats=True, **options)
     ends, given = [out], [grad.to(out)]
     if dlse is not None:
         ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
@@ -202,9 +201,9 @@ def run(
     return out.detach().cpu(), Stats(*(x.detach().cpu() for x in stats)), named
 
 
-def run_named(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
+def run_named(case: Case, backend: str, *given: Any, **options: Any) -> dict[str, Tensor]:
     """Results of `run` by name: out, the stats, dq, dk, ..."""
-    out, stats, grads = run(case, backend, grad, dlse)
+    out, stats, grads = run(case, backend, *given, **options)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
 
 

@@ -1,6 +1,7 @@
 """`lazy_attention_varlen` against single calls: documents with a cached prefix, for every backend."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from kernel_cases import (
     max_errors,
     measure_errors,
     require_library,
+    run_named,
     use_small_blocks,
 )
 
@@ -52,46 +54,28 @@ def documents():
     return [(slice(*rows), slice(*keys)) for rows, keys in pairs if rows[0] < rows[1]]
 
 
-def results(out, stats, leaves, grad, dlse):
-    ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
-    grads = torch.autograd.grad(ends, list(leaves.values()), given)
-    named = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    return {name: x.detach().cpu() for name, x in ({"out": out} | stats._asdict() | named).items()}
-
-
-def noise(case):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(case.q.shape, generator=generator), torch.randn(case.q.shape[:3], generator=generator)
-
-
-def together(case, backend):
-    """One varlen call; results in the layout of `alone`."""
-    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
-    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
-    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
-    q, k, v = (leaves[name][0].transpose(0, 1) for name in ("q", "k", "v"))
-    cuts = boundaries(q.device)
-    out, stats = lazy_attention_varlen(
-        q, k, v, leaves["tau"], leaves.get("bias"), *cuts, backend=backend, return_stats=True, **options
-    )
+def attend_together(q, k, v, tau, bias, **options):
+    """One varlen call; results in the layout of `attend_alone`."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, stats = lazy_attention_varlen(q, k, v, tau, bias, *boundaries(q.device), **options)
     assert out.shape == q.shape
-    return results(out.transpose(0, 1)[None], Stats(*(x[None] for x in stats)), leaves, grad, dlse)
+    return out.transpose(0, 1)[None], Stats(*(x[None] for x in stats))
 
 
-def alone(case, backend="reference"):
+def attend_alone(q, k, v, tau, bias, **options):
     """One call per document."""
-    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
-    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
-    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
-    outs, stats = [], []
-    for rows, keys in documents():
-        q, k, v = leaves["q"][:, :, rows], leaves["k"][:, :, keys], leaves["v"][:, :, keys]
-        bias = leaves.get("bias")
-        out, stat = lazy_attention(q, k, v, leaves["tau"], bias, backend=backend, return_stats=True, **options)
-        outs.append(out)
-        stats.append(stat)
-    joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
-    return results(torch.cat(outs, 2), joined, leaves, grad, dlse)
+    parts = ((q[:, :, rows], k[:, :, keys], v[:, :, keys]) for rows, keys in documents())
+    outs, stats = zip(*(lazy_attention(*part, tau, bias, **options) for part in parts), strict=True)
+    return torch.cat(outs, 2), Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
+
+
+def results(attend, case, backend):
+    """With gradients of the output and of the log-sum-exp."""
+    dlse = torch.randn(case.q.shape[:3], generator=torch.Generator().manual_seed(7))
+    return run_named(case, backend, dlse=dlse, attend=attend)
+
+
+together, alone = partial(results, attend_together), partial(results, attend_alone)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -101,7 +85,7 @@ def test_equals_single_calls(backend, setting, monkeypatch):
     monkeypatch.setattr(tiling, "FULL_ROWS", 4)
     case = drawn(setting, torch.float64)
     found = together(case, backend)
-    for name, x in alone(case).items():
+    for name, x in alone(case, "reference").items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-11, msg=lambda t, name=name: f"{name}: {t}")
 
 
@@ -130,7 +114,7 @@ def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeyp
 def assert_bits_of_single_calls(case, backend):
     found, single = together(case, backend), alone(case, backend)
     sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
-    exact = alone(case.to(torch.float64))
+    exact = alone(case.to(torch.float64), "reference")
     assert not measure_errors({name: found[name] for name in sums}, exact, max_errors(single, exact)).too_large()
     assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
 

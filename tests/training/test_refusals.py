@@ -10,12 +10,12 @@ TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logi
 SPREAD = ["--devices=2", "--strategy=fsdp"]
 REFUSED = [
     (
-        [TAU, "--train.trainable=[*.tau,blocks.*.attention.normalizer.tau]"],
+        [TAU, "--train.trainable=[*.tau,blocks.*.attention.normalizer.tau]", "--init-from"],
         "train.trainable='blocks.*.attention.normalizer.tau': matches no parameter (did you mean "
         "blocks.*.attention.normaliser.tau?); there are blocks.*.attention.k.weight, blocks.*.",
     ),
     (
-        [TAU, "--train.trainable=[*.tau]", "--model.attention.normaliser.learn_tau=False"],
+        [TAU, "--train.trainable=[*.tau]", "--model.attention.normaliser.learn_tau=False", "--init-from"],
         "train.trainable=('*.tau',): trains nothing, as its parameters are constants or follow a schedule",
     ),
     (

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import (
-    AttentionCall,
-    LayerShape,
-    Normaliser,
-    NormaliserModule,
-    Softpick,
-)
+from lit_lazy.attention import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softpick
 from lit_lazy.testing import check_normaliser
 
 LIT_LAZY = str(Path(sys.executable).with_name("lit-lazy"))

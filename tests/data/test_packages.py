@@ -25,11 +25,7 @@ FILES = {
     "apart/copied.py": f"def add(values, total):\n{BODY}    return total\n",
     "apart/other.py": "".join(f"async def wait_{number}():\n    await sleep({number})\n\n" for number in range(60)),
 }
-KEPT = {
-    "train": ["first/sum.py"],
-    "documents": ["first/text.py", "second/own.py"],
-    "packages": ["apart/other.py"],
-}
+KEPT = {"train": ["first/sum.py"], "documents": ["first/text.py", "second/own.py"], "packages": ["apart/other.py"]}
 
 
 @pytest.fixture

@@ -20,17 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from corpora import (
-    DOCUMENTS,
-    SHARE,
-    TRAIN,
-    VALIDATION,
-    L,
-    joined,
-    small,
-    write_jsonl,
-    write_parquet,
-)
+from corpora import DOCUMENTS, SHARE, TRAIN, VALIDATION, L, joined, small, write_jsonl, write_parquet
 from test_tasks import read
 from tokenizers import Tokenizer
 
@@ -38,8 +28,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import text
-from lit_lazy.data.base import DocumentDataset
-from lit_lazy.data.pipeline import shards, tokens, workers
+from lit_lazy.data.pipeline import shards, tokens
 from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
 from lit_lazy.support.errors import UnfinishedError
@@ -278,35 +267,6 @@ def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, ca
     assert corpus(folder) == undisturbed
 
 
-def test_a_corpus_killed_before_its_rename_is_reused(parts, cache, monkeypatch):
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    config = small(path=str(parts))
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_remove_shards", killed)
-        patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # as after SIGKILL
-        with pytest.raises(KeyboardInterrupt):
-            config.tokenise()
-    assert len(list(cache.glob("*.json"))) == 7
-    monkeypatch.setattr(tokens, "_join", killed)
-    folder = config.tokenise()
-    assert list(cache.iterdir()) == [folder]
-    assert config.load().fingerprint == KNOWN[0][1]
-
-
-def test_a_shard_that_another_corpus_removes_after_its_check_is_still_read(parts, cache, monkeypatch):
-    append = tokens._append
-
-    def remove_then_append(*arguments):
-        for path in cache.glob("shard-*"):
-            path.unlink()
-        append(*arguments)
-
-    monkeypatch.setattr(tokens, "_append", remove_then_append)
-    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
-
-
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -397,20 +357,6 @@ def test_workers_end_with_their_command(parts, cache):
 
 
 # Number of processes
-
-
-def test_the_number_of_processes_depends_on_the_files(parts, tmp_path, monkeypatch):
-    """Small files share a job."""
-    jobs = plan(small(path=str(parts)))
-    assert [workers.choose_process_count(jobs, asked) for asked in (None, 3, 100)] == [1, 3, 7]  # small, asked, files
-    monkeypatch.setattr(workers, "WORTH_PROCESSES", 1000)
-    monkeypatch.setattr(workers, "count_cores", lambda: 4)
-    assert [workers.choose_process_count(jobs, asked) for asked in (None, 1)] == [4, 1]
-    assert workers.choose_process_count(jobs[:2], None) == 2
-    monkeypatch.undo()
-    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
-    (part,) = Files("data.path", "", tuple(sorted(parts.iterdir())), "text").split_parts()
-    assert len(part.paths) == 7
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.1, 0.2, 0.5, 1 / 3, 1 - 2**-53])
@@ -530,22 +476,6 @@ def test_errors_of_the_command_are_one_line(parts, capsys, words, line, tmp_path
 
 
 # Windows of documents
-
-
-def test_positions_count_within_documents():
-    rng = np.random.default_rng(0)
-    ends = rng.integers(1, 12, 200).cumsum()
-    total, length = int(ends[-1]), 10
-    starts = np.arange((total - 1) // length) * length
-    windows = torch.arange(total).unfold(0, length + 1, length)[: len(starts)]
-    data = DocumentDataset(windows, starts, ends)
-    place = read(data)["place"]
-    for window, start in zip(place.tolist(), starts, strict=True):
-        for j, found in enumerate(window):
-            begin = max([0, *ends[ends <= start + j]])
-            assert found == start + j - max(begin, start)
-    assert torch.equal(data[3]["place"], place[3])
-    assert data[3]["tokens"].shape == data[3]["place"].shape
 
 
 @pytest.mark.long

@@ -42,7 +42,6 @@ from lit_lazy.data.facts import list_doubts
 from lit_lazy.data.pipeline import documents
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.text import Text
-from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -236,18 +235,6 @@ def test_with_bos_each_token_is_a_target_once_behind_the_separator(corpora, bpe,
     assert targets[: len(tokens)] == tokens[: len(targets)]
     assert (batch["tokens"][:, 0] == (1 if words == "bpe" else 0)).all()
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_the_trigram_is_measured_on_the_targets_of_the_windows(corpora, bos):
-    source = small(path=corpora["jsonl"], bos=bos).load()
-    train, validation = (np.frombuffer(joined(part), np.uint8) for part in (TRAIN, VALIDATION))
-    shift = 0 if bos else 1
-    n = (len(train) - shift) // L * L  # the windows' tokens
-    bits = -np.log2(ByteTrigram(train[:n]).probability(trigrams(validation)))
-    places = np.arange(10) * ((len(validation) - shift) // L) // 10 * L
-    judged = [bits[place + shift :][:L] for place in places]
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
 
 
 def remake(bpe: str, path: Path, **changes: object) -> str:

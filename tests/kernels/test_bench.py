@@ -25,17 +25,7 @@ from bench.peers import (
     set_recency,
     two_call_attention,
 )
-from bench.workloads import (
-    DECODE,
-    FULL,
-    GUARDS,
-    LARGEST,
-    QUICK,
-    TRAINED,
-    TRAINING,
-    find_gate_failures,
-    plan_seconds,
-)
+from bench.workloads import DECODE, FULL, GUARDS, LARGEST, QUICK, TRAINED, TRAINING, find_gate_failures, plan_seconds
 from flash_lazy import lazy_attention
 
 CPU = torch.device("cpu")

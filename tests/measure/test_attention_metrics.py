@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from flash_lazy import Stats
-from lit_lazy.attention import (
-    AttentionCall,
-    AttentionSpec,
-    Differential,
-    Elastic,
-    LayerShape,
-    Softmax,
-    Softpick,
-    SSMax,
-)
+from lit_lazy.attention import AttentionCall, AttentionSpec, Differential, Elastic, LayerShape, Softmax, Softpick, SSMax
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
@@ -58,12 +49,7 @@ CLOSED_FORMS = {
     "rows of large mass weigh more in a share": (
         {"mass": 0.9 * EVEN + 0.1 * (1 - EVEN), "first_weight": 0.1 * (1 - EVEN)},
         {},
-        {
-            WEIGHT: 0.1 * N_ODD / (N_EVEN + N_ODD),
-            SHARE: 0.1 * N_ODD / (0.9 * N_EVEN + 0.1 * N_ODD),
-            MASS: 0.5,
-            ZERO: 0,
-        },
+        {WEIGHT: 0.1 * N_ODD / (N_EVEN + N_ODD), SHARE: 0.1 * N_ODD / (0.9 * N_EVEN + 0.1 * N_ODD), MASS: 0.5, ZERO: 0},
     ),
     "renormalised weights are shared among rows with mass": (
         {"mass": 0.01 * EVEN, "first_weight": 0.3 * EVEN},
@@ -82,16 +68,8 @@ CLOSED_FORMS = {
         {WEIGHT: 0, SHARE: 0, MASS: 1, ZERO: LENGTH / N.clamp(max=6).sum().item()},
     ),
     "a rule that cannot cut": ({"mass": 0.5}, {"can_zero": False}, {WEIGHT: 0, SHARE: 0, MASS: 0.5}),
-    "weights that can be negative": (
-        {"mass": 0.5, "first_weight": -0.1},
-        {"signed": True},
-        {WEIGHT: -0.1, MASS: 0.5},
-    ),
-    "a group without rows": (
-        {},
-        {"rows": {"none": torch.zeros_like(ALL)}, "can_zero": False},
-        {},
-    ),
+    "weights that can be negative": ({"mass": 0.5, "first_weight": -0.1}, {"signed": True}, {WEIGHT: -0.1, MASS: 0.5}),
+    "a group without rows": ({}, {"rows": {"none": torch.zeros_like(ALL)}, "can_zero": False}, {}),
     "groups": (
         {"mass": 0.2 + 0.6 * EVEN, "first_weight": 0.1 + 0.1 * EVEN},
         {"rows": {"even": EVEN.bool().expand(BATCH, -1), "odd": ~EVEN.bool().expand(BATCH, -1)}},

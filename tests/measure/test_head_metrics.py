@@ -182,10 +182,7 @@ CLOSED_FORMS = {
         given(torch.eye(256), window=1),
         {"sparsity/block_64": [0], "sparsity/block_128": [0], "sparsity/small": [0]},
     ),
-    "shorter than a tile": (
-        given(torch.eye(100)),
-        {"sparsity/block_64": [1 / 3], "sparsity/block_128": [math.nan]},
-    ),
+    "shorter than a tile": (given(torch.eye(100)), {"sparsity/block_64": [1 / 3], "sparsity/block_128": [math.nan]}),
     "two keys of unequal weight": (
         given(TWO_KEYS),
         {

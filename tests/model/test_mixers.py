@@ -8,16 +8,7 @@ import torch
 from test_decoder import CONTEXT, MIXERS, SMALL, build, tokens
 from test_decoder import LONG as LENGTH
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Elastic,
-    GatedDeltaNet,
-    LearnedBias,
-    Mamba2,
-    Mixer,
-    RetNet,
-    Softmax,
-)
+from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import load_ablation

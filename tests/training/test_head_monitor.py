@@ -7,12 +7,7 @@ import pytest
 import test_run
 import torch
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Elastic,
-    LearnedBias,
-    Softmax,
-)
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines

@@ -237,10 +237,7 @@ class Repeated(Backcopy):
     [
         (config(steps=3), None),
         (config(AttentionSpec(), steps=3), None),
-        (
-            config(AttentionSpec(Elastic(tau_init=1e30)), steps=3),
-            "the attention passes nothing and gets no gradient",
-        ),
+        (config(AttentionSpec(Elastic(tau_init=1e30)), steps=3), "the attention passes nothing and gets no gradient"),
         (replace(config(steps=3), data=Repeated(**asdict(config().data))), "data=Repeated: validation begins with the"),
     ],
     ids=["lazy", "softmax", "dead", "repeated"],

@@ -1,5 +1,6 @@
 """The recurrences against plain loops in float64, and each layer without attention against its paper's formula."""
 
+import inspect
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, PassInputs, RetNet, Rope
 from lit_lazy.attention.initialisation import SelfInitialised
-from lit_lazy.attention.recurrence import RecurrentCache, decayed_sum, gated_delta
+from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10
 """More tokens than a chunk of the plain functions."""
@@ -73,6 +74,31 @@ def test_mixed_precision_does_not_round_a_state(recurrence):
         rounded = recurrence(**given | {"v": given["v"].bfloat16()}, cache=(cache := RecurrentCache()))
     assert rounded.dtype == torch.bfloat16
     assert cache.state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_the_kernels_for_a_gpu_take_what_is_given(recurrence, monkeypatch):
+    """Checks the kernels' names and arguments; none is run."""
+    asked = []
+
+    def kernels(operation):
+        return tuple(map(recorded, _kernels(operation)))
+
+    def recorded(kernel):
+        def run(**arguments):
+            inspect.signature(kernel).bind(**arguments)
+            asked.append(kernel.__name__)
+            return arguments["v"], arguments["initial_state"]
+
+        return run
+
+    monkeypatch.setattr("lit_lazy.attention.recurrence._plain_functions", kernels)
+    x = torch.zeros(1, 3, 2, 4)
+    more = {"beta": x[..., 0]} if recurrence is gated_delta else {}
+    recurrence(x, x, x, x[..., 0], **more, cache=RecurrentCache())
+    recurrence(*(part[:, :1] for part in (x, x, x, x[..., 0], *more.values())), cache=RecurrentCache())
+    name = "gated_delta_rule" if more else "simple_gla"
+    assert asked == [f"chunk_{name}", f"fused_recurrent_{name}"]
 
 
 def layer(mixer: Mixer, spread: float = 0.4):

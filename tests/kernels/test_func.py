@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
-from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import LazyAttention, lazy_attention, rule_attention
 
@@ -138,19 +137,6 @@ def test_the_reference_alone_has_second_derivatives() -> None:
     for way in (jacrev, lambda f: grad(lambda q: f(q).square().sum())):
         with pytest.raises(NotImplementedError, match=ONCE):
             way(lambda q: grad(loss)(q, *OTHERS, backend="chunked"))(Q)
-
-
-@pytest.mark.parametrize("backend", ["chunked", "cpu"])
-def test_a_gradient_that_is_kept_for_a_second_derivative_is_the_same(backend: str) -> None:
-    """Also under activation checkpointing, which refuses a second reading of what is saved."""
-    x = tuple(leaf[0].float().requires_grad_() for leaf in leaves())
-    run = partial(loss, backend=backend)
-    plain = torch.autograd.grad(run(*x), x)
-    for found in (run(*x), checkpoint(run, *x, use_reentrant=False)):
-        kept = torch.autograd.grad(found, x, create_graph=True)
-        assert all(map(torch.equal, kept, plain))
-        with pytest.raises(NotImplementedError, match=ONCE):
-            torch.autograd.grad(kept[0].square().sum(), x)
 
 
 def test_a_rule_names_the_backend_that_torch_func_can_transform() -> None:

@@ -112,53 +112,37 @@ class TestRepeatedGap:
             repeated_gap(y, y)
 
 
-class TestOutliers:
-    def test_kurtosis_of_a_normal_sample(self):
-        """Standard error sqrt(24 / n) = 0.0069."""
-        assert measure(normal(4, 500, 250))["kurtosis"] == pytest.approx(3, abs=0.025)
+def spiked(value, *scales):
+    """A sequence of 10 x 10 equal entries for each scale, with one other value."""
+    x = torch.tensor(scales)[:, None, None].expand(-1, 10, 10).clone()
+    x[:, 3, 5] = value
+    return x
 
-    @pytest.mark.parametrize("d", [2, 8, 100])
-    def test_kurtosis_of_one_hot_tokens(self, d):
-        one_hot = torch.eye(d)[torch.arange(12) % d]
-        measured = measure(1e3 * one_hot[None])
-        assert measured["kurtosis"] == pytest.approx((d * d - 3 * d + 3) / (d - 1), rel=1e-9)
-        assert d != 8 or measured["kurtosis"] == pytest.approx(6.142857, abs=1e-6)
 
-    def test_kurtosis_is_pooled_over_sequences(self):
-        """Two sequences of +-1 and +-3: E x^4 / (E x^2)^2 = 41 / 25, while each sequence has 1."""
-        signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-        x = torch.stack((signs, 3 * signs))
-        assert measure(x[:1])["kurtosis"] == pytest.approx(1)
-        assert measure(x)["kurtosis"] == pytest.approx(41 / 25, rel=1e-12)
+SIGNS = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
+SIZES = torch.tensor([[[3.0, -4.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 0.5]]])
+OUTLIERS = [
+    *((1e3 * torch.eye(d)[None, torch.arange(12) % d], "kurtosis", (d * d - 3 * d + 3) / (d - 1)) for d in (2, 8, 100)),
+    (SIGNS, "kurtosis", 1),
+    (torch.cat((SIGNS, 3 * SIGNS)), "kurtosis", 41 / 25),  # pooled over sequences
+    (normal(1, 60, 50, dtype=torch.float64) + 1e5, "kurtosis", NAN),  # past 1000 standard deviations
+    (torch.full((1, 4, 4), 0.1), "kurtosis", NAN),
+    *((SIZES, name, value) for name, value in (("max_abs", 4), ("max_norm", 5), ("median_abs", (1 + 0) / 2))),
+    *((spiked(value, 0.01), "massive", share) for value, share in ((100.0, 0), (-101.0, 0.01), (99.0, 0))),
+    *((spiked(value, 0.5, 10.0), "massive", share) for value, share in ((499.0, 0), (500.0, 1 / 200))),
+]
 
-    def test_kurtosis_around_a_mean(self):
-        """The mean is subtracted, accurately up to 100 standard deviations; past 1000 the value is undefined."""
-        x = normal(1, 60, 50, dtype=torch.float64)
-        assert measure(x + 100)["kurtosis"] == pytest.approx(measure(x)["kurtosis"], rel=1e-6)
-        assert math.isnan(measure(x + 1e5)["kurtosis"])
-        assert math.isnan(measure(torch.full((1, 4, 4), 0.1))["kurtosis"])
 
-    def test_sizes(self):
-        x = torch.tensor([[[3.0, -4.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 0.5]]])
-        measured = measure(x)
-        assert measured["max_abs"] == 4
-        assert measured["max_norm"] == 5
-        assert measured["median_abs"] == (1 + 0) / 2
+@pytest.mark.parametrize(("x", "name", "expected"), OUTLIERS)
+def test_outliers(x, name, expected):
+    assert measure(x)[name] == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
-    @pytest.mark.parametrize(
-        ("value", "scales", "massive"),
-        [
-            (100.0, (0.01,), 0),
-            (-101.0, (0.01,), 1),
-            (99.0, (0.01,), 0),
-            (499.0, (0.5, 10.0), 0),
-            (500.0, (0.5, 10.0), 1),
-        ],
-    )
-    def test_a_massive_activation_exceeds_100_and_1000_medians_of_its_own_sequence(self, value, scales, massive):
-        x = torch.tensor(scales)[:, None, None].expand(-1, 10, 10).clone()
-        x[:, 3, 5] = value
-        assert measure(x)["massive"] == pytest.approx(massive / x.numel())
+
+def test_kurtosis_is_around_a_mean():
+    x = normal(1, 60, 50, dtype=torch.float64)
+    assert measure(x + 100)["kurtosis"] == pytest.approx(measure(x)["kurtosis"], rel=1e-6)
+    # Of a normal sample it is 3, with a standard error of sqrt(24 / n) = 0.0069.
+    assert measure(normal(4, 500, 250))["kurtosis"] == pytest.approx(3, abs=0.025)
 
 
 def sequences():

@@ -13,15 +13,20 @@ from flash_lazy import RuleWeights
 from lit_lazy.attention import (
     Alibi,
     AttentionSpec,
+    ClippedSoftmax,
+    Differential,
     Elastic,
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
     Normaliser,
     NormaliserModule,
+    OffByOne,
     Position,
+    Relu,
     Rope,
     Softmax,
+    Softpick,
     T5Bias,
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig
@@ -523,3 +528,46 @@ def test_a_sample_is_spread_over_the_validation_set() -> None:
     everything = source.validation.__getitems__(list(range(30)))["tokens"]
     assert torch.equal(sample_validation(source, 3)[0]["tokens"], everything[[0, 10, 20]])
     assert torch.equal(sample_validation(source)[0]["tokens"], everything)
+
+
+def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], Diagnostics]:
+    """A model with a rule, its ratios on all rows, and its diagnostics."""
+    model, batch = make(AttentionSpec(normaliser, LearnedBias(init_std=0.5)), n_kv_heads=4).model, draw()
+    metrics = AttentionMetrics.of(model.attentions)
+    with torch.no_grad():
+        stats = model.compute_hidden_with_stats(batch["tokens"])[1]
+    metrics.update(stats, {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
+    return model, metrics.compute(), measure(model, [batch])
+
+
+def test_signed_weights_have_no_shares_entropy_or_sparsity() -> None:
+    _, ratios, diagnostics = measure_rule(Differential())
+    arrays = diagnostics.arrays
+    assert set(ratios) == {"sink/first_key_weight", "mass/all"}
+    for name in ("sink/share", "sink/rate_share", "entropy/keys", "sparsity/zero", "sparsity/small", "sparsity/null"):
+        assert np.isnan(arrays[name]).all(), name
+    for name in ("sink/weight", "sink/rate", "mass/row", "scores/spread", "loss/by_position"):
+        assert np.isfinite(arrays[name]).all(), name
+    assert not [name for name in diagnostics.scalars() if name.startswith(("entropy", "sparsity"))]
+    assert (arrays["maps/weights"] < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "cuts"),
+    [(Softpick(), True), (Relu(), True), (ClippedSoftmax(), True), (Softmax(), False), (OffByOne(), False)],
+    ids=repr,
+)
+def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser: Normaliser, cuts: bool) -> None:
+    """By its declaration, whatever its class."""
+    model, ratios, diagnostics = measure_rule(normaliser)
+    found = []
+    for layer in model.attentions:
+        layer.normaliser.register_forward_pre_hook(lambda rule, args: found.append(rule.compute_weights(args[0])))
+    with torch.no_grad():
+        model(draw()["tokens"])
+    zeros = sum(((x.w == 0) & x.rows.visible).sum().item() for x in found)
+    share = zeros / sum(x.rows.visible.expand_as(x.w).sum().item() for x in found)
+    assert ("sparsity/zero" in ratios) == (0.1 < share < 0.95) == cuts
+    assert ratios.get("sparsity/zero", share) == pytest.approx(share)
+    assert diagnostics.arrays["sparsity/zero"].mean() == pytest.approx(share if cuts else np.nan, abs=1e-6, nan_ok=True)
+    assert np.isnan(diagnostics.arrays["sparsity/null"]).all()

@@ -208,9 +208,8 @@ from dataclasses import dataclass
 
 import torch
 import shapes as forms
-from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
+from lit_lazy.attention import Bias, BiasTerms, Normaliser, NormaliserModule
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.gate import GateModule
 from lit_lazy.config import experiment
 from shapes import LIMIT as MOST
 
@@ -260,21 +259,6 @@ class OwnBiasModule(BiasModule):
         return BiasTerms(table=-self.slope * torch.arange(n_keys, device=self.slope.device) ** 0.5)
 
 
-@dataclass(frozen=True)
-class OwnGate(Gate):
-    def build(self, shape):
-        return OwnGateModule(shape.d_model)
-
-
-class OwnGateModule(GateModule):
-    def __init__(self, d_model):
-        super().__init__()
-        self.linear = torch.nn.Linear(d_model, 1)
-
-    def forward(self, out, x, v):
-        return out * self.linear(x).sigmoid().unsqueeze(1)
-
-
 def config():
     return experiment("backcopy_tiny")
 """
@@ -312,7 +296,7 @@ def test_a_users_parts_are_exported_with_the_files_that_they_import(
 ) -> None:
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    spec = AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())
+    spec = AttentionSpec(own.Own(), own.OwnBias())
     check_logits(build(attention=spec), tmp_path / "out", kernels)
     custom = {path.name: path.read_text() for path in (tmp_path / "out").glob("custom_*")}
     assert custom.keys() == {"custom_own_rule.py", "custom_shapes.py"}

@@ -36,6 +36,7 @@ from lit_lazy.measure import diagnostics
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5

@@ -1,6 +1,7 @@
 """`flash_lazy.rules`: attention by any rule. tests/attention checks each normaliser's rule."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -82,10 +83,12 @@ def test_the_rows_say_where_they_stand(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1024, 4096])
-def test_no_tensor_grows_with_the_square_of_the_length(length):
+@pytest.mark.parametrize("attend", [lazy_attention, partial(rule_attention, softmax)], ids=["lazy", "rule"])
+def test_no_tensor_grows_with_the_square_of_the_length(attend, length):
     q, k, v = (draw(1, 2, length, 8, dtype=torch.float32).requires_grad_() for _ in range(3))
+    tau = () if attend is not lazy_attention else (torch.ones(2),)
     with LargestTensor() as largest:
-        rule_attention(softmax, q, k, v, torch.zeros(2, 64)).sum().backward()
+        attend(q, k, v, *tau, torch.zeros(2, 64), backend="chunked").sum().backward()
     assert largest.elements <= max(tiling.BLOCK_ELEMENTS_CPU, q.numel())
 
 

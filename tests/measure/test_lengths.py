@@ -83,22 +83,6 @@ def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, w
     assert ((found - by_cache)[eviction.capacity :].abs() > 1e-6).any() == differs
 
 
-def test_of_per_token_n_held_is_the_tau_of_the_place_in_the_text():
-    model, eviction = build(attention=AttentionSpec(Elastic(0.4, "per_token"))), Eviction(2, 9)
-    plain = build(attention=AttentionSpec(Elastic(0.4)))
-    plain.load_state_dict({n: x if x.shape == plain.state_dict()[n].shape else plain.state_dict()[n]
-                           for n, x in model.state_dict().items()})  # fmt: skip
-    same = loss_by_position(model, BATCH, eviction, n_held=True)
-    torch.testing.assert_close(same, loss_by_position(plain, BATCH, eviction, n_held=True))
-    for layer in model.attentions:  # at positions beyond the cache
-        layer.normaliser.tau.data[:, eviction.capacity :] = 0.0
-    changed = loss_by_position(model, BATCH, eviction, n_held=True)
-    assert torch.equal(changed[: eviction.capacity], same[: eviction.capacity])
-    assert (changed[eviction.capacity :] != same[eviction.capacity :]).all()
-    by_cache = loss_by_position(model, BATCH, eviction)
-    torch.testing.assert_close(by_cache, loss_by_position(plain, BATCH, eviction))
-
-
 class TestThresholds:
     EVERY = np.arange(1, T + 1)
 

@@ -17,7 +17,6 @@ from lit_lazy.attention import (
     LearnedBias,
     NoPosition,
     Normaliser,
-    NormaliserModule,
     Rope,
     Softmax,
     T5Bias,
@@ -80,21 +79,6 @@ def test_prompts_together_are_continued_as_one_by_one(attention, changes):
     together = generate(model, PROMPTS, tokens=6)
     assert together == [generate(model, [prompt], tokens=6)[0] for prompt in PROMPTS]
     assert together == [by_full_passes(model, prompt, 6) for prompt in PROMPTS]
-
-
-def test_only_what_padding_would_change_is_decoded_by_length():
-    def sizes(attention=LAZY, eviction=None, **changes):
-        return [len(batch) for batch in Generation(build(attention, **changes), PROMPTS, 3, eviction=eviction).batches]
-
-    assert sizes() == [5]
-    assert sizes(position=LearnedAbsolute()) == sizes(AttentionSpec(Elastic(threshold="per_token"))) == [1, 1, 1, 2]
-    assert sizes(eviction=Eviction(1, 4)) == sizes(backend="triton") == [1, 1, 1, 2]
-
-    class Custom(NormaliserModule):
-        def weights(self, scores, rows):
-            return scores.softmax(-1) * (1 + 1 / rows.position)
-
-    assert not Custom().relative
 
 
 @torch.no_grad()
@@ -180,15 +164,6 @@ class TestCache:
             assert torch.equal(v, -torch.cat(parts, 2))
             taken.append(cache.nbytes // (2 * 2 * 4 * 4))
         assert sorted(set(taken)) == [3, 6, 12, 24]
-
-    def test_passes_gradients_on(self):
-        model, tokens = build(), torch.tensor([[5, 3, 9, 11, 2]])
-        cache = model.new_cache()
-        torch.cat([model(part, cache) for part in tokens.split(2, 1)], 1).square().sum().backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        model(tokens).square().sum().backward()
-        torch.testing.assert_close(found, [p.grad for p in model.parameters()])
 
 
 def streamed(model, tokens, eviction):

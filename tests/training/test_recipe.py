@@ -1,6 +1,5 @@
 """Options beyond the default recipe: each takes effect, also in resumed and distributed runs."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import IGNORED
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model import loss
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z
 from lit_lazy.optim import SGD, Constant
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -112,25 +110,6 @@ class TestZLoss:
         assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)  # a penalty is computed by another path
         assert losses[0][1] != losses[1][1]
         assert log_zs[1] < 0.9 * log_zs[0]
-
-
-@torch.no_grad()
-def test_normed_queries_and_keys_have_the_length_of_their_gain() -> None:
-    """So a score is at most sqrt(D), and the scale of the projections has no effect."""
-    cfg = replace_at(config(LAZY), {"model.attention.qk_norm": True, "model.init_std": 0.5}).model
-    model = DecoderLM(cfg, 17, 16, seed=0)
-    tokens = torch.randint(17, (2, 16), generator=torch.Generator().manual_seed(0))
-    before = model(tokens)
-    for attention in model.attentions:
-        assert attention.q_norm.weight.tolist() == [1.0] * 8
-        attention.q.weight.mul_(7)
-        attention.k.weight.mul_(5)
-    torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-5)
-    for attention in model.attentions:
-        attention.q_norm.weight.mul_(3)
-    assert not torch.allclose(model(tokens), before, rtol=1e-2, atol=1e-2)
-    q = attention.q_norm(attention.q(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).view(4, 2, 8))
-    torch.testing.assert_close(q.norm(dim=-1), torch.full((4, 2), 3 * math.sqrt(8)), rtol=1e-4, atol=0)
 
 
 def test_micro_batches_drop_what_the_whole_batch_does(tmp_path: Path) -> None:

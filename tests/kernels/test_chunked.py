@@ -1,5 +1,8 @@
 """`chunked` against the reference over all options; causality, isolation and bit-identity of every backend."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -386,6 +389,17 @@ def test_only_inputs_are_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         lazy_attention(*leaves, backend="chunked")
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in leaves}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_grows_linearly(tmp_path):
+    path = tmp_path / "memory.json"
+    command = [sys.executable, "-m", "bench.memory", "--lengths", "2048", "8192", "--backends", "chunked"]
+    subprocess.run([*command, "--json", str(path)], check=True, capture_output=True)
+    short, long = (row["rise_bytes"] for row in json.loads(path.read_text())["rows"])
+    assert long / short < 5  # 4 if all memory grows with L (the block budget does not), 16 if with L * L
+    assert long < 4 * 4 * 8192**2 / 10  # a matrix of scores
 
 
 class TestCompiled:

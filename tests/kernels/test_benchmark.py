@@ -1,26 +1,23 @@
 """The complete benchmark with a stubbed torch.cuda: workers, tuning, alternating steps, results, failures."""
 
 import json
-import os
 import re
 import time
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 import without_gpu
 from without_gpu import WORKLOADS, make_workload
 
-from bench import benchmark, compile_report, results, tuning
+from bench import benchmark, results, tuning
 from bench.__main__ import main
 from bench.benchmark import Benchmark
 from bench.correctness import CASES
-from bench.results import write_plots
 from bench.timing import measure, take_turns
-from bench.worker import _CONTEXT, TaskOutcome
-from bench.workloads import DECODE, FULL, GUARDS, QUICK, TRAINING
-from flash_lazy.fused import configurations
+from bench.worker import _CONTEXT
+from bench.workloads import DECODE, GUARDS, TRAINING
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -117,45 +114,6 @@ def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys, monkeypat
     assert "RED: timed despite wrong results in two kv heads." in (tmp_path / "bench.md").read_text()
 
 
-@pytest.fixture
-def bench(tmp_path):
-    """A benchmark without results."""
-    made = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
-    made.result = results.open_results(tmp_path, {}, fresh=False)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("outcome", "said", "then"),
-    [
-        (
-            TaskOutcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True),
-            "title: stopped, --minutes is over\n",
-            WORKLOADS,
-        ),
-        (
-            TaskOutcome(None, "the process died with status -11", "taking turns", ended=True),
-            "title: lost: the process died with status -11 (taking turns)\n",
-            (*WORKLOADS[1:], WORKLOADS[0]),
-        ),
-    ],
-)
-def test_what_a_timeout_or_a_crash_leaves_is_for_the_next_command(bench, capsys, outcome, said, then):
-    bench.end = time.monotonic() - 2 * benchmark.GRACE_SECONDS
-    assert bench.limit_seconds(100.0) == 1.0
-    bench.measure(SimpleNamespace(run=lambda *_: outcome), WORKLOADS[0], "title")
-    assert said in capsys.readouterr().out
-    assert bench.list_missing_workloads() == list(then)
-
-
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.long
 def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     """After SIGKILL at the second workload the worker exits and the command resumes; other code is an error."""
@@ -163,13 +121,15 @@ def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     killed = _CONTEXT.Process(target=without_gpu.run, args=(arguments, {"eager": "hang in training"}))
     killed.start()
     log = tmp_path / "bench.log"
-    hung = wait_for(lambda: log.exists() and re.search(r"hangs in (\d+)\n", log.read_text()))
+    while not log.exists() or not (hung := re.search(r"hangs in (\d+)\n", log.read_text())):
+        time.sleep(0.05)
     before = json.loads((tmp_path / "bench.json").read_text())
     assert list(before["points"]) == [FIRST]
     assert f"- {DECODED}: not measured yet; repeat the command" in (tmp_path / "bench.md").read_text()
     killed.kill()
     killed.join()
-    wait_for(lambda: not os.path.exists(f"/proc/{hung[1]}"))
+    while Path(f"/proc/{hung[1]}").exists():
+        time.sleep(0.05)
 
     assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 0
     assert "2 of 3 workloads to measure" in capsys.readouterr().out
@@ -194,49 +154,6 @@ def test_results_that_cannot_be_continued_are_a_one_line_error(text, tmp_path):
         results.open_results(tmp_path, made, fresh=False)
     assert "\n" not in str(error.value)
     assert results.open_results(tmp_path, made, fresh=True)["points"] == {}
-
-
-def made_up(workloads=FULL):
-    """A result with invented figures, to be formatted."""
-    records = {}
-    for p in workloads:
-        cells = {}
-        for index, name in enumerate(results.KINDS):
-            median = p.length / 4096 * (index + 2) * (1 - p.share / 2)
-            times = {"lower": median / 2, "median": median, "upper": 2 * median}
-            cells[name] = {"peak_bytes": 2**20 * (index + 1), "milliseconds": times, "difference": 0.004}
-        cells["flash_lazy"]["blocks"] = {"forward": {"blocks": "BLOCK_M 128", "milliseconds": {}}}
-        cells["AdaSplash"] = {"not_run": "ModuleNotFoundError: no adasplash"}
-        records[str(p)] = {"point": p._asdict(), "share": p.share, "cells": cells, "red": [], "ended": []}
-    ceilings = {"copy_bytes": 4.3e12, "read_bytes": 4.5e12, "product_tflops": 800.0}
-    return {"made": {"commit": "abc"}, "ceilings": ceilings, "gate": [], "points": records}
-
-
-def test_plots_are_drawn(tmp_path):
-    assert write_plots(made_up(QUICK[1:]), tmp_path) is None
-    assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
-
-
-def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
-    blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
-    row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
-    row |= compile_report.CompiledKernel(1024, 99, 0, (), ("wgmma",), True)._asdict()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(configurations, "INTERPRETED", True)
-    out = tmp_path / "new" / "kernels"
-    assert main(["--out", str(out), "--quick", "--time-anyway"]) == 2
-    printed = capsys.readouterr().err
-    assert "--quick, --time-anyway ignored: only used with a GPU" in printed
-    assert "triton compiles nothing in its interpreter" in printed
-    assert not out.exists()
-    monkeypatch.setattr(configurations, "INTERPRETED", False)
-    rows = {((64,), True): [row]}
-    monkeypatch.setattr(compile_report, "report", lambda widths, every: rows[widths, every])
-    assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
-    text = (out / "compiled.md").read_text()
-    assert capsys.readouterr().out.strip() == text.strip()
-    assert all(part in text for part in ("Nothing here is a measurement of speed", "| 5 + 6 f |", "wgmma (serialised)"))
-    assert json.loads((out / "compiled.json").read_text())["rows"] == json.loads(json.dumps([row]))
 
 
 @pytest.mark.parametrize(

@@ -96,18 +96,6 @@ def is_default(row: dict[str, Any]) -> bool:
     return lists[min(width for width in lists if width >= row["width"])][0]._asdict() == row["blocks"]
 
 
-def test_products_of_a_tile():
-    full, none = (
-        {kind: compile_report.count_products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
-        for f in (1, 0)
-    )
-    assert full == {"softmax": 7, "lazy": 11, "authors": 12}
-    assert none == {"softmax": 7, "lazy": 5, "authors": 12}
-    assert compile_report.count_products("forward", "lazy", 0.5) == 2
-    text = compile_report.format_cost_model()
-    assert "| forward+backward | flash_lazy | 5 + 6 f | 11 | 9.2 | 7.4 | 5.6 | 5 |" in text
-
-
 @pytest.mark.parametrize("width", [64, 128])
 def test_bytes_are_those_of_the_launched_tensors(width):
     """The formulas of the cost model against the tensors that the launcher passes to the kernels."""
@@ -123,15 +111,6 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
     assert buffers["partial"] == 4 * 8 * 16 * 9 * 2 * 64  # 9 diagonals of 16 heads by 8 programs each: 4 waves
-
-
-def test_tiles_are_counted_as_the_example_has_them():
-    length, reach = compile_report.LENGTH, compile_report.REACH
-    for name, m, n in (("forward", 128, 64), ("query_gradient", 64, 32), ("key_gradient", 128, 64)):
-        row, key = torch.meshgrid(torch.arange(0, length, m), torch.arange(0, length, n), indexing="ij")
-        seen = row + m > key
-        plain = row - (key + n - 1) >= reach  # the least distance of the tile
-        assert compile_report.count_tiles(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
 
 
 def test_only_innermost_product_loops_are_counted():

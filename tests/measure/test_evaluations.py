@@ -1,8 +1,6 @@
 """Evaluations of final models: part of the key, checked before training, equal to plain sums."""
 
 import dataclasses
-import json
-import subprocess
 import sys
 
 import numpy as np
@@ -12,8 +10,6 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, RetNet
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.costs import Costs
@@ -56,21 +52,6 @@ def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
     assert plain == cell_key(dataclasses.replace(TINY, evaluations=()), "x") != asked
     assert asked == cell_key(dataclasses.replace(TINY, evaluations=(Lengths(times=(1, 2), sequences=8),)), "x")
     assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
-
-
-@pytest.mark.long
-def test_they_come_back_from_json_in_a_process_that_has_imported_neither_them_nor_the_harness():
-    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED, LmEval()))
-    text = json.dumps(to_dict(cfg))
-    assert from_dict(RunConfig, json.loads(text)) == cfg
-    code = (
-        "import json, sys; sys.modules['lm_eval'] = None;"
-        "from lit_lazy.config.serialisation import from_dict;"
-        "from lit_lazy.config.schema import RunConfig;"
-        "print([type(e).__name__ for e in from_dict(RunConfig, json.load(sys.stdin)).evaluations])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=False)
-    assert done.stdout == "['Lengths', 'Streaming', 'Varied', 'LmEval']\n", done.stderr
 
 
 SMALL = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)

@@ -2,6 +2,7 @@
 
 import platform
 import sysconfig
+from collections import Counter, defaultdict
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -140,3 +141,29 @@ def test_running_python():
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]
+
+
+def test_is_witten_bell():
+    """Against the recursion with dictionaries."""
+    rng = np.random.default_rng(0)
+    text, held_out = rng.integers(97, 103, 300).astype(np.uint8), rng.integers(96, 105, 200).astype(np.uint8)
+    followers = defaultdict(Counter)
+    padded = bytes(2) + text.tobytes()
+    for end in range(2, len(padded)):
+        for begin in (end, end - 1, end - 2):
+            followers[padded[begin:end]][padded[end]] += 1
+
+    def witten_bell(history, byte):
+        lower = witten_bell(history[1:], byte) if history else 1 / 256
+        seen = followers[history]
+        if not seen:
+            return lower
+        return (seen[byte] + len(seen) * lower) / (seen.total() + len(seen))
+
+    padded = bytes(2) + held_out.tobytes()
+    expected = [witten_bell(padded[end - 2 : end], padded[end]) for end in range(2, len(padded))]
+    assert np.allclose(ByteTrigram(text).probability(trigrams(held_out)), expected, rtol=1e-12)
+    unigram = [witten_bell(b"", byte) for byte in held_out.tobytes()]
+    assert np.allclose(ByteTrigram(text).probability(trigrams(held_out), order=1), unigram, rtol=1e-12)
+    bits = {"unigram_bits_per_byte": -np.log2(unigram).mean(), "trigram_bits_per_byte": -np.log2(expected).mean()}
+    assert ByteTrigram(text).measure_bits(trigrams(held_out)) == pytest.approx(bits, rel=1e-12)

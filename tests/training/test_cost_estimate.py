@@ -111,11 +111,12 @@ IN = "has no effect in the context of 16 tokens in the training"
             [f"{RULE}.renormalise=True: has no effect, as the weights of TopK sum to 1"],
         ),
         (
-            ["--train.steps=20", "--train.warmup_steps=11", "--train.ema_decay=0.9"],
-            [
-                "--train.warmup_steps=11: leaves 9 of 20 steps at the full rate and below; 2 would be a tenth",
-                "--train.ema_decay=0.9: averages about 10 steps and the initial weights; a smaller one forgets these",
-            ],
+            ["--train.steps=20", "--train.warmup_steps=11"],
+            ["--train.warmup_steps=11: leaves 9 of 20 steps at the full rate and below; 2 would be a tenth"],
+        ),
+        (
+            ["--train.ema_decay=0.9"],
+            ["--train.ema_decay=0.9: averages about 10 steps and the initial weights; a smaller one forgets these"],
         ),
     ],
     ids=str,
@@ -141,16 +142,19 @@ def test_a_setting_of_little_effect_is_noted(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU: the speed of one is known")
 def test_a_small_training_is_priced_in_units_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also for more devices than this machine has; nothing is created."""
-    assert main(["train", "backcopy_tiny", "--dry-run", "--devices", "8", "--runs", str(tmp_path / "runs")]) == 0
+    dry = ["train", "backcopy_tiny", "--dry-run", "--runs", str(tmp_path / "runs")]
+    assert main([*dry, "--devices", "8"]) == 0
+    assert "on each of 8 devices 1 micro-batch of 1 sequence" in capsys.readouterr().out
+    assert main(dry) == 0
     out = capsys.readouterr().out
     assert "2,880 parameters; attention: Softmax, NoBias\n" in out
     lines = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
-    assert "on each of 8 devices 1 micro-batch of 1 sequence" in lines["step"]
+    assert "on 1 device 1 micro-batch of " in lines["step"]
     assert "weights 11.5 kB, " in lines["memory"]
     assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
     here, there = lines["time"].split("; ")
     assert re.fullmatch(r" +here about 0:\d\d, from 5 timed steps on one device", here)
-    assert there == "less than a minute on 8 H200, at an assumed 20% of 989 TFLOP/s each"
+    assert there == "less than a minute on 1 H200, at an assumed 20% of 989 TFLOP/s each"
     assert out.endswith("Nothing was created.\n")
     assert not (tmp_path / "runs").exists()
 

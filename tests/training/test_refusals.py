@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from mistakes import expect_refusal
 
+from lit_lazy.training import devices
+
 SIZES = {"data.vocab_size": 16, "model.n_layers": 2, "train.batch_size": 8}
 TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logits"
 SPREAD = ["--devices=2", "--strategy=fsdp"]
@@ -40,8 +42,14 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 @pytest.mark.usefixtures("place")
 def test_a_training_that_cannot_be_is_one_line(
-    given: list[str], message: str, dry: list[str], trained: str, capsys: pytest.CaptureFixture[str]
+    given: list[str],
+    message: str,
+    dry: list[str],
+    trained: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(devices, "count_cores", lambda: 3)
     options = [f"{option}={trained}" if option == "--init-from" else option for option in given]
     sizes = [f"--{name}={size}" for name, size in SIZES.items() if f"--{name}=" not in " ".join(given)]
     assert message in expect_refusal(["train", "backcopy_tiny", *sizes, *options, *dry], capsys)

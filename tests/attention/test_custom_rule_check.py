@@ -1,5 +1,6 @@
 """A rule that violates its contract fails with one line, naming rule and fix, before anything is created."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,18 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import (
-    AttentionCall,
-    AttentionSpec,
-    Differential,
-    LayerShape,
-    Normaliser,
-    NormaliserModule,
-    Softpick,
-)
-from lit_lazy.config import ModelConfig
+from lit_lazy.attention import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softpick
 from lit_lazy.testing import check_normaliser
-from lit_lazy.training.prepare import check_model
 
 LIT_LAZY = str(Path(sys.executable).with_name("lit-lazy"))
 SHAPE = LayerShape(2, 2, 4, 8, context_length=8)
@@ -40,16 +31,13 @@ def plain(self, scores, rows):  # noqa: ARG001
 BROKEN = {
     "shape": (module(lambda _, s, _rows: s.softmax(-1).sum(-1)), "Mine.weights returns torch.float32 [2, 2, 4] for"),
     "dtype": (module(lambda _, s, _rows: s.softmax(-1).double()), "return torch.float32 [2, 2, 4, 7]"),
-    "no tensor": (module(lambda *_: None), "Mine.weights returns a NoneType for scores torch.float32"),
     "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
     "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
-    "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
     "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "depends on the number of hidden keys"),
     "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
     "zeros": (module(lambda _, s, rows: s.relu() / rows.n), "a visible key a weight of 0; declare can_zero = True"),
     "in place": (module(lambda _, s, _rows: s.mul_(2).softmax(-1)), "Mine.weights changes its scores in place; use"),
     "maps": (module(plain, maps=3), "Mine.maps=3: must be a whole number that divides the head dimension 4"),
-    "maps as text": (module(plain, maps="2"), "Mine.maps='2': must be a whole number"),
     "rows of maps": (
         module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
         "with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)",
@@ -57,10 +45,6 @@ BROKEN = {
     "looks ahead": (
         module(lambda _, s, _rows: s.relu() * (s.amax(-2, keepdim=True) > 1), can_zero=True),
         "Mine.weights depends on the other rows; compute each row from its own scores",
-    ),
-    "mean over the rows": (
-        module(lambda _, s, rows: (s - s.where(rows.visible, 0).mean(-2, keepdim=True)).softmax(-1)),
-        "Mine.weights depends on the other rows",
     ),
     "mean over the batch": (
         module(lambda _, s, rows: (s / s.where(rows.visible, 0).abs().mean(0, keepdim=True).amax()).softmax(-1)),
@@ -81,17 +65,9 @@ BROKEN = {
         "gives other weights for the same scores; draw nothing at random in it",
     ),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
-    "detached": (
-        module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),
-        "Mine.scale gets no gradient",
-    ),
     "detached scores": (
         module(lambda _, s, _rows: s.detach().softmax(-1)),
         "Mine passes no gradient to the scores, so queries and keys would learn nothing",
-    ),
-    "computed elsewhere": (
-        module(lambda _, s, _rows: torch.from_numpy(s.detach().numpy()).softmax(-1)),
-        "Mine passes no gradient to the scores",
     ),
 }  # fmt: skip
 
@@ -100,10 +76,8 @@ BROKEN = {
 def test_a_broken_promise_is_named_at_the_first_call(case):
     broken, message = BROKEN[case]
     x = torch.zeros(1, 2, 3, 4)  # scores of zero break no rule
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared)
+    with pytest.raises(ValueError, match=f"^.*{re.escape(message)}.*$"):
         broken(AttentionCall(x, x, x))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_signed_weights_and_idle_rows_are_no_mistake():
@@ -115,47 +89,25 @@ def test_signed_weights_and_idle_rows_are_no_mistake():
         kept(AttentionCall(x, x, x, key_mask=torch.tensor([[False, True, True]])))
 
 
-def test_it_is_asked_once(monkeypatch):
+def test_it_is_asked_once_and_leaves_the_global_generator_alone(monkeypatch):
     asked = module(plain)
     x = torch.zeros(1, 2, 3, 4)
+    before = torch.get_rng_state()
     asked(AttentionCall(x, x, x))
+    assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(type(asked), "probe", lambda *_: pytest.fail("asked again"))
     asked(AttentionCall(x, x, x))
 
 
-def test_the_global_generator_is_left_alone():
-    x = torch.zeros(1, 2, 3, 4)
-    before = torch.get_rng_state()
-    module(plain)(AttentionCall(x, x, x))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_check_normaliser_names_the_check():
+def test_check_normaliser_says_what_it_checked(capsys):
     class Leaky(Normaliser):
         def build(self, shape):  # noqa: ARG002
             return module(lambda _, s, _rows: s.softmax(-1) / (1 if s.shape[-2] < 6 else 2))
 
     with pytest.raises(AssertionError, match=r"^Leaky: blocks_equal_the_whole fails: "):
         check_normaliser(Leaky())
-
-
-def test_check_normaliser_says_what_it_checked(capsys):
     check_normaliser(Softpick())
     assert capsys.readouterr().out.startswith("Softpick: 9 checks held: keeps its promises, is causal, blocks equal")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: weights can be negative"),
-        ({"normaliser": Differential()}, "Differential: the head dimension must be even, got 3"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(changes, message):
-    width = 6 if "even" in message else 8
-    cfg = ModelConfig(d_model=width, n_heads=2, attention=AttentionSpec(**changes))
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        check_model(cfg, 8)
 
 
 MINE = """
@@ -176,36 +128,27 @@ def config():
 
 
 SLIPS = {
-    "old_build": ("def build(self, n_heads, context_length):", "model.attention: TypeError (layer.py, line"),
-    "returns": (
-        "def build(self, shape): return 3\n    def other(self):",
-        "Naive.build returns a int; return a NormaliserModule",
+    "old_build": (
+        "def build(self, shape)",
+        "def build(self, n_heads, context)",
+        "model.attention: TypeError (layer.py",
     ),
-    "typo": ("return scores.softmax(-1) * rows.visble", "AttributeError (slip.py, line"),
+    "returns": ("return NaiveModule()", "return 3", "Naive.build returns a int; return a NormaliserModule"),
+    "typo": ("return scores.exp() /", "return rows.visble /", "AttributeError (slip.py, line"),
+    "overflow": (
+        "",
+        "",
+        "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's maximum before an exp",
+    ),
 }
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_in_a_class_is_one_line(slip: str, tmp_path: Path) -> None:
-    text, message = SLIPS[slip]
-    at = "return scores.exp()" if slip == "typo" else "def build(self, shape):"
-    lines = [text if line.strip().startswith(at) else line.strip("\n") for line in MINE.splitlines()]
-    indent = {"typo": 8}.get(slip, 4)
-    lines = [" " * indent + line if line == text else line for line in lines]
-    (tmp_path / "slip.py").write_text("\n".join(lines))
+def test_a_slip_in_a_class_is_one_line_and_nothing_is_created(slip: str, tmp_path: Path) -> None:
+    right, wrong, message = SLIPS[slip]
+    (tmp_path / "slip.py").write_text(MINE.replace(right, wrong) if right else MINE)
     done = forked.run([LIT_LAZY, "train", "slip.py", "--runs", "runs"], cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert message in line
-    assert not (tmp_path / "runs").exists()
-
-
-def test_nothing_is_created_for_a_rule_that_will_overflow(tmp_path: Path) -> None:
-    (tmp_path / "naive.py").write_text(MINE)
-    done = forked.run([LIT_LAZY, "train", "naive.py", "--runs", "runs"], cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines() == [
-        "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's maximum before an "
-        "exponential"
-    ]
     assert not (tmp_path / "runs").exists()

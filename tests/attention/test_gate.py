@@ -46,14 +46,6 @@ def test_the_formula(gate):
         torch.testing.assert_close(found[batch, head, row], out[batch, head, row] / (1 + (-logits).exp()))
 
 
-@pytest.mark.parametrize("gate", GATES, ids=repr)
-def test_a_weight_of_zero_halves_the_output(gate):
-    module = gate.build(SHAPE)
-    torch.nn.init.zeros_(module.linear.weight)
-    out = torch.randn(1, 4, 3, 6)
-    assert torch.equal(module(out, torch.randn(1, 3, 24), torch.randn(1, 2, 3, 6)), out / 2)
-
-
 @pytest.mark.parametrize("gate", OPEN, ids=repr)
 def test_a_gate_that_starts_open_changes_no_logit_and_learns(gate):
     """Bit for bit at step 0; then every gate has a gradient and twice the sigmoid's range."""

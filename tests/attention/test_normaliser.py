@@ -62,76 +62,33 @@ def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_st
     return spec.build(SHAPE).double()(call)
 
 
-def weights(spec, bias=BiasTerms(), window=None, tau=None, n_queries=LENGTH, n_keys=LENGTH):  # noqa: B008
-    """The weight matrix `[B, H, Lq, Lk]`, computed with unit vectors as values."""
-    q, k, _ = qkv(n_keys)
-    unit = torch.eye(n_keys, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
+def weights(spec, tau, rows=LENGTH):
+    """The weight matrix `[B, H, rows, L]` of the last rows, computed with unit vectors as values."""
+    q, k, _ = qkv()
+    unit = torch.eye(LENGTH, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
     module = spec.build(SHAPE).double()
-    if tau is not None:
-        module.tau.data.copy_(tau)
+    module.tau.data.copy_(tau)
     # q, k and v need equal D: pad q and k with zeros, which do not change scores, and restore the scale.
-    pad = n_keys - DIM
-    q, k = (torch.nn.functional.pad(x, (0, pad)) for x in (q * math.sqrt(n_keys / DIM), k))
-    call = AttentionCall(q[:, :, n_keys - n_queries :], k, unit, bias, window, renormalise=spec.renormalise)
-    return module(call)[0]
+    q, k = (torch.nn.functional.pad(x, (0, LENGTH - DIM)) for x in (q * math.sqrt(LENGTH / DIM), k))
+    return module(AttentionCall(q[:, :, -rows:], k, unit, BiasTerms(), None, renormalise=spec.renormalise))[0]
 
 
-def softmax_weights(n_keys=LENGTH):
-    q, k, _ = qkv(n_keys)
+def softmax_weights():
+    q, k, _ = qkv()
     scores = q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / math.sqrt(DIM)
-    return torch.softmax(scores.masked_fill(torch.ones(n_keys, n_keys).triu(1).bool(), -math.inf), -1)
+    return torch.softmax(scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -math.inf), -1)
 
 
 class TestSoftmax:
-    @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
-    def test_is_causal_attention_of_torch(self, backend):
-        q, k, v = qkv()
-        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out, stats = attend(Softmax(), q, k, v, backend=backend)
-        assert stats is None
-        torch.testing.assert_close(out, expected, **TIGHT)
-
     @pytest.mark.parametrize("rows", [1, 4, LENGTH])
-    def test_last_rows_only(self, rows):
+    @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+    def test_is_causal_attention_of_torch(self, backend, rows):
         """Queries are aligned to the end of the keys on the SDPA path too."""
         q, k, v = qkv()
-        whole = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -rows:]
-        for backend in ("auto", "chunked"):
-            out, _ = attend(Softmax(), q[:, :, -rows:], k, v, backend=backend)
-            torch.testing.assert_close(out, whole, **TIGHT)
-
-    def test_stats_do_not_change_the_output(self):
-        q, k, v = qkv()
-        out, stats = attend(Softmax(), q, k, v, with_stats=True)
-        torch.testing.assert_close(out, attend(Softmax(), q, k, v)[0], **TIGHT)
-        torch.testing.assert_close(stats.mass, torch.ones_like(stats.mass))
-        assert stats.zeros.count_nonzero() == 0
-
-    @pytest.mark.parametrize("bias", BIASES[1:], ids=str)
-    def test_a_bias_is_an_additive_mask(self, bias):
-        q, k, v = qkv()
-        terms, mask = bias_terms(bias), torch.zeros(HEADS, LENGTH, LENGTH, dtype=torch.float64)
-        for i in range(LENGTH):
-            for j in range(LENGTH):
-                if j > i:
-                    mask[:, i, j] = -math.inf
-                elif terms.table is not None:
-                    mask[:, i, j] = terms.table[:, i - j] if i - j < terms.table.shape[1] else 0
-                else:
-                    mask[:, i, j] = -terms.slopes * (i - j)
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(attend(Softmax(), q, k, v, terms)[0], expected, **TIGHT)
-
-    def test_names_what_it_runs(self):
-        q = torch.zeros(1, HEADS, 2, 4, dtype=torch.float64)  # for which there is no compiled backend
-        call = AttentionCall(q, q, q)
-        module = Softmax().build(SHAPE)
-        assert module.backend_name(call) == "sdpa"
-        assert module.backend_name(call._replace(backend="chunked")) == "chunked"
-        assert module.backend_name(call._replace(window=4)) == "chunked"
-        assert module.backend_name(call._replace(bias=bias_terms(LearnedBias()))) == "chunked"
-        assert module.backend_name(call._replace(bias=bias_terms(Alibi()))) == "chunked"
-        assert Elastic().build(SHAPE).backend_name(call._replace(backend="reference")) == "reference"
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -rows:]
+        out, stats = attend(Softmax(), q[:, :, -rows:], k, v, backend=backend)
+        assert stats is None
+        torch.testing.assert_close(out, expected, **TIGHT)
 
     def test_explicit_sdpa_runs_nothing_else(self):
         q = torch.zeros(1, HEADS, 2, 4)
@@ -147,9 +104,6 @@ class TestSoftmax:
         for backend in ("sdpa", "cpu", "triton"):
             with pytest.raises(ValueError, match=f"backend is '{backend}', for which _Relu has no kernel"):
                 Relu().build(SHAPE)(call._replace(backend=backend))
-
-    def test_has_no_parameters(self):
-        assert not list(Softmax().build(SHAPE).parameters())
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -223,96 +177,33 @@ class TestElastic:
         shape = (HEADS, CONTEXT) if threshold == "per_token" else (HEADS,)
         taus = tau * torch.linspace(0.5, 1.0, math.prod(shape), dtype=torch.float64).view(shape)
         n = torch.arange(1, LENGTH + 1, dtype=torch.float64)
-        theta = {
-            "per_query": lambda: taus[:, None] / n,
-            "seq_len": lambda: taus[:, None].expand(-1, LENGTH) / CONTEXT,
-            "per_token": lambda: taus[:, :LENGTH] / n,
-            "constant": lambda: taus[:, None].expand(-1, LENGTH),
-        }[threshold]()
+        each = taus[:, :LENGTH] if threshold == "per_token" else taus[:, None].expand(-1, LENGTH)
+        theta = each / {"per_query": n, "per_token": n, "seq_len": CONTEXT, "constant": 1}[threshold]
         expected = torch.relu(p - theta[..., None]) * visible
         if renormalise:
             mass = expected.sum(-1, keepdim=True)
             expected = torch.where(mass > 0, expected / mass, 0)
         spec = Elastic(tau_init=0.5, threshold=threshold, renormalise=renormalise)
-        torch.testing.assert_close(weights(spec, tau=taus), expected, **TIGHT)
-
-    def test_row_mass_at_tau_one_is_the_total_variation_from_uniform(self):
-        q, k, v = qkv()
-        _, stats = attend(Elastic(tau_init=1.0), q, k, v, with_stats=True)
-        uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None].double()
-        distance = (softmax_weights() - uniform).abs().sum(-1) / 2
-        torch.testing.assert_close(stats.mass, distance, **TIGHT)
-
-    def test_seq_len_divides_by_the_context_also_for_shorter_sequences_and_in_decoding(self):
-        spec = Elastic(tau_init=1.5, threshold="seq_len")
-        visible = torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril()
-        expected = torch.relu(softmax_weights() - 1.5 / CONTEXT) * visible
-        torch.testing.assert_close(weights(spec), expected, **TIGHT)
-        torch.testing.assert_close(weights(spec, n_queries=3), expected[:, :, -3:], **TIGHT)
-
-    def test_per_query_counts_the_keys_in_the_window(self):
-        window, visible = 4, torch.ones(LENGTH, LENGTH).tril().triu(-3).bool()
-        p = softmax_weights() * visible
-        p = p / p.sum(-1, keepdim=True)
-        theta = 0.5 / torch.arange(1, LENGTH + 1).clamp(max=window)[:, None].double()
-        expected = torch.relu(p - theta) * visible
-        torch.testing.assert_close(weights(Elastic(tau_init=0.5), window=window), expected, **TIGHT)
-
-    def test_per_token_keeps_its_last_entry_beyond_the_context(self):
-        spec = Elastic(threshold="per_token")
-        q, k, v = qkv(LENGTH)
-        short = spec.build(layer_shape(HEADS, 5, DIM)).double()
-        short.tau.data.copy_(torch.linspace(0.1, 0.9, HEADS * 5, dtype=torch.float64).view(HEADS, 5))
-        long = spec.build(layer_shape(HEADS, LENGTH, DIM)).double()
-        long.tau.data.copy_(short.tau[:, [min(t, 4) for t in range(LENGTH)]])
-        outs = [module(AttentionCall(q, k, v))[0] for module in (short, long)]
-        torch.testing.assert_close(*outs, **TIGHT)
-
-    @pytest.mark.parametrize("threshold", THRESHOLDS)
-    def test_tau_starts_as_given_in_fp32(self, threshold):
-        tau = Elastic(tau_init=0.25, threshold=threshold).build(SHAPE).tau
-        assert tau.shape == ((HEADS, CONTEXT) if threshold == "per_token" else (HEADS,))
-        assert tau.dtype == torch.float32
-        assert tau.unique().tolist() == [0.25]
-        assert tau.requires_grad
-
-    def test_a_whole_number_is_a_tau(self):
-        assert torch.equal(Elastic(tau_init=1).build(SHAPE).tau, torch.ones(HEADS))
-
-    def test_frozen_tau_gets_no_gradient(self):
-        q, k, v = qkv()
-        for learn in (False, True):
-            module = Elastic(tau_init=0.5, learn_tau=learn).build(SHAPE).double()
-            leaf = q.clone().requires_grad_()
-            module(AttentionCall(leaf, k, v))[0].square().sum().backward()
-            assert leaf.grad.count_nonzero() > 0
-            assert (module.tau.grad is None) is not learn
-            assert learn is False or module.tau.grad.count_nonzero() == HEADS
+        for rows in (LENGTH, 3):
+            torch.testing.assert_close(weights(spec, taus, rows), expected[:, :, -rows:], **TIGHT)
 
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"threshold": "constant"}, "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1"),
-            ({"threshold": "constant", "tau_init": 3.0}, "Elastic.tau_init=3.0 with Elastic.threshold='constant'"),
             (
-                {"learn_after_ramp": True, "learn_tau": False, "tau_ramp": 0.5},
-                "Elastic.learn_after_ramp=True: needs Elastic.learn_tau=True",
+                {},
+                "tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1; give a value below 1",
             ),
+            ({"tau_init": 0.0, "tau_ramp": 0.5}, "tau_final=1.0: must be below 1 with Elastic.threshold='constant'"),
             (
-                {"tau_init": 0.0, "threshold": "constant", "tau_ramp": 0.5},
-                "Elastic.tau_final=1.0: must be below 1 with Elastic.threshold='constant'",
+                {"threshold": "per_query", "learn_after_ramp": True, "learn_tau": False, "tau_ramp": 0.5},
+                "learn_after_ramp=True: needs Elastic.learn_tau=True",
             ),
         ],
     )
     def test_wrong_settings_are_named(self, settings, message):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-            Elastic(**settings)
-
-    def test_constant_below_one_is_accepted_and_says_what_to_take(self):
-        assert Elastic(tau_init=0.99, threshold="constant").tau_init == 0.99
-        assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
-        with pytest.raises(ValueError, match=r"give a value below 1, for example 0\.01"):
-            Elastic(threshold="constant")
+        with pytest.raises(ValueError, match=f"^Elastic.{re.escape(message)}"):
+            Elastic(**{"threshold": "constant"} | settings)
 
 
 ON_KERNELS = [Softmax(), Elastic(), OffByOne(), SinkLogit(), SSMax(), Differential()]

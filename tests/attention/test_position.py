@@ -1,7 +1,5 @@
 """RoPE rotates queries and keys by their position only; learned positions are added, within their range."""
 
-import math
-
 import pytest
 import torch
 
@@ -20,56 +18,21 @@ def rand(*shape, seed=0):
 
 
 class TestRope:
-    def test_turns_each_pair_by_its_angle(self):
+    @pytest.mark.parametrize("offset", [0, 7])
+    def test_turns_each_pair_by_its_angle(self, offset):
         """Dimensions (m, m + D/2) at position p are rotated by p * base^(-2m/D)."""
-        x = rand(1, 1, 5, DIM)
-        turned = rope(100.0).rotation(5, 0)(x)
-        for position in range(5):
-            for m in range(DIM // 2):
-                angle = position * 100.0 ** (-2 * m / DIM)
-                a, b = x[0, 0, position, m], x[0, 0, position, m + DIM // 2]
-                assert turned[0, 0, position, m].item() == pytest.approx(
-                    (a * math.cos(angle) - b * math.sin(angle)).item(), abs=1e-6
-                )
-                assert turned[0, 0, position, m + DIM // 2].item() == pytest.approx(
-                    (b * math.cos(angle) + a * math.sin(angle)).item(), abs=1e-6
-                )
-
-    def test_scores_depend_on_the_distance_only(self):
-        q, k = rand(1, 1, 1, DIM), rand(1, 1, 1, DIM, seed=1)
-        length = 20
-        rotate = rope().rotation(length, 0)
-        scores = (rotate(q.expand(1, 1, length, DIM)) @ rotate(k.expand(1, 1, length, DIM)).mT)[0, 0]
-        for distance in range(-length + 1, length):
-            diagonal = scores.diagonal(distance)
-            torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
-        # Adjacent diagonals differ.
-        assert (scores[0, 1:] - scores[0, :-1]).abs().min() > 1e-4
-
-    def test_keeps_norms(self):
-        x = rand(2, 3, 20, DIM)
-        torch.testing.assert_close(rope().rotation(20, 5)(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
-
-    def test_offset_continues_the_sequence(self):
-        x = rand(2, 3, 20, DIM)
-        whole = rope().rotation(20, 0)(x)
-        parts = [rope().rotation(stop - start, start)(x[:, :, start:stop]) for start, stop in ((0, 7), (7, 8), (8, 20))]
-        assert torch.equal(torch.cat(parts, 2), whole)
-
-    def test_position_zero_is_not_turned(self):
-        x = rand(1, 1, 1, DIM)
-        assert torch.equal(rope().rotation(1, 0)(x), x)
+        x, half = rand(2, 3, 5, DIM), DIM // 2
+        angle = torch.arange(offset, offset + 5)[:, None] * 100.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        expected = torch.cat([turned.real, turned.imag], -1)
+        torch.testing.assert_close(rope(100.0).rotation(5, offset)(x), expected, rtol=0, atol=1e-6)
+        assert not rope().state_dict()
 
     def test_half_precision_is_turned_in_fp32(self):
         """The result is the fp32 result rounded once, even at positions where bf16 angles would be meaningless."""
         x = rand(1, 1, 1, DIM).bfloat16()
         rotate = Rope().build(16, DIM, 32).rotation(1, 4001)
         assert torch.equal(rotate(x), rotate(x.float()).bfloat16())
-
-    def test_base_sets_the_wave_lengths(self):
-        assert not torch.allclose(
-            rope(100.0).rotation(9, 0)(rand(1, 1, 9, DIM)), rope().rotation(9, 0)(rand(1, 1, 9, DIM))
-        )
 
     def test_a_dynamic_base_grows_with_the_text(self):
         """base ((f L / N) - (f - 1))^(D / (D - 2)) beyond N tokens, also where places are given."""
@@ -96,17 +59,9 @@ class TestRope:
         assert [position.rotates(layer) for layer in range(4)] == [True, False, False, True]
         assert position.compute_angles(3) is None
 
-    def test_has_no_parameters(self):
-        assert not list(rope().parameters())
-        assert not rope().state_dict()
-
     def test_odd_head_dimension_is_refused(self):
         with pytest.raises(ValueError, match="head dimension must be even, got 7; choose another d_model or n_heads"):
             Rope().build(14, 7, 32)
-
-    def test_adds_nothing_to_the_embeddings(self):
-        x = rand(2, 5, 16)
-        assert torch.equal(rope().embed(x, 3), x)
 
 
 class TestLearnedAbsolute:
@@ -114,13 +69,15 @@ class TestLearnedAbsolute:
         return LearnedAbsolute().build(16, DIM, 10).double()
 
     def test_adds_its_vectors_from_the_offset_on(self):
-        module, x = self.module(), rand(2, 4, 16)
+        """And the others add, and turn, nothing."""
+        module, x, heads = self.module(), rand(2, 4, 16), rand(1, 2, 4, DIM)
         for offset in (0, 1, 6):
             expected = torch.stack([x[:, t] + module.embedding.weight[offset + t] for t in range(4)], 1)
             assert torch.equal(module.embed(x, offset), expected)
-
-    def test_one_vector_per_position_of_the_context(self):
-        assert self.module().embedding.weight.shape == (10, 16)
+        assert torch.equal(module.rotation(4, 2)(heads), heads)
+        for other in (rope(), NoPosition().build(16, DIM, 10)):
+            assert torch.equal(other.embed(x, 3), x)
+        assert torch.equal(other.rotation(4, 3)(heads), heads)
 
     @pytest.mark.parametrize(("length", "offset"), [(11, 0), (4, 7), (1, 10)])
     def test_beyond_the_context_is_refused(self, length, offset):
@@ -128,14 +85,3 @@ class TestLearnedAbsolute:
             ValueError, match=f"LearnedAbsolute: {length + offset} positions requested, 10 learned; use Rope"
         ):
             self.module().embed(rand(2, length, 16), offset)
-
-    def test_turns_nothing(self):
-        x = rand(1, 1, 4, DIM)
-        assert torch.equal(self.module().rotation(4, 2)(x), x)
-
-
-def test_no_position_does_nothing():
-    module, x, heads = NoPosition().build(16, DIM, 10), rand(2, 40, 16), rand(1, 2, 40, DIM)
-    assert torch.equal(module.embed(x, 0), x)
-    assert torch.equal(module.rotation(40, 3)(heads), heads)
-    assert not list(module.parameters())

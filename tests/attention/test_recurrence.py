@@ -1,5 +1,6 @@
 """The recurrences against plain loops in float64, and each layer without attention against its paper's formula."""
 
+import inspect
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, PassInputs, RetNet, Rope
 from lit_lazy.attention.parts import SelfInitialised
-from lit_lazy.attention.recurrence import RecurrentCache, _import_plain_module, decayed_sum, gated_delta
+from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10
 """More tokens than a chunk of the plain functions."""
@@ -75,15 +76,29 @@ def test_mixed_precision_does_not_round_a_state(recurrence):
     assert cache.state.dtype == torch.float32
 
 
-@pytest.mark.parametrize("operation", ["simple_gla", "gated_delta_rule"])
-def test_the_loop_is_that_of_the_library(operation):
-    given, beta = inputs()
-    given |= {"beta": beta} if operation == "gated_delta_rule" else {}
-    recurrent = getattr(_import_plain_module(operation), f"naive_recurrent_{operation}")
-    found, state = recurrent(**given, scale=1.0, output_final_state=True)
-    out, last = loop(**{name: x.double() for name, x in given.items()})
-    torch.testing.assert_close(found.double(), out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state.double(), last, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_the_kernels_for_a_gpu_take_what_is_given(recurrence, monkeypatch):
+    """Checks the kernels' names and arguments; none is run."""
+    asked = []
+
+    def kernels(operation):
+        return tuple(map(recorded, _kernels(operation)))
+
+    def recorded(kernel):
+        def run(**arguments):
+            inspect.signature(kernel).bind(**arguments)
+            asked.append(kernel.__name__)
+            return arguments["v"], arguments["initial_state"]
+
+        return run
+
+    monkeypatch.setattr("lit_lazy.attention.recurrence._plain_functions", kernels)
+    x = torch.zeros(1, 3, 2, 4)
+    more = {"beta": x[..., 0]} if recurrence is gated_delta else {}
+    recurrence(x, x, x, x[..., 0], **more, cache=RecurrentCache())
+    recurrence(*(part[:, :1] for part in (x, x, x, x[..., 0], *more.values())), cache=RecurrentCache())
+    name = "gated_delta_rule" if more else "simple_gla"
+    assert asked == [f"chunk_{name}", f"fused_recurrent_{name}"]
 
 
 def layer(mixer: Mixer, spread: float = 0.4):
@@ -187,16 +202,6 @@ def test_the_decays_start_where_the_papers_do():
     assert step.min() >= 1e-3 * (1 - 1e-4)
     assert step.max() <= 1e-1 * (1 + 1e-4)
     assert step.min() < 3e-3 < 3e-2 < step.max()
-
-
-@pytest.mark.parametrize(
-    ("d_model", "heads", "head_dim"), [(16, 1, 32), (64, 2, 64), (96, 3, 64), (1024, 32, 64), (11, 11, 2)]
-)
-def test_mamba2_cuts_any_width_into_heads(d_model, heads, head_dim):
-    shape = LayerShape(1, 1, d_model, d_model, 8)
-    with torch.device("meta"):
-        made = Mamba2().build(shape)
-    assert (made.n_heads, made.head_dim, made.state) == (heads, head_dim, min(128, d_model))
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,7 @@ FILES = {
     "apart/copied.py": f"def add(values, total):\n{BODY}    return total\n",
     "apart/other.py": "".join(f"async def wait_{number}():\n    await sleep({number})\n\n" for number in range(60)),
 }
-KEPT = {
-    "train": ["first/sum.py"],
-    "documents": ["first/text.py", "second/own.py"],
-    "packages": ["apart/other.py"],
-}
+KEPT = {"train": ["first/sum.py"], "documents": ["first/text.py", "second/own.py"], "packages": ["apart/other.py"]}
 
 
 @pytest.fixture
@@ -80,17 +76,6 @@ def test_copies_and_what_nobody_wrote_are_left_out() -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_made_twice_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = packages.make_corpus()
-    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "another"))
-    second = packages.make_corpus()
-    assert first != second
-    assert {file.name: file.read_bytes() for file in first.iterdir()} == {
-        file.name: file.read_bytes() for file in second.iterdir()
-    }
-
-
-@pytest.mark.usefixtures("site")
 def test_validation_is_of_held_out_documents_or_of_other_packages() -> None:
     config = Packages(context_length=8, validation_windows=9)
     documents, apart = config.load(), replace(config, validated="packages").load()
@@ -124,14 +109,6 @@ def test_another_text_is_refused(
         Packages().load()
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").glob("packages*"))
-
-
-def test_other_text_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("some text\n" * 100)
-    config = Packages(path=str(tmp_path / "text.txt"), validation=str(tmp_path / "text.txt"), tokenizer="bytes")
-    with pytest.raises(ValueError, match=r"data\.validation"):  # the same text: its check applies
-        config.load()
 
 
 def test_the_pins_are_those_of_the_requirements() -> None:

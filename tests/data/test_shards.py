@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import http.server
-import json
 import os
 import random
 import re
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -22,21 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from corpora import (
-    DOCUMENTS,
-    SHARE,
-    TRAIN,
-    VALIDATION,
-    L,
-    finished,
-    in_process,
-    joined,
-    make_documents,
-    small,
-    write_jsonl,
-    write_parquet,
-)
-from filelock import FileLock
+from corpora import DOCUMENTS, SHARE, TRAIN, VALIDATION, L, joined, small, write_jsonl, write_parquet
 from test_tasks import read
 from tokenizers import Tokenizer
 
@@ -44,8 +28,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import text
-from lit_lazy.data.base import DocumentDataset
-from lit_lazy.data.pipeline import shards, tokens, workers
+from lit_lazy.data.pipeline import shards, tokens
 from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
 from lit_lazy.support.errors import UnfinishedError
@@ -85,14 +68,6 @@ def test_fingerprints_are_unchanged(parts, tmp_path, cache, options, fingerprint
     assert (source.info["train_documents"], source.info["validation_documents"]) == (train, validation)
     assert list(cache.iterdir()) == [folder]
     assert corpus(folder).keys() == {"corpus.json", *(f"{p}.{x}" for p in text.PARTS for x in ("bin", "ends"))}
-    for part, count in (("train", train), ("validation", validation)):
-        ends = np.fromfile(folder / f"{part}.ends", np.int64)
-        stream = np.fromfile(folder / f"{part}.bin", np.uint8)
-        assert len(ends) == count
-        assert ends[-1] == len(stream)
-        assert (np.diff(ends, prepend=0) > 0).all()
-        assert (stream[ends[:-1] - 1] == 0).all()
-        assert np.count_nonzero(stream[:-1] == 0) == count - 1
     if not options:
         assert [(folder / f"{part}.bin").read_bytes() for part in text.PARTS] == [joined(TRAIN), joined(VALIDATION)]
 
@@ -145,54 +120,8 @@ def test_a_changed_file_is_another_key_and_a_touched_one_is_not(tmp_path):
     first = key()
     os.utime(path, ns=(1, 1))
     assert key() == first
-    path.write_text(path.read_text().replace(json.dumps(TRAIN[7])[:20], json.dumps(TRAIN[7])[:19] + "#"))
+    path.write_text(path.read_text().replace("sink", "sank", 1))
     assert key() != first
-
-
-def test_an_edit_that_keeps_size_and_time_counts_once_the_file_is_touched(tmp_path):
-    """As the README says. Hashing each file at each start would read a corpus of gigabytes as often."""
-    path = write_jsonl(tmp_path / "text.jsonl", make_documents(50))
-    state, before = path.stat(), small(path=str(path)).load().fingerprint
-    path.write_text(path.read_text().replace("o", "u"))
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert path.stat().st_size == state.st_size
-    assert small(path=str(path)).load().fingerprint == before
-    path.touch()
-    assert small(path=str(path)).load().fingerprint != before
-
-
-def test_whoever_waited_for_a_corpus_that_fails_states_the_same_reason(tmp_path, capfd):
-    def fail(_):
-        time.sleep(0.3)  # so that the other waits for the lock
-        raise ValueError("too few documents")
-
-    with ThreadPoolExecutor(2) as threads:
-        tried = [threads.submit(tokens.make_once, tmp_path / "cache" / "corpus", fail) for _ in range(2)]
-    assert [str(attempt.exception()) for attempt in tried] == ["too few documents"] * 2
-    assert "another process is tokenising this text" in capfd.readouterr().err
-    assert not any((tmp_path / "cache").iterdir())
-
-
-@pytest.mark.long
-def test_processes_that_start_together_tokenise_once(tmp_path, cache):
-    path = tmp_path / "big.txt"
-    path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: takes longer than the delay between the starts
-    go = tmp_path / "go"
-    code = f"""
-import pathlib, time
-from lit_lazy.data.text import Text
-print("ready", flush=True)
-while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.001)
-print(Text({str(path)!r}).load().fingerprint)"""
-    running = [in_process(code) for _ in range(2)]
-    for process in running:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    go.touch()
-    ended = [finished(process) for process in running]
-    assert len({out for out, _ in ended}) == 1
-    assert sum("tokenised" in errors for _, errors in ended) == 1
-    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monkeypatch):
@@ -207,13 +136,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monke
     with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': changed while it was read; run again"):
         small(path=str(path)).load()
     assert not any(cache.glob("*"))
-
-
-def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*file/cache': cannot be written"):
-        small(path=corpora["jsonl"]).load()
 
 
 def replace_tokens(path: Path) -> None:
@@ -283,35 +205,35 @@ def test_a_large_corpus_is_checked_by_block_before_its_first_use(corpora, bpe, c
 
 
 SLOW = """
-import sys, time
-from pathlib import Path
+import time
 import forked
 from lit_lazy.data.pipeline import documents, shards, tokeniser, workers
 from lit_lazy.data.text import Text
 documents.SMALL_FILES, shards.BATCH_BYTES, workers.subprocess = 0, 3000, forked
 encode = tokeniser.ByteTokenizer.encode
 def slow(self, *given):
-    time.sleep(0.01)
+    time.sleep({seconds})
     return encode(self, *given)
 tokeniser.ByteTokenizer.encode = slow
 options = dict(context_length=16, validation_windows=10, validation_share=0.2, max_tokens={limit})
-Text(sys.argv[1], **options).tokenise(int(sys.argv[2]))
+Text({path!r}, **options).tokenise({processes})
 """
 
 
-@pytest.mark.parametrize(
-    ("processes", "limit"),
-    [pytest.param(1, None, marks=pytest.mark.long), pytest.param(3, None, marks=pytest.mark.long), (3, 123_457)],
-)
-def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, cache, processes, limit, monkeypatch):
+def tokenise_slowly(parts: Path, processes: int, seconds: float, limit: int | None = None) -> list[str]:
+    """A command that waits before each batch."""
+    script = parts.parent / "slow.py"
+    script.write_text(SLOW.format(path=str(parts), processes=processes, seconds=seconds, limit=limit))
+    return [sys.executable, str(script)]
+
+
+def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, cache, monkeypatch):
     """Repeated SIGKILL of the command and all its workers; no finished file is read again."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "undisturbed"))
-    undisturbed = corpus(small(path=str(parts), max_tokens=limit).tokenise())
+    undisturbed = corpus(small(path=str(parts), max_tokens=123_457).tokenise())
     monkeypatch.setenv("LIT_LAZY_CACHE", str(cache))
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(limit=limit))
-    command = [sys.executable, str(script), str(parts), str(processes)]
-    rng, kills, done = random.Random(processes), 0, {}
+    command = tokenise_slowly(parts, 3, 0.01, 123_457)
+    rng, kills, done = random.Random(3), 0, {}
     while True:
         with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) as running:
             more = len(done) + rng.choice([0, 1, 1, 2]) if kills < 4 else 100
@@ -337,68 +259,6 @@ def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, ca
     assert corpus(folder) == undisturbed
 
 
-def test_a_corpus_killed_before_its_rename_is_reused(parts, cache, monkeypatch):
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    config = small(path=str(parts))
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_remove_shards", killed)
-        patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # as after SIGKILL
-        with pytest.raises(KeyboardInterrupt):
-            config.tokenise()
-    assert len(list(cache.glob("*.json"))) == 7
-    monkeypatch.setattr(tokens, "_join", killed)
-    folder = config.tokenise()
-    assert list(cache.iterdir()) == [folder]
-    assert config.load().fingerprint == KNOWN[0][1]
-
-
-def test_concurrent_corpora_of_the_same_files_do_not_interfere(parts, tmp_path, cache):
-    """Made concurrently, they use and remove each other's shards."""
-    script = tmp_path / "both.py"
-    script.write_text(
-        "import sys\nfrom lit_lazy.data.pipeline import documents, shards\nfrom lit_lazy.data.text import Text\n"
-        "documents.SMALL_FILES, shards.BATCH_BYTES = 0, 2000\n"
-        "for i in range(8):\n"
-        "    share = float(sys.argv[2]) + i * 1e-7\n"
-        "    Text(sys.argv[1], context_length=16, validation_windows=10, validation_share=share).tokenise(1)\n"
-    )
-    commands = [[sys.executable, str(script), str(parts), share] for share in ("0.2", "0.5", "0.5")]
-    running = [forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) for command in commands]
-    for process in running:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
-    assert len(list(cache.iterdir())) == 16
-    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
-    assert small(path=str(parts), validation_share=0.5).load().fingerprint == KNOWN[-1][1]
-
-
-def test_a_shard_that_another_corpus_removes_after_its_check_is_still_read(parts, cache, monkeypatch):
-    append = tokens._append
-
-    def remove_then_append(*arguments):
-        for path in cache.glob("shard-*"):
-            path.unlink()
-        append(*arguments)
-
-    monkeypatch.setattr(tokens, "_append", remove_then_append)
-    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
-
-
-def test_a_worker_that_dies_removes_nothing_of_the_process_it_waits_for(parts, cache):
-    (job, other) = plan(small(path=str(parts)))[:2]
-    cache.mkdir()
-    partial = cache / f".{job.name}.partial"
-    with FileLock(cache / f"{job.name}.lock") as held:
-        partial.touch()  # the other process writes it
-        made = workers.make_shards([other, job], cache, 2, lambda *_: None)
-        next(made)
-        made.close()
-        assert partial.exists()
-        assert Path(held.lock_file).exists()
-
-
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -407,12 +267,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "said"),
-    [
-        (damage, True),
-        (Path.unlink, True),
-        (lambda path: path.write_bytes(b""), True),
-        (lambda path: path.with_suffix(".json").write_text("{"), False),
-    ],
+    [(damage, True), (Path.unlink, True), (lambda path: path.with_suffix(".json").write_text("{"), False)],
 )
 def test_a_damaged_shard_is_made_again(parts, cache, harm: Callable[[Path], object], said, capfd, monkeypatch):
     config = small(path=str(parts))
@@ -480,32 +335,9 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_files_of_ended_workers_are_removed_when_no_thread_can_start_another(parts, cache, monkeypatch):
-    def describe_slowly(error: BaseException) -> UnfinishedError:
-        time.sleep(0.2)
-        return UnfinishedError(error)
-
-    alive = []
-    monkeypatch.setattr(workers, "UnfinishedError", describe_slowly)
-    monkeypatch.setattr(workers, "remove_shard", lambda *_, **__: alive.append([t for t in threads if t.is_alive()]))
-    before, jobs = {*threading.enumerate()}, plan(small(path=str(parts)))
-    cache.mkdir()
-    with FileLock(cache / f"{jobs[1].name}.lock"):  # its worker waits until it is ended
-        made = workers.make_shards(jobs, cache, 2, lambda *_: None)
-        next(made)
-        threads = {*threading.enumerate()} - before
-        made.close()
-    assert threads
-    assert alive
-    assert not any(alive)
-
-
-@pytest.mark.usefixtures("forked_workers")
-def test_workers_end_with_their_command(parts, tmp_path, cache):
+def test_workers_end_with_their_command(parts, cache):
     """Even if only the command is killed by SIGKILL."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(limit=None).replace("0.01", "0.2"))
-    command = [sys.executable, str(script), str(parts), "2"]
+    command = tokenise_slowly(parts, 2, 0.2)
     with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.DEVNULL) as running:
         while len(children := psutil.Process(running.pid).children()) < 2:
             time.sleep(0.01)
@@ -517,35 +349,6 @@ def test_workers_end_with_their_command(parts, tmp_path, cache):
 
 
 # Number of processes
-
-
-def test_the_number_of_processes_depends_on_the_files(parts, monkeypatch):
-    jobs = plan(small(path=str(parts)))
-    assert [workers.choose_process_count(jobs, asked) for asked in (None, 3, 100)] == [1, 3, 7]  # small, asked, files
-    monkeypatch.setattr(workers, "WORTH_PROCESSES", 1000)
-    monkeypatch.setattr(workers, "count_cores", lambda: 4)
-    assert [workers.choose_process_count(jobs, asked) for asked in (None, 1)] == [4, 1]
-    assert workers.choose_process_count(jobs[:2], None) == 2
-
-
-def test_small_files_share_a_job(tmp_path):
-    for i in range(50):
-        (tmp_path / f"{i:02}.txt").write_text("a" * 1000)
-    (part,) = Files("data.path", "", paths := tuple(sorted(tmp_path.iterdir())), "text").split_parts()
-    assert part.paths == paths
-
-
-def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch):
-    job = plan(small(path=str(parts)))[0]
-    cache.mkdir()
-    shard = find_or_make_shard(job, cache, lambda *_: None)
-    with shard.path.open("rb") as file:
-        (whole,) = shard.pieces(file)
-        monkeypatch.setattr(shards, "CHUNK_TOKENS", 700)
-        found = list(shard.pieces(file))
-    assert len(found) > 10
-    for name in ("tokens", "lengths", "bytes", "hashes"):
-        assert np.array_equal(np.concatenate([getattr(piece, name) for piece in found]), getattr(whole, name))
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.1, 0.2, 0.5, 1 / 3, 1 - 2**-53])
@@ -614,9 +417,8 @@ def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
 
 def test_a_file_that_the_hub_does_not_give_is_one_line(hub, monkeypatch):
     def expect_error(name: str, why: str) -> None:
-        with pytest.raises(ValueError, match=rf"data\.hub='someone/text': cannot be read \(.*{why}") as error:
+        with pytest.raises(ValueError, match=rf"^data\.hub='someone/text': cannot be read \(.*{why}.*$"):
             list(HubFile("someone/text", "c" * 40, name, "text").documents())
-        assert "\n" not in str(error.value)
 
     expect_error("9.parquet", "")
     hub.clear()
@@ -653,10 +455,8 @@ def test_the_command_reports_the_corpus_and_the_recipe(parts, cache, capsys):
     [
         (["text", "--train.batch_size=100000"], "train.batch_size=100000: must not exceed the"),
         (["text", "--data.context_length=1000000"], "data.context_length=1000000: the training text has"),
-        (["text", "--data.tokenizer=none.json"], "data.tokenizer='none.json': cannot be read"),
         (["stdlib"], "data='Stdlib': has its tokens in memory"),
         (["fineweb_340m"], "data.tokenizer='gla-tokenizer.json': cannot be read"),
-        (["fineweb_760m"], "data.tokenizer='gla-tokenizer.json': cannot be read"),
     ],
 )
 def test_errors_of_the_command_are_one_line(parts, capsys, words, line, tmp_path, monkeypatch):
@@ -668,22 +468,6 @@ def test_errors_of_the_command_are_one_line(parts, capsys, words, line, tmp_path
 
 
 # Windows of documents
-
-
-def test_positions_count_within_documents():
-    rng = np.random.default_rng(0)
-    ends = rng.integers(1, 12, 200).cumsum()
-    total, length = int(ends[-1]), 10
-    starts = np.arange((total - 1) // length) * length
-    windows = torch.arange(total).unfold(0, length + 1, length)[: len(starts)]
-    data = DocumentDataset(windows, starts, ends)
-    place = read(data)["place"]
-    for window, start in zip(place.tolist(), starts, strict=True):
-        for j, found in enumerate(window):
-            begin = max([0, *ends[ends <= start + j]])
-            assert found == start + j - max(begin, start)
-    assert torch.equal(data[3]["place"], place[3])
-    assert data[3]["tokens"].shape == data[3]["place"].shape
 
 
 @pytest.mark.long

@@ -56,13 +56,6 @@ def test_the_end_of_few_documents_is_held_out(count: int, tmp_path: Path) -> Non
         assert 500 <= len(other) < 550
 
 
-def test_of_many_documents_whole_ones_are_held_out(tmp_path: Path) -> None:
-    texts = [write_lines(tmp_path / f"{i:02}.txt", 300, str(i)) for i in range(FEW_DOCUMENTS)]
-    train, validation = read_parts(Text(path=str(tmp_path / "*.txt"), validation_share=0.25).tokenise())
-    assert sorted(train + validation) == sorted(texts)
-    assert validation
-
-
 @pytest.mark.parametrize(
     ("text", "at"),
     [
@@ -91,15 +84,3 @@ def test_four_kilobytes_train(
     result = RunResult.peek(folder)
     assert result is not None
     assert result.data["validation_tokens"] == 256
-
-
-def test_a_text_without_a_window_says_so_and_what_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "notes.md", 1000, "my")
-    assert main(["train", "text", "--data.path=notes.md"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-lazy: ")]
-    assert "data.context_length=256: the validation text has" in line
-    assert "choose a smaller length, or a larger data.validation_share" in line
-    assert not (tmp_path / "runs").exists()

@@ -2,6 +2,8 @@
 
 import platform
 import sysconfig
+from collections import Counter, defaultdict
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_tasks import read
 
 from lit_lazy.data import stdlib_text
 from lit_lazy.data.stdlib import ByteTrigram, Stdlib, is_validation, load_folder, read_sources, trigrams
@@ -46,93 +49,43 @@ def text_of(library, held_out):
     return b"\0".join((library / name).read_bytes() for name in sorted(WANTED) if is_validation(name) == held_out)
 
 
-def places(source, text):
-    """Index of every validation window among the windows of `text`, which are unique."""
-    windows = [text[i : i + 17] for i in range(0, len(text) - 16, 16)]
-    assert len(set(windows)) == len(windows)
-    return [windows.index(window.tobytes()) for window in source.validation.sequences.numpy()], len(windows)
-
-
 def test_reads_the_library_and_nothing_else(library):
     sources = read_sources(library)
     assert list(sources) == sorted(WANTED)
     assert sources["top.py"] == (library / "top.py").read_bytes()
 
 
-def test_the_split_depends_only_on_the_path(library):
-    source = load_folder(CONFIG, library)
-    held_out = sum(map(is_validation, WANTED))
-    assert 0 < held_out < len(WANTED)
-    assert (source.info["train_files"], source.info["validation_files"]) == (len(WANTED) - held_out, held_out)
-    train = source.train.sequences[:, :-1].numpy().tobytes()
-    validation = source.validation.sequences[:, :-1].numpy().tobytes()
-    for name in WANTED:
-        header = f"# {name}\n".encode()
-        assert (header in train) == (not is_validation(name))
-        assert header not in validation or is_validation(name)
-
-
-def test_windows_are_shifted_and_lose_nothing(library):
-    source = load_folder(CONFIG, library)
-    batch = source.train.__getitems__(list(range(len(source.train))))
-    text = text_of(library, held_out=False)
-    n = (len(text) - 1) // 16 * 16
-    assert len(text) - n <= 16
-    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
-    assert bytes(batch["tokens"].flatten().tolist()) == text[:n]
-    assert bytes(batch["targets"].flatten().tolist()) == text[1 : n + 1]
-
-
-def test_with_bos_each_byte_is_a_target_once_and_bos_is_none(library):
-    config = Stdlib(context_length=16, validation_windows=10, bos=True)
-    source = load_folder(config, library)
-    batch = source.train.__getitems__(list(range(len(source.train))))
-    text = text_of(library, held_out=False)
-    n = len(text) // 16 * 16
-    assert bytes(batch["targets"].flatten().tolist()) == text[:n]
-    assert (batch["tokens"][:, 0] == 0).all()
-    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
-    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation))).reshape(-1)
-    chosen = source.validation.sequences.numpy()[:, 1:].tobytes()
-    windows = [validation.tobytes()[i : i + 16] for i in range(0, len(validation) - 15, 16)]
-    at = [windows.index(chosen[i : i + 16]) for i in range(0, len(chosen), 16)]
-    expected = np.mean([bits[16 * place : 16 * place + 16] for place in at])
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
-    plain = load_folder(CONFIG, library)
-    assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
-
-
 def test_as_text_it_has_the_same_files_in_each_part(library, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(stdlib_text, "sysconfig", SimpleNamespace(get_path=lambda _: str(library)))
     source = StdlibText(context_length=16, validation_windows=10).load()
-    for part, held_out in ((source.train, False), (source.validation, True)):
-        text = part.sequences[:, :-1].numpy().tobytes()
-        for name in WANTED:
-            assert (f"# {name}\n".encode() in text) <= (is_validation(name) == held_out)
-    assert (
-        source.train.sequences[:, :-1].numpy().tobytes()
-        == (text_of(library, held_out=False) + b"\0")[: len(source.train) * 16]
-    )
+    train, validation = (x.sequences[:, :-1].numpy().tobytes() for x in (source.train, source.validation))
+    assert train == (text_of(library, held_out=False) + b"\0")[: len(source.train) * 16]
+    assert not [name for name in WANTED if f"# {name}\n".encode() in validation and not is_validation(name)]
 
 
-def test_validation_windows_are_evenly_spread(library):
-    chosen, n = places(load_folder(CONFIG, library), text_of(library, held_out=True))
-    assert len(chosen) == 10
-    assert chosen[0] == 0
-    gaps = np.diff([*chosen, n])
-    assert gaps.max() - gaps.min() <= 1
-    assert gaps.min() > 1
-
-
-def test_the_trigram_is_measured_on_the_targets_of_the_windows(library):
-    source = load_folder(CONFIG, library)
-    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
-    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation)))
-    judged = [bits[place * 16 + 1 : place * 16 + 17] for place in places(source, validation.tobytes())[0]]
-    assert np.shape(judged) == (10, 16)
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
+@pytest.mark.parametrize("bos", [False, True])
+def test_windows_lose_nothing_and_the_trigram_is_measured_on_their_targets(library, bos):
+    """Windows are shifted by one token, or begin with BOS; those of validation are evenly spread."""
+    source, plain = (load_folder(replace(CONFIG, bos=x), library) for x in (bos, False))
+    assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
+    batch, shift = read(source.train), 0 if bos else 1
+    train, validation = (text_of(library, part) for part in (False, True))
+    n = (len(train) - shift) // 16 * 16
+    assert len(train) - n <= 16
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert bytes(batch["targets"].flatten().tolist()) == train[shift : n + shift]
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert bytes(batch["tokens"][:, 0].tolist()) == (bytes(n // 16) if bos else train[:n:16])
+    targets = [x.numpy().tobytes() for x in source.validation.sequences[:, 1:]]
+    places = [validation.index(each) for each in targets]
+    assert len(places) == 10
+    assert {place % 16 for place in places} == {shift}
+    gaps = np.diff([*places, (len(validation) - shift) // 16 * 16 + shift]) // 16
+    assert 1 < gaps.min() <= gaps.max() <= gaps.min() + 1
+    probability = ByteTrigram(np.frombuffer(train, np.uint8)).probability(trigrams(np.frombuffer(validation, np.uint8)))
+    bits = np.mean([-np.log2(probability[place : place + 16]) for place in places])
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
 def test_fingerprint_follows_the_content_used_and_python(library, monkeypatch):
@@ -187,3 +140,29 @@ def test_running_python():
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]
+
+
+def test_is_witten_bell():
+    """Against the recursion with dictionaries."""
+    rng = np.random.default_rng(0)
+    text, held_out = rng.integers(97, 103, 300).astype(np.uint8), rng.integers(96, 105, 200).astype(np.uint8)
+    followers = defaultdict(Counter)
+    padded = bytes(2) + text.tobytes()
+    for end in range(2, len(padded)):
+        for begin in (end, end - 1, end - 2):
+            followers[padded[begin:end]][padded[end]] += 1
+
+    def witten_bell(history, byte):
+        lower = witten_bell(history[1:], byte) if history else 1 / 256
+        seen = followers[history]
+        if not seen:
+            return lower
+        return (seen[byte] + len(seen) * lower) / (seen.total() + len(seen))
+
+    padded = bytes(2) + held_out.tobytes()
+    expected = [witten_bell(padded[end - 2 : end], padded[end]) for end in range(2, len(padded))]
+    assert np.allclose(ByteTrigram(text).probability(trigrams(held_out)), expected, rtol=1e-12)
+    unigram = [witten_bell(b"", byte) for byte in held_out.tobytes()]
+    assert np.allclose(ByteTrigram(text).probability(trigrams(held_out), order=1), unigram, rtol=1e-12)
+    bits = {"unigram_bits_per_byte": -np.log2(unigram).mean(), "trigram_bits_per_byte": -np.log2(expected).mean()}
+    assert ByteTrigram(text).measure_bits(trigrams(held_out)) == pytest.approx(bits, rel=1e-12)

@@ -35,16 +35,13 @@ from test_tasks import read
 from tokenizers import Tokenizer, models
 
 from lit_lazy.command.main import main
-from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import load_experiment
-from lit_lazy.data import text
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data.facts import list_doubts
 from lit_lazy.data.pipeline import documents
 from lit_lazy.data.prompts import Prompts
-from lit_lazy.data.stdlib import ByteTrigram, trigrams
-from lit_lazy.data.text import Text, measure_ngrams
-from lit_lazy.support.named_files import find
+from lit_lazy.data.text import Text
 from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -207,14 +204,6 @@ def test_validation_documents_that_are_trained_on_are_counted_and_refused(tmp_pa
         assert info.get("validation_overlap") == share
 
 
-def test_max_tokens_ends_the_training_text(corpora):
-    whole = small(path=corpora["jsonl"]).load()
-    cut = small(path=corpora["jsonl"], max_tokens=2000 * L).load()
-    assert cut.info["train_tokens"] == 2000 * L < whole.info["train_tokens"]
-    assert torch.equal(cut.train.sequences, whole.train.sequences[:2000])
-    assert cut.fingerprint != whole.fingerprint
-
-
 # Tokenisers
 
 
@@ -236,13 +225,6 @@ def test_a_tokenizers_file(corpora, bpe):
     assert other.fingerprint != source.fingerprint
 
 
-def test_a_tokenizer_decodes_what_it_encodes(bpe):
-    for config in (small(path="x"), small(path="x", tokenizer=bpe)):
-        tokenizer = config.load_tokenizer()
-        (ids,) = tokenizer.encode([DOCUMENTS[0].encode()])
-        assert "".join(tokenizer.decode(ids.tolist())) == DOCUMENTS[0]
-
-
 @pytest.mark.parametrize("words", ["bytes", "bpe"])
 def test_with_bos_each_token_is_a_target_once_behind_the_separator(corpora, bpe, words):
     plain = small(path=corpora["parquet"], tokenizer=bpe if words == "bpe" else "bytes")
@@ -253,28 +235,6 @@ def test_with_bos_each_token_is_a_target_once_behind_the_separator(corpora, bpe,
     assert targets[: len(tokens)] == tokens[: len(targets)]
     assert (batch["tokens"][:, 0] == (1 if words == "bpe" else 0)).all()
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_the_trigram_is_measured_on_the_targets_of_the_windows(corpora, bos):
-    source = small(path=corpora["jsonl"], bos=bos).load()
-    train, validation = (np.frombuffer(joined(part), np.uint8) for part in (TRAIN, VALIDATION))
-    shift = 0 if bos else 1
-    n = (len(train) - shift) // L * L  # the windows' tokens
-    bits = -np.log2(ByteTrigram(train[:n]).probability(trigrams(validation)))
-    places = np.arange(10) * ((len(validation) - shift) // L) // 10 * L
-    judged = [bits[place + shift :][:L] for place in places]
-    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
-
-
-def test_trigram_counts_a_bounded_number_of_bytes(corpora, monkeypatch):
-    train = small(path=corpora["jsonl"]).load().train.sequences
-    counted = []
-    monkeypatch.setattr(text, "TRIGRAM_BYTES", 100 * L)
-    monkeypatch.setattr(text, "ByteTrigram", lambda data: counted.append(data) or ByteTrigram(data))
-    measure_ngrams(train, np.frombuffer(joined(VALIDATION), np.uint8), np.arange(10))
-    assert [data.size for data in counted] == [100 * L]
-    assert counted[0][-L:].tobytes() == train[len(train) * 99 // 100, :-1].numpy().tobytes()
 
 
 def remake(bpe: str, path: Path, **changes: object) -> str:
@@ -299,17 +259,6 @@ def test_the_text_of_a_control_token_is_text_in_a_document_and_a_token_in_a_prom
     assert (tokens_of(begun) == 0).sum() == begun.load().info["train_documents"]
 
 
-def test_a_text_that_becomes_the_separator_by_the_vocabulary_is_refused_by_its_place(tmp_path, cache):
-    words = [("<unk>", 0.0), ("</s>", 0.0), *((chr(code), -9.0) for code in range(32, 127))]
-    tokenizer = Tokenizer(models.Unigram(words, unk_id=0))
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(tmp_path / "unigram.json"))
-    lines = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, "the mark </s> ends"])
-    with pytest.raises(ValueError, match=r"data\.path='.*a\.jsonl': line 301 has a text that becomes token 1"):
-        small(path=str(lines), tokenizer=str(tmp_path / "unigram.json")).load()
-    assert not [path for path in cache.iterdir() if not path.name.startswith("shard-")]
-
-
 @pytest.mark.parametrize(
     ("normalizer", "texts", "share"),
     [
@@ -325,15 +274,6 @@ def test_documents_that_a_tokenizer_does_not_restore_are_counted(tmp_path, bpe, 
     assert info.get("lossy_documents", 0.0) == share
     assert ("bits per byte are too low" in capfd.readouterr().err) is (share > 0)
     assert len(list_doubts(info)) == (share > 0)
-
-
-@pytest.mark.long
-def test_the_number_of_threads_affects_no_token(corpora, bpe, tmp_path):
-    text = f"{corpora['parquet']!r}, tokenizer={bpe!r}, validation_windows=1"
-    code = f"from lit_lazy.data.text import Text; print(Text({text}).load().fingerprint)"
-    settings = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "3"}]
-    running = [in_process(code, LIT_LAZY_CACHE=str(tmp_path / str(i)), **s) for i, s in enumerate(settings)]
-    assert len({finished(process)[0] for process in running}) == 1
 
 
 @pytest.mark.long
@@ -427,23 +367,8 @@ def test_a_stream_is_read_no_further_than_needed(repository):
 @pytest.mark.parametrize("stream", [True, False])
 def test_wrong_hub_options_are_named(repository, cache, changes, named, stream):
     options = {"hub": str(repository), "hub_config": "whole", "stream": stream, "max_tokens": 10**6, **changes}
-    with pytest.raises(ValueError, match=named) as error:
+    with pytest.raises(ValueError, match=f"^.*{named}.*$"):
         small(**options).load()
-    assert "\n" not in str(error.value)
-    assert not cache.exists()
-
-
-@pytest.mark.long
-def test_without_a_network_a_hub_dataset_is_one_line(cache):
-    code = """
-from lit_lazy.data.text import Text
-try:
-    Text(hub="HuggingFaceFW/fineweb-edu", hub_config="sample-10BT", stream=True, max_tokens=10**6).load()
-except ValueError as error:
-    print(error)"""
-    out, errors = finished(in_process(code, HF_HUB_OFFLINE="1"))
-    assert re.fullmatch(r"data\.hub='HuggingFaceFW/fineweb-edu': cannot be read \(Couldn't reach.*network.*\n", out)
-    assert errors == ""
     assert not cache.exists()
 
 
@@ -453,8 +378,6 @@ except ValueError as error:
 INVALID_UTF8 = [None, pa.py_buffer(np.array([0, 1, 4], np.int32).tobytes()), pa.py_buffer(b"aa\xffb")]
 BROKEN = {
     "empty.txt": (b"", "no file with text.*empty"),
-    "blank.jsonl": (b"\n\n", "no text"),
-    "no_text.jsonl": (b'{"text": ""}\n', "no text"),
     "kind.csv": (b"text\0hello\n", r"no file with text .*\.csv.*give"),
     "binary.txt": (b"PAR1\0\0\0", "NUL at byte 4"),
     "latin.txt": (b"a" * 100_000 + b"caf\xe9 au lait", "UTF-8 at byte 100003; convert"),
@@ -462,22 +385,15 @@ BROKEN = {
     "column.jsonl": (b'{"content": "x", "id": 1}\n', "line 1 .*content, id; choose"),
     "number.jsonl": (b'{"text": "x"}\n{"text": 5}\n', "line 2 has 5 .*choose"),
     "invalid.jsonl": (b'{"text": "x"}\n\n{"text": \n', "line 3 is not JSON"),
-    "array.json": (b'[{"text": "x"}]\n', "line 1 .*list; give"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "line 1 .*Unicode"),
     "nul.jsonl": (b'{"text": "ab\\u0000"}\n', "line 1 .*token 0"),
     "broken.parquet": (b"PAR1 this is no parquet", r"damaged parquet .*replace"),
-    "cut.parquet": (lambda content: content[: len(content) // 2], "damaged parquet"),
     "damaged.parquet": (lambda content: content[:1000] + b"\xff" * 50_000 + content[51_000:], "damaged parquet"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n')[:-9], "Truncated"),
-    "plain.txt.zst": (b"no zstd", "ZSTD"),
     "bomb.jsonl.zst": (b"", "line 1 .*16 MiB; split"),
     "invalid.parquet": (b"", "row 2 .*UTF-8 at byte 1; convert"),
-    "twice.parquet": (b"", "only text, text; choose"),
-    "rowless.parquet": (b"", "no text; give"),
-    "groupless.parquet": (b"", "no text; give"),
     "missing.txt": (None, "no file or folder"),
     "none*.txt": (None, "no file or folder.* glob"),
-    "a**b/*.txt": (None, "no file or folder"),
     "folder": (None, "no file with text .*empty.*give"),
 }
 """Content of files that cannot be read as text, and a part of what is said of them."""
@@ -494,9 +410,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pa.output_stream(root / "bomb.jsonl.zst", compression="zstd") as file:
         file.write(b'{"text": "' + b"a" * 2**25)
     pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 2, INVALID_UTF8)}), root / "invalid.parquet")
-    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), root / "twice.parquet")
-    write_groups(root / "rowless.parquet", [])
-    write_groups(root / "groupless.parquet")
     (root / "plain.json").write_text('{"not": "a tokenizer"}')
     no_end = Tokenizer(models.BPE())
     no_end.add_tokens(["a"])
@@ -508,32 +421,24 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "message"),
     [
         *(({"path": name}, rf"data\.path='.*{re.escape(name)}':? .*{said}") for name, (_, said) in BROKEN.items()),
-        *(({"path": name}, r"^data\.column='text': ") for name in ("column.jsonl", "number.jsonl", "twice.parquet")),
-        ({"path": "good.parquet", "split": "test"}, r"data\.split='test': needs data\.hub"),
-        ({"path": "good.parquet", "revision": "main"}, r"data\.revision='main': needs data\.hub"),
-        ({"path": "good.parquet", "hub_config": "x"}, r"data\.hub_config='x': needs data\.hub"),
-        ({"path": "good.parquet", "column": "no"}, r"data\.column='no': .* only text, id, dump"),
-        ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': .*int64"),
-        (
-            {"path": "good.parquet", "validation_share": 1e-9},
-            r"data\.validation_share=1e-09: .* none is for validation",
-        ),
-        ({"path": "good.parquet", "tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read"),
-        ({"path": "good.parquet", "tokenizer": "plain.json"}, r"data\.tokenizer='.*plain\.json': cannot be used"),
-        ({"path": "good.parquet", "tokenizer": "no_end.json"}, r"no_end\.json': has none of .* <\|endoftext"),
-        (
-            {"path": "good.parquet", "tokenizer": "no_end.json", "end_of_text": "<e>"},
-            r"data\.end_of_text='<e>': is no token of data\.tokenizer=",
-        ),
-        ({"path": "good.parquet", "validation": "no.txt"}, r"data\.validation='.*no\.txt': is no file"),
-        ({"path": "good.parquet", "validation": "latin.jsonl"}, r"data\.validation='.*latin\.jsonl': line 2"),
+        *(({"path": name}, r"data\.column='text': ") for name in ("column.jsonl", "number.jsonl")),
+        *(({option: "x"}, rf"data\.{option}='x': needs data\.hub") for option in ("split", "revision", "hub_config")),
+        ({"column": "no"}, r"data\.column='no': .* only text, id, dump"),
+        ({"column": "int_score"}, r"data\.column='int_score': .*int64"),
+        ({"validation_share": 1e-9}, r"data\.validation_share=1e-09: .* none is for validation"),
+        ({"tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read"),
+        ({"tokenizer": "plain.json"}, r"data\.tokenizer='.*plain\.json': cannot be used"),
+        ({"tokenizer": "no_end.json"}, r".*no_end\.json': has none of .* <\|endoftext"),
+        ({"tokenizer": "no_end.json", "end_of_text": "<e>"}, r"data\.end_of_text='<e>': is no token of data\.tokeni"),
+        ({"validation": "no.txt"}, r"data\.validation='.*no\.txt': is no file"),
+        ({"validation": "latin.jsonl"}, r"data\.validation='.*latin\.jsonl': line 2"),
     ],
 )
 def test_an_error_is_one_line_and_leaves_nothing(bad, cache, options, message, capfd):
-    paths = {name: str(bad / value) for name, value in options.items() if name in ("path", "tokenizer", "validation")}
-    with pytest.raises(ValueError, match=message) as error:
-        small(**{**options, **paths}).load()
-    assert "\n" not in str(error.value)
+    given = {"path": "good.parquet", **options}
+    paths = {name: str(bad / value) for name, value in given.items() if name in ("path", "tokenizer", "validation")}
+    with pytest.raises(ValueError, match=f"^.*{message}.*$"):
+        small(**given | paths).load()
     assert not any(cache.glob("*"))
     assert capfd.readouterr().err == ""
 
@@ -543,50 +448,34 @@ def test_an_error_is_one_line_and_leaves_nothing(bad, cache, options, message, c
     [
         ({"context_length": 10**7}, r"data\.context_length=10000000: .* \d+ tokens; choose"),
         ({"path": "short"}, r"data\.context_length=\d+: the training text has \d+ tokens; choose"),
-        ({"validation": "short"}, r"data\.context_length=\d+: the validation text has .* longer data\.validation$"),
+        ({"validation": "short"}, r"data\.context_length=\d+: the validation text has .* longer data\.validation"),
     ],
 )
 def test_too_little_text_is_one_line(corpora, options, message, tmp_path):
     """Detected only after tokenising: the tokens stay cached for valid options."""
     (tmp_path / "short.txt").write_text("hello")
     given = {name: str(tmp_path / "short.txt") if value == "short" else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^{message}.*$"):
         small(**{"path": corpora["jsonl"], **given}).load()
-    assert "\n" not in str(error.value)
 
 
 # Training
 
 
-def tiny_run(path: str, **options: object) -> RunConfig:
-    return RunConfig(
-        data=small(path=path, **options),
-        model=ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32),
-        train=TrainConfig(steps=6, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
-    )
-
-
-def test_training_is_identical_on_every_format_and_reports_bits_per_byte(corpora, bpe, tmp_path):
-    by_format = [run(tiny_run(corpora[kind], tokenizer=bpe), tmp_path / kind) for kind in ("txt", "parquet")]
-    assert by_format[0].metrics == by_format[1].metrics
-    metrics, data = by_format[0].metrics, by_format[0].data
-    assert metrics["loss/val"] < metrics["init/loss/val"]
-    bits = metrics["loss/val"] / np.log(2)
-    assert metrics["loss/bits_per_byte"] == pytest.approx(bits / data["bytes_per_token"])
-
-
-def test_the_command_line_sets_its_options(corpora, runs, cache, capsys):
+def test_the_command_line_sets_its_options(corpora, bpe, runs, cache, capsys):
     assert main(["train", "text", "--runs", str(runs)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "data.path='': give your text" in line
     assert not cache.exists()
     fields = {"data.path": corpora["jsonl"], "data.context_length": L, "data.validation_windows": 10, "train.steps": 3}
-    fields |= {"model.d_model": 16, "model.d_ff": 32, "train.warmup_steps": 1, "data.max_tokens": "None"}
+    fields |= {"model.d_model": 16, "model.d_ff": 32, "train.warmup_steps": 1, "data.tokenizer": bpe}
     assert main(["train", "text", "--runs", str(runs), *(f"--{name}={value}" for name, value in fields.items())]) == 0
     (result,) = runs.rglob("result.json")
     known = json.loads(result.read_text())
     assert known["config"]["data"]["path"] == corpora["jsonl"]
     assert known["data"]["train_documents"] == sum(not held_out(t, 0.1) for t in DOCUMENTS)
+    bits = known["metrics"]["loss/val"] / np.log(2)
+    assert known["metrics"]["loss/bits_per_byte"] == pytest.approx(bits / known["data"]["bytes_per_token"])
 
 
 def test_the_fineweb_experiment_runs_on_a_folder_with_its_layout(tmp_path):
@@ -596,8 +485,10 @@ def test_the_fineweb_experiment_runs_on_a_folder_with_its_layout(tmp_path):
     (root / "README.md").write_text(
         "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
     )
-    shipped = load_experiment(find("experiments", "fineweb_edu"))
-    tiny = {"data.hub": str(root), "data.max_tokens": 10**6, "data.validation_windows": 4, "model": tiny_run("").model}
-    result = run(replace_at(shipped, {**tiny, "train": tiny_run("").train}), tmp_path / "run")
+    model = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32)
+    train = TrainConfig(steps=6, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2)
+    data = {"data.hub": str(root), "data.max_tokens": 10**6, "data.validation_windows": 4}
+    cfg = replace_at(experiment("fineweb_edu"), data | {"model": model, "train": train})
+    result = run(cfg, tmp_path / "run")
     assert result.data["train_tokens"] == 10**6 // 512 * 512
     assert result.metrics["loss/val"] < result.metrics["init/loss/val"]

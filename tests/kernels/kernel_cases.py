@@ -10,17 +10,31 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flash_lazy import Stats, lazy_attention
+from flash_lazy.call import Call
 from flash_lazy.cpu import library
 from flash_lazy.fused import configurations
+from flash_lazy.reference import reference_weights
 
 THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
+AXES = {
+    "threshold": THRESHOLDS,
+    "sign": [1, -1],
+    "renormalise": [False, True],
+    "bias_width": [None, 1, 20, 300],
+    "slopes": [False, True],
+    "window": [None, 1, 17, 500],
+    "key_mask": [False, True],
+    "layout": ["plain", "decode", "ragged", "packed"],
+    "group": [1, 3],
+    "kv_heads": [1, 2],
+}
+"""Options of `draw`, for pairwise covers."""
 CONTEXT_LENGTH = 40
 KINK_MARGIN = 1e-4
 TAU = {"per_query": 1.0, "seq_len": 1.0, "per_token": 1.0, "constant": 0.05}
@@ -95,11 +109,28 @@ def draw(
     """
     for attempt in itertools.count():
         case = _draw_once(random.Random(f"{seed}-{attempt}"), locals())
-        if naive_attention(case)[2] > KINK_MARGIN:
+        if kink_margin(case) > KINK_MARGIN:
             return case
         if attempt == 300:
             raise RuntimeError("no draw keeps off the kink; make the case smaller")
     raise AssertionError("unreachable")
+
+
+def kink_margin(case: Case, documents: list[tuple[slice, slice]] | None = None) -> float:
+    """The least |p / theta - 1| of a visible pair, inf if there is none. documents: rows and keys of each."""
+    options = dict(case.options)
+    cuts = options.pop("cu_seqlens", None)
+    if documents is None:
+        parts = [slice(None)] if cuts is None else [slice(*ends) for ends in itertools.pairwise(cuts.tolist())]
+        documents = [(part, part) for part in parts if part.start is None or part.start < part.stop]
+    margin = math.inf
+    for rows, keys in documents:
+        own = options | ({"key_mask": options["key_mask"][:, keys]} if "key_mask" in options else {})
+        q, k = case.q[:, :, rows].double(), case.k[:, :, keys].double()
+        weights = reference_weights(Call(q, k, k, case.tau.double(), case.bias, **own))
+        distance = (weights.p / weights.theta[..., None] - 1).abs().masked_fill(~weights.visible, math.inf)
+        margin = min(margin, float(distance.min()))
+    return margin
 
 
 def _draw_once(rng: random.Random, asked: dict[str, Any]) -> Case:
@@ -146,7 +177,11 @@ def make_noise(case: Case, mean: float = 0.0) -> Tensor:
 
 
 def run(
-    case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None
+    case: Case,
+    backend: str,
+    grad: Tensor | None = None,
+    dlse: Tensor | None = None,
+    attend: Callable[..., tuple[Tensor, Stats]] = lazy_attention,
 ) -> tuple[Tensor, Stats, dict[str, Tensor]]:
     """Output, stats, and the gradient of every leaf for the output's gradient (`noise` by default), all on the CPU.
 
@@ -156,13 +191,8 @@ def run(
     case = case.to_device(device_for(backend))
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = {**case.options, **{name: leaves[name] for name in ("slopes",) if name in leaves}}
-    out, stats = lazy_attention(
-        *(leaves[name] for name in ("q", "k", "v", "tau")),
-        leaves.get("bias"),
-        backend=backend,  # type: ignore[arg-type]
-        return_stats=True,
-        **options,
-    )
+    tensors = (leaves[name] for name in ("q", "k", "v", "tau"))
+    out, stats = attend(*tensors, leaves.get("bias"), backend=backend, return_stats=True, **options)
     ends, given = [out], [grad.to(out)]
     if dlse is not None:
         ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
@@ -171,9 +201,9 @@ def run(
     return out.detach().cpu(), Stats(*(x.detach().cpu() for x in stats)), named
 
 
-def run_named(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
+def run_named(case: Case, backend: str, *given: Any, **options: Any) -> dict[str, Tensor]:
     """Results of `run` by name: out, the stats, dq, dk, ..."""
-    out, stats, grads = run(case, backend, grad, dlse)
+    out, stats, grads = run(case, backend, *given, **options)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
 
 
@@ -356,65 +386,6 @@ def assert_small_errors(measure: Callable[[int], Errors], seeds: tuple[int, ...]
     assert not found.too_large(), found.too_large()
 
 
-def naive_attention(case: Case) -> tuple[np.ndarray, Stats, float]:
-    """Output and stats by loops over rows with a list of visible keys, and min |p / theta - 1| (inf if none).
-
-    Shares nothing with the package: visibility is decided key by key.
-    """
-    options = case.options
-    q, k, v = (x.double().numpy() for x in (case.q, case.k, case.v))
-    tau = case.tau.double().numpy()
-    bias = None if case.bias is None else case.bias.double().numpy()
-    slopes = options["slopes"].double().numpy() if "slopes" in options else None
-    (batch, heads, rows, width), (kv_heads, keys) = q.shape, k.shape[1:3]
-    cuts = options["cu_seqlens"].tolist() if "cu_seqlens" in options else [0, keys]
-    scale = options.get("scale") or 1 / math.sqrt(width)
-    out = np.zeros_like(q)
-    stats = Stats(*(np.zeros((batch, heads, rows)) for _ in Stats._fields))  # type: ignore[arg-type]
-    stats.lse.fill(-np.inf)
-    margin = np.inf
-    for b, r in itertools.product(range(batch), range(rows)):
-        here = int(options["kv_lengths"][b]) if "kv_lengths" in options else keys
-        here += r - rows  # index of the row's own key
-        start = max((cut for cut in cuts if cut <= here), default=0)
-        window = options.get("window") or keys
-        seen = [
-            j
-            for j in range(keys)
-            if start <= j <= here and here - j < window and ("key_mask" not in options or options["key_mask"][b, j])
-        ]
-        if not seen:
-            continue
-        for h in range(heads):
-            kv = h // (heads // kv_heads)
-            scores = k[b, kv, seen] @ q[b, h, r] * scale
-            for index, j in enumerate(seen):
-                if bias is not None and here - j < bias.shape[1]:
-                    scores[index] += bias[h, here - j]
-                if slopes is not None:
-                    scores[index] -= slopes[h] * (here - j)
-            lse = scores.max() + np.log(np.exp(scores - scores.max()).sum())
-            p = np.exp(scores - lse)
-            match options["threshold"]:
-                case "per_query":
-                    theta = tau[h] / len(seen)
-                case "per_token":
-                    theta = tau[h, min(here - start + 1, tau.shape[1]) - 1] / len(seen)
-                case "seq_len":
-                    theta = tau[h] / options["context_length"]
-                case "constant":
-                    theta = tau[h]
-            if theta:
-                margin = min(margin, np.abs(p / theta - 1).min())
-            w = np.maximum(p - theta, 0)
-            stats.lse[b, h, r], stats.mass[b, h, r], stats.zeros[b, h, r] = lse, w.sum(), (p <= theta).sum()
-            if options["renormalise"] and w.sum() > 0:
-                w = w / w.sum()
-            stats.first_weight[b, h, r] = w[seen.index(start)] if start in seen else 0
-            out[b, h, r] = w @ v[b, kv, seen]
-    return out, stats, float(margin)
-
-
 def pairwise_cover(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Greedy list of settings that covers every pair of values of every two axes."""
     rng = random.Random(seed)
@@ -440,6 +411,32 @@ def pairwise_cover(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, 
         missing -= pairs(chosen)
         cover.append({name: axes[name][index] for name, index in chosen.items()})
     return cover
+
+
+COMPILED = {
+    "plain": {"bias_width": 7, "group": 2, "window": 9},
+    "negative tau and a mask": {"sign": -1, "key_mask": True, "slopes": True, "renormalise": True},
+    "ragged": {"layout": "ragged", "threshold": "per_token", "bias_width": 7},
+    "packed": {"layout": "packed", "sign": -1, "kv_heads": 2},
+    "decode": {"layout": "decode", "rows": 1},
+}
+"""Calls to be compiled."""
+
+
+def assert_compiles_to_the_same_bits(case: Case, backend: str) -> None:
+    """torch.compile sees a call as one operator."""
+
+    def attend(**leaves: Tensor) -> tuple[Tensor, Stats]:
+        return lazy_attention(**case.options | leaves, backend=backend, return_stats=True)  # type: ignore[arg-type]
+
+    torch.compiler.reset()
+    results = []
+    for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+        out, stats = call(**leaves)
+        ends = out.square().sum() + stats.lse.nan_to_num(neginf=0).square().sum()
+        results.append((out, *stats, *torch.autograd.grad(ends, list(leaves.values()))))
+    assert all(map(torch.equal, *results))
 
 
 def drop_options(case: Case, *names: str) -> Case:

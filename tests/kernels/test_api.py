@@ -19,7 +19,6 @@ from flash_lazy import LazyAttention, api, lazy_attention, resolve_backend
 from flash_lazy.call import Call
 from flash_lazy.cpu import library
 from flash_lazy.fused import ops
-from flash_lazy.fused.ops import find_obstacle
 
 BACKENDS = ["reference", "chunked", "cpu", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
@@ -40,14 +39,10 @@ PACKED = {"q": Q[:1], "k": K[:1], "v": K[:1]}
 
 # Changes of a valid call, and the required parts of the message: argument, value, fix.
 WRONG = {
-    "q of three dimensions": ({"q": Q[0]}, ["q has shape [4, 6, 8]", "[B, H, L, D]"]),
     "k without keys": ({"k": K[:, :, :0]}, ["k has shape [2, 2, 0, 8]", "at least 1"]),
-    "integer v": ({"v": K.long()}, ["v is torch.int64", "float32"]),
     "k of another dtype": ({"k": K.double()}, ["k is torch.float64", "q is torch.float32", "one dtype"]),
     "k on another device": ({"k": K.to("meta")}, ["k is on meta", "q on cpu", "one device"]),
     "v unlike k": ({"v": K[..., :4]}, ["v has shape [2, 2, 6, 4]", "[2, 2, 6, 8]"]),
-    "another batch": ({"k": K[:1], "v": K[:1]}, ["k has shape [1, 2, 6, 8]", "B and D must agree"]),
-    "another width": ({"k": K[..., :4], "v": K[..., :4]}, ["k has shape [2, 2, 6, 4]", "B and D must agree"]),
     "heads no multiple": ({"q": Q[:, :3], "tau": TAU[:3]}, ["k has 2 heads", "q 3", "multiple"]),
     "more rows than keys": (
         {"k": K[:, :, :5], "v": K[:, :, :5]},
@@ -55,48 +50,21 @@ WRONG = {
     ),
     "tau per kv head": ({"tau": TAU[:2]}, ["tau has shape [2]", "give [H], H = 4"]),
     "tau without positions": ({"threshold": "per_token"}, ["tau has shape [4]", "per_token", "[H, N]"]),
-    "tau with positions": ({"tau": torch.ones(4, 9)}, ["tau has shape [4, 9]", "per_query", "give [H]"]),
-    "half tau": ({"tau": TAU.bfloat16()}, ["tau is torch.bfloat16", "keep it float32"]),
-    "double tau": ({"tau": TAU.double()}, ["tau is torch.float64", "keep it float32"]),
     "tau elsewhere": ({"tau": TAU.to("meta")}, ["tau is on meta", "q on cpu"]),
     "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]; give [H, W], H = 4"]),
-    "empty bias": ({"bias": torch.zeros(4, 0)}, ["bias has shape [4, 0]", "[H, W], H = 4"]),
-    "half bias": ({"bias": torch.zeros(4, 5).half()}, ["bias is torch.float16", "keep it float32"]),
     "slopes of two dimensions": ({"slopes": torch.zeros(4, 5)}, ["slopes has shape [4, 5]", "give [H], H = 4"]),
     "unknown threshold": ({"threshold": "row"}, ["threshold is 'row'", "per_query, seq_len, per_token, constant"]),
     "seq_len alone": ({"threshold": "seq_len"}, ["context_length is None", "seq_len"]),
-    "no context": ({"threshold": "seq_len", "context_length": 0}, ["context_length is 0", ">= 1"]),
-    "idle context": ({"context_length": 9}, ["context_length is 9", "leave it out"]),
     "packed batch": ({"cu_seqlens": ints(0, 6)}, ["cu_seqlens needs B = 1", "[2, 4, 6, 8]"]),
-    "packed decode": (PACKED | {"q": Q[:1, :, :2], "cu_seqlens": ints(0, 6)}, ["Lq = Lk", "[1, 4, 2, 8]"]),
-    "long cu_seqlens": (PACKED | {"cu_seqlens": ints(0, 6, dtype=torch.int64)}, ["torch.int64", "int32"]),
-    "cu_seqlens too short": (PACKED | {"cu_seqlens": ints(0, 5)}, ["cu_seqlens is [0, 5]", "Lk = 6"]),
-    "cu_seqlens from 1": (PACKED | {"cu_seqlens": ints(1, 6)}, ["cu_seqlens is [1, 6]", "rise from 0"]),
     "cu_seqlens falling": (PACKED | {"cu_seqlens": ints(0, 4, 3, 6)}, ["cu_seqlens is [0, 4, 3, 6]", "rise"]),
     "packed and ragged": (PACKED | {"cu_seqlens": ints(0, 6), "kv_lengths": ints(6)}, ["kv_lengths and cu_seqlens"]),
-    "float kv_lengths": ({"kv_lengths": torch.ones(2)}, ["kv_lengths is torch.float32", "int32 or int64"]),
-    "one kv_length": ({"kv_lengths": ints(6)}, ["kv_lengths is torch.int32 of shape [1]", "B = 2"]),
     "kv_lengths too long": ({"q": Q[:, :, :3], "kv_lengths": ints(6, 7)}, ["kv_lengths is [6, 7]", "0 to Lk = 6"]),
-    "negative kv_lengths": ({"q": Q[:, :, :3], "kv_lengths": ints(-1, 6)}, ["kv_lengths is [-1, 6]", "0 to Lk = 6"]),
     "float key_mask": ({"key_mask": MASK.float()}, ["key_mask is torch.float32", "bool [B, Lk] = [2, 6]"]),
-    "short key_mask": ({"key_mask": MASK[:, :5]}, ["shape [2, 5]", "bool [B, Lk] = [2, 6]"]),
     "key_mask elsewhere": ({"key_mask": MASK.to("meta")}, ["key_mask is on meta", "q on cpu"]),
     "empty window": ({"window": 0}, ["window is 0", "at least 1"]),
-    "a window that is true": ({"window": True}, ["window is True", "whole number"]),
-    "no scale": ({"scale": float("nan")}, ["scale is nan", "a finite number"]),
-    "fractional window": ({"window": 2.5}, ["window is 2.5", "whole number"]),
-    "fractional context": ({"threshold": "seq_len", "context_length": 2.5}, ["context_length is 2.5", "whole number"]),
-    "unknown threshold beside a table": ({"threshold": "row", "tau": torch.ones(4, 9)}, ["threshold is 'row'"]),
     "a learned scale": ({"scale": torch.tensor(0.3)}, ["scale is a Tensor", "no gradient", "a finite number"]),
-    "a scale in words": ({"scale": "0.3"}, ["scale is a str", "a finite number"]),
     "renormalise in words": ({"renormalise": "no"}, ["renormalise is 'no'", "True or False"]),
-    "return_stats in words": ({"return_stats": "no"}, ["return_stats is 'no'", "True or False"]),
-    "a context that is true": ({"threshold": "seq_len", "context_length": True}, ["context_length is True", "whole"]),
-    "a window beyond 64 bits": ({"window": 2**63}, ["window is 9223372036854775808", "whole number"]),
-    "a list of backends": ({"backend": ["auto"]}, ["backend is ['auto']", "choose one of auto"]),
-    "a list of thresholds": ({"threshold": ["constant"]}, ["threshold is ['constant']", "choose one of per_query"]),
     "an 8-bit float": ({"q": Q.to(torch.float8_e4m3fn)}, ["q is torch.float8_e4m3fn", "give float16"]),
-    "complex q": ({"q": Q.cfloat()}, ["q is torch.complex64", "give float16"]),
     "too wide a bias": ({"bias": torch.zeros(1).expand(4, 2**29)}, ["bias has shape [4, 536870912]", "2**31"]),
     "too long a tau": (
         {"threshold": "per_token", "tau": torch.zeros(1).expand(4, 2**29)},
@@ -116,71 +84,41 @@ def test_error_names_argument_value_and_fix(name):
     assert_refused(lambda: call(**changes), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [("q", [1], "list"), ("tau", 1.0, "float"), ("kv_lengths", [6, 6], "list"), ("bias", False, "bool")],
-)
-def test_what_is_no_tensor_is_named(name, value, kind):
-    with pytest.raises(TypeError, match=rf"^{name} is a {kind}; give a tensor$"):
-        call(**{name: value})
+NO_TENSOR = {
+    "a list": ({"q": [1]}, "q is a list; give a tensor"),
+    "a number": ({"tau": 1.0}, "tau is a float; give a tensor"),
+    "an array": ({"key_mask": np.ones((2, 4, 60, 8))}, "key_mask is a numpy.ndarray; give a tensor"),
+    "sparse q": ({"q": Q.to_sparse()}, "q is a sparse_coo tensor; give a dense one"),
+    "sparse bias": ({"bias": torch.eye(4).to_sparse()}, "bias is a sparse_coo tensor; give a dense one"),
+    "nested q": ({"q": torch.nested.nested_tensor(list(Q), layout=torch.jagged)}, "q is a nested tensor; give a dense"),
+}
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "tau", "bias", "slopes", "cu_seqlens", "kv_lengths", "key_mask"])
-def test_an_array_of_numpy_is_named_by_its_type_and_not_printed(name):
-    with pytest.raises(TypeError, match=rf"^{name} is a numpy\.ndarray; give a tensor$"):
-        call(**{name: np.ones((2, 4, 60, 8))})
+@pytest.mark.parametrize("name", NO_TENSOR)
+def test_what_is_no_dense_tensor_is_named_by_its_type_and_not_printed(name):
+    changes, message = NO_TENSOR[name]
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}.*$"):
+        call(**changes)
 
 
+ARRAY = np.ones((60, 8))
 LONG = {
-    "window": {"window": np.ones((60, 8))},
-    "context_length": {"context_length": np.ones((60, 8)), "threshold": "seq_len"},
-    "idle context_length": {"context_length": np.ones((60, 8))},
-    "threshold": {"threshold": np.ones((60, 8))},
-    "backend": {"backend": ["auto"] * 60},
-    "array backend": {"backend": np.ones((60, 8))},
-    "renormalise": {"renormalise": np.ones((60, 8))},
-    "cu_seqlens": PACKED | {"cu_seqlens": torch.arange(300, dtype=torch.int32)},
-    "kv_lengths": {
-        "q": Q[:1, :, :3].expand(300, -1, -1, -1),
-        "k": K[:1].expand(300, -1, -1, -1),
-        "v": K[:1].expand(300, -1, -1, -1),
-        "kv_lengths": torch.arange(300),
-    },
+    "window": lambda: call(window=ARRAY),
+    "context_length": lambda: call(context_length=ARRAY, threshold="seq_len"),
+    "threshold": lambda: call(threshold=ARRAY),
+    "backend": lambda: call(backend=["auto"] * 60),
+    "renormalise": lambda: call(renormalise=ARRAY),
+    "cu_seqlens": lambda: call(**PACKED, cu_seqlens=torch.arange(300, dtype=torch.int32)),
+    "reach": lambda: LazyAttention(8, 2, reach=ARRAY),
+    "tau": lambda: LazyAttention(8, 2, tau=ARRAY),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_value_is_cut(name):
-    with pytest.raises(ValueError, match=rf"^{name.split()[-1]} is .*\.\.\.; ") as raised:
-        call(**LONG[name])
+    with pytest.raises(ValueError, match=rf"^{name} is .*\.\.\.; .*$") as raised:
+        LONG[name]()
     assert len(str(raised.value)) < 250
-    assert "\n" not in str(raised.value)
-
-
-def test_a_long_setting_of_a_layer_is_cut():
-    for name in ("reach", "tau", "heads", "threshold"):
-        with pytest.raises(ValueError, match=rf"^{name} is .*\.\.\.; ") as raised:
-            LazyAttention(**({"width": 8, "heads": 2} | {name: np.ones((60, 8))}))
-        assert len(str(raised.value)) < 250
-        assert "\n" not in str(raised.value)
-
-
-NOT_DENSE = {
-    "sparse q": ({"q": Q.to_sparse()}, "q is a sparse_coo tensor; give a dense one"),
-    "sparse bias": ({"bias": torch.eye(4).to_sparse()}, "bias is a sparse_coo tensor; give a dense one"),
-    "sparse mask": ({"key_mask": MASK.to_sparse()}, "key_mask is a sparse_coo tensor; give a dense one"),
-    "nested q": (
-        {"q": torch.nested.nested_tensor(list(Q), layout=torch.jagged)},
-        "q is a nested tensor; give a dense one",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_DENSE)
-def test_what_is_no_dense_tensor_is_named(name):
-    changes, message = NOT_DENSE[name]
-    with pytest.raises(TypeError, match=re.escape(message)):
-        call(**changes)
 
 
 MACHINES = {
@@ -190,11 +128,7 @@ MACHINES = {
         lambda _: (7, 0),
         "needs compute capability 8.0, and cuda:0 has less",
     ),
-    "old triton": (
-        "flash_lazy.fused.ops._read_triton_version",
-        lambda: (3, 5),
-        "needs triton 3.6, and 3.5 is installed",
-    ),
+    "triton": ("flash_lazy.fused.ops._read_triton_version", lambda: (3, 5), "needs triton 3.6, and 3.5 is installed"),
 }
 
 
@@ -210,8 +144,9 @@ def test_a_machine_that_cannot_run_the_kernels_is_named(name, monkeypatch):
     with pytest.raises(ValueError, match=f"backend is 'triton', which {expected}; choose 'chunked'"):
         resolve_backend("triton", q)
     api._warn_about_fallback.cache_clear()
-    with pytest.warns(UserWarning, match=expected):
-        assert resolve_backend("auto", q) == "chunked"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        assert [resolve_backend("auto", q) for _ in range(3)] == ["chunked"] * 3
+    assert len(caught) == 1
 
 
 def test_more_sequences_than_a_grid_has_places_are_not_decoded():
@@ -235,51 +170,21 @@ def backend(request):
     return request.param
 
 
-def test_stats_are_per_row_and_the_log_sum_exp_alone_carries_a_gradient(backend):
-    q, k, tau = (x.to(device_for(backend)) for x in (Q.to(widest_dtype(backend)), K.to(widest_dtype(backend)), TAU))
-    q.requires_grad_()
-    out, stats = call(q=q, k=k, v=k, tau=tau, backend=backend, return_stats=True)
-    assert out.requires_grad
-    assert isinstance(stats, flash_lazy.Stats)
-    assert stats._fields == ("lse", "mass", "first_weight", "zeros")
-    for name, x in stats._asdict().items():
-        assert (x.dtype, x.shape, x.requires_grad) == (widest_dtype(backend), Q.shape[:3], name == "lse")
-
-
 def test_a_padded_batch_is_not_shifted_in_silence():
     """Users of flash-attention's lengths might call it so, and row 2 of 6 would be aligned like row 6 of 3 + 3."""
-    same = {"q": Q.new_zeros(2, 4, 6, 8), "k": Q.new_zeros(2, 2, 6, 8), "v": Q.new_zeros(2, 2, 6, 8)}
-    refused = r"kv_lengths is given with as many queries as keys \(6\).*leave it out for right padding"
-    with pytest.raises(ValueError, match=refused):
-        call(**same, kv_lengths=ints(6, 3))
-    one = {name: x[:, :, :1] for name, x in same.items()}
+    refused = "kv_lengths is given with as many queries as keys (6)"
+    assert_refused(lambda: call(kv_lengths=ints(6, 3)), [refused, "leave it out for right padding"])
+    one = {"q": Q[:, :, :1], "k": K[:, :, :1], "v": K[:, :, :1]}
     assert call(**one, kv_lengths=ints(1, 0)).shape == one["q"].shape
-
-
-def test_a_fallback_on_a_gpu_is_reported_once():
-    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
-    if find_obstacle(on_a_gpu, None) is not None:
-        pytest.skip("needs triton, which is not installed")
-    api._warn_about_fallback.cache_clear()
-    assert resolve_backend("auto", on_a_gpu) == "triton"
-    with pytest.warns(UserWarning, match=r"runs 'chunked' on a GPU: .* takes no key_mask") as caught:
-        assert [resolve_backend("auto", on_a_gpu, MASK) for _ in range(3)] == ["chunked"] * 3
-    assert len(caught) == 1
 
 
 def test_auto_on_a_cpu_is_the_compiled_backend_where_it_supports_the_call(monkeypatch):
     require_library()
     monkeypatch.delenv(library.SWITCH, raising=False)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(x.shape, generator=generator) for x in (Q, K, K))
-    assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="cpu"))
-    assert [resolve_backend("auto", q.to(dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == [
-        "cpu",
-        "chunked",
-        "chunked",
-    ]
+    names = [resolve_backend("auto", Q.to(dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    assert names == ["cpu", "chunked", "chunked"]
     monkeypatch.setattr(library, "find_obstacle", lambda: "there is none")
-    assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="chunked"))
+    assert resolve_backend("auto", Q) == "chunked"
 
 
 WITHOUT_LIBRARY = {

@@ -1,30 +1,23 @@
 """The complete benchmark with a stubbed torch.cuda: workers, tuning, alternating steps, results, failures."""
 
 import json
-import os
 import re
-import signal
-import sys
 import time
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 import without_gpu
-from triton.runtime.autotuner import Autotuner, Config
 from without_gpu import WORKLOADS, make_workload
 
-from bench import __main__ as command
-from bench import benchmark, compile_report, cuda, provenance, results, timing, tuning
+from bench import benchmark, results, tuning
 from bench.__main__ import main
 from bench.benchmark import Benchmark
 from bench.correctness import CASES
-from bench.results import format_tables, write_plots
-from bench.timing import compute_share_of_ceiling, measure, measure_ceilings, take_turns
-from bench.worker import _CONTEXT, GpuWorker, TaskOutcome
-from bench.workloads import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING
-from flash_lazy.fused import configurations
+from bench.timing import measure, take_turns
+from bench.worker import _CONTEXT
+from bench.workloads import DECODE, GUARDS, TRAINING
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -47,26 +40,6 @@ def test_a_failing_step_does_not_affect_the_others():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_an_error_that_breaks_the_device_is_raised(monkeypatch):
-    def breaks():
-        monkeypatch.setattr(cuda, "DEVICE", torch.device("meta"))
-        raise RuntimeError("an illegal memory access was encountered")
-
-    assert not cuda.is_broken()
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        take_turns({"bad": [breaks]}, 5)
-    assert cuda.is_broken()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_inputs_are_copied_until_they_exceed_the_cache():
-    assert cuda.count_copies(1_000_000) == 1
-    assert cuda.count_copies(100_000) == 3
-    assert cuda.count_copies(99_999) == 4
-    assert cuda.count_copies(2**30) == 1  # no more than half the free memory holds
-
-
-@pytest.mark.usefixtures("on_cpu")
 def test_a_workload_is_measured(monkeypatch):
     """Every peer has figures or a reason; differences are relative to the first peer's output."""
     monkeypatch.setattr(tuning, "list_chosen_blocks", lambda: {"forward": "some blocks"})
@@ -85,86 +58,6 @@ def test_a_workload_is_measured(monkeypatch):
     assert "difference" not in decoded["SDPA MATH"]
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_ceilings_are_rates(monkeypatch):
-    times = {"copy": [2.0], "largest": [3.0], "sum": [1.0], "product 32": [1.0], "product 48": [8.0]}
-
-    def timed(steps, rounds):  # noqa: ARG001
-        assert [tuple(calls[0]().shape) for calls in steps.values()] == [(256,), (8,), (), (32, 32), (48, 48)]
-        return times, {}
-
-    monkeypatch.setattr(timing, "take_turns", timed)
-    found = measure_ceilings(copied=1024, read=2048, sizes=(32, 48))
-    assert found == {
-        "copy_bytes": 2 * 1024 / 2e-3,
-        "read_bytes": 2048 / 1e-3,
-        "product_tflops": 2 * 32**3 / 1e-3 / 1e12,
-    }
-
-
-def test_blocks_are_tuned_again_at_every_workload(monkeypatch):
-    times = {64: [0.5] * 3, 128: [0.25] * 3, 256: [float("inf")] * 3}
-    launched = []
-
-    def query_gradient_kernel():
-        raise AssertionError
-
-    fake = SimpleNamespace(fn=query_gradient_kernel, run=lambda **options: launched.append(options["BLOCK_M"]))
-    configs = [Config({"BLOCK_M": m, "BLOCK_N": 32}, num_warps=8, num_stages=2) for m in times]
-    tuner = Autotuner(fake, ["size"], configs, ["size"], None, None, cache_results=True)
-    tuner.cache_results = True  # else triton turns it off where it interprets
-    monkeypatch.setattr(tuner, "_bench", lambda config, **_: times[config.kwargs["BLOCK_M"]])
-    monkeypatch.setattr(Autotuner, "run", tuning._run_anew)
-    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("read a choice from disk"))
-    tuning.forget()
-    tuning.watch()
-    tuner.run(size=4096)
-    tuner.run(size=4096)
-    names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
-    found = dict(zip(names, (0.5, 0.25, None), strict=True))
-    assert tuning.list_chosen_blocks() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
-    times[64] = [0.125] * 3
-    tuning.watch()
-    assert tuning.list_chosen_blocks() == {}
-    tuner.run(size=4096)  # the next peer of the workload, and the turns that all of them take
-    tuning.forget()
-    tuner.run(size=4096)
-    assert launched == [128, 128, 128, 64]
-
-
-def test_every_configuration_of_a_list_can_be_used():
-    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    listed = configurations.list_choices("forward", q)
-    used = []
-    for index in range(len(listed) + 1):
-        with tuning.use_choice(index):
-            assert not configurations.AUTOTUNE
-            used.append(configurations.list_choices("forward", q)[0])
-            assert sorted(configurations.list_choices("forward", q)) == sorted(listed)
-    assert used == [*listed, listed[0]]
-
-
-@pytest.mark.long
-def test_a_worker_survives_its_tasks(tmp_path):
-    """A value, an error, a death while idle, and a death during a task."""
-    with GpuWorker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
-        first = worker.run(os.getpid, 60)
-        assert worker.run(partial(int, "x"), 60).failed == "ValueError: invalid literal for int() with base 10: 'x'"
-        assert worker.run(os.getpid, 60) == first
-        os.kill(first.value, signal.SIGKILL)
-        time.sleep(0.1)
-        assert worker.run(os.getpid, 60).failed == "the process died with status -9"
-        second = worker.run(os.getpid, 60)
-        assert second.value not in (None, first.value)
-        assert worker.run(partial(os.kill, second.value, signal.SIGSEGV), 60).ended
-        assert worker.run(without_gpu.leave_a_child, 60).failed == "the process died with status 5"
-    log = (tmp_path / "log").read_text()
-    assert "ValueError: invalid literal" in log
-    assert "Fatal Python error: Segmentation fault" in log
-    with pytest.raises(ProcessLookupError):
-        os.kill(second.value, 0)
-
-
 @pytest.fixture
 def few_cases(monkeypatch):
     """Two cases on which WORKLOADS depend, and one on which none does."""
@@ -173,9 +66,9 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(benchmark, "GUARDS", {name: GUARDS[name] for name in names})
 
 
-def run_benchmark(out, faults, time_anyway=False, minutes=None):
+def run_benchmark(out, faults, time_anyway=False):
     setup = partial(without_gpu.prepare, faults)
-    status = Benchmark(out, WORKLOADS, "chunked", None, minutes, time_anyway, setup).run(fresh=False)
+    status = Benchmark(out, WORKLOADS, "chunked", None, None, time_anyway, setup).run(fresh=False)
     return status, json.loads((out / "bench.json").read_text())
 
 
@@ -184,110 +77,41 @@ FIRST, GROUPED, DECODED = map(str, WORKLOADS)
 
 @pytest.mark.long
 @pytest.mark.usefixtures("few_cases")
-def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys):
-    """A peer that raises, one that exits and one that breaks CUDA; a wrong case, then timed anyway."""
+def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys, monkeypatch):
+    """A peer that raises, one that exits, one that hangs and one that breaks CUDA; a wrong case, then timed anyway."""
+    monkeypatch.setattr(benchmark, "PEER_SECONDS", 10.0)
     faults = {"eager": "exit", "AdaSplash": "break", "FlexAttention, two calls": "raise", "two kv heads": "exit"}
-    status, result = run_benchmark(tmp_path, faults)
+    status, result = run_benchmark(tmp_path, faults | {"SDPA MATH": "hang"})
     assert status == 1
     records = result["points"]
     assert records[GROUPED] == {"point": WORKLOADS[1]._asdict(), "blocked": ["two kv heads"]}
     for name in (FIRST, DECODED):
         cells = records[name]["cells"]
         assert cells["flash_lazy"]["milliseconds"]["median"] > 0
-        assert cells["eager"] == {"not_run": "crashed its process: the process died with status 9"}
-        assert cells["AdaSplash"] == {"not_run": "crashed its process: RuntimeError: no such thing"}
-        assert cells["FlexAttention, two calls"] == {"not_run": "RuntimeError: no such thing"}
-        assert sorted(records[name]["ended"]) == ["AdaSplash", "eager"]
-    assert {row["case"]: row["passed"] for row in result["gate"]} == {
-        "bf16, D = 64": True, "two kv heads": False, "decode, D = 128": True,
-    }  # fmt: skip
+        reasons = {
+            peer: cell["not_run"].removeprefix("crashed its process: ")
+            for peer, cell in cells.items()
+            if "not_run" in cell
+        }
+        assert reasons == {
+            "eager": "the process died with status 9",
+            "SDPA MATH": "took longer than 10 s and was killed",
+            "AdaSplash": "RuntimeError: no such thing",
+            "FlexAttention, two calls": "RuntimeError: no such thing",
+        }
+        assert sorted(records[name]["ended"]) == ["AdaSplash", "SDPA MATH", "eager"]
+    assert {row["case"] for row in result["gate"] if not row["passed"]} == {"two kv heads"}
     assert result["ceilings"]["product_tflops"] > 0
     assert "wrong: two kv heads: the process died with status 9" in capsys.readouterr().out
-    text = (tmp_path / "bench.md").read_text()
-    assert f"- {GROUPED}: blocked by the gate: two kv heads" in text
-    before = {name: records[name] for name in (FIRST, DECODED)}
+    assert f"- {GROUPED}: blocked by the gate: two kv heads" in (tmp_path / "bench.md").read_text()
+    assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
     status, result = run_benchmark(tmp_path, {}, time_anyway=True)
     assert status == 1
-    assert {name: result["points"][name] for name in before} == before
+    assert {name: result["points"][name] for name in (FIRST, DECODED)} == {
+        name: records[name] for name in (FIRST, DECODED)
+    }
     assert result["points"][GROUPED]["red"] == ["two kv heads"]
-    text = (tmp_path / "bench.md").read_text()
-    assert "empty, RED |" in text
-    assert "RED: timed despite wrong results in two kv heads." in text
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
-
-
-@pytest.mark.long
-def test_a_hang_affects_only_its_peer(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "PEER_SECONDS", 3.0)
-    monkeypatch.setattr(benchmark, "CASES", {})
-    monkeypatch.setattr(benchmark, "GUARDS", {})
-    bench = Benchmark(
-        tmp_path, WORKLOADS[:1], "chunked", None, None, False, partial(without_gpu.prepare, {"eager": "hang"})
-    )
-    assert bench.run(fresh=False) == 0
-    cells = bench.result["points"][FIRST]["cells"]
-    assert cells["eager"] == {"not_run": "crashed its process: took longer than 3 s and was killed"}
-    assert "milliseconds" in cells["SDPA MATH"]
-    assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
-
-
-@pytest.fixture
-def bench(tmp_path):
-    """A benchmark without results."""
-    made = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
-    made.result = results.open_results(tmp_path, {}, fresh=False)
-    return made
-
-
-def test_a_timeout_leaves_the_rest_to_the_next_command(bench, monkeypatch, tmp_path, capsys):
-    late = TaskOutcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
-    bench.end = time.monotonic() - 2 * benchmark.GRACE_SECONDS
-    assert bench.limit_seconds(100.0) == 1.0
-    bench.measure(SimpleNamespace(run=lambda *_: late), WORKLOADS[0], "title")
-    assert capsys.readouterr().out == "title: stopped, --minutes is over\n"
-    monkeypatch.setattr(benchmark, "run_in_parallel", lambda tasks, *_: [(name, late) for name in tasks])
-    bench.check_cases(["bf16, D = 64"])
-    bench.compile_ahead(WORKLOADS)
-    assert bench.result == results.open_results(tmp_path, {}, fresh=False)
-
-
-def test_every_configuration_is_compiled_ahead(bench, monkeypatch, capsys):
-    def compiled_with(tasks, *_):
-        for key, task in tasks.items():
-            requested.append((str(task.args[0]), *task.args[2:]))
-            yield key, TaskOutcome(None, "PassError: no" if len(requested) == 3 else None)
-
-    requested = []
-    monkeypatch.setattr(configurations, "AUTOTUNE", True)
-    monkeypatch.setattr(benchmark, "run_in_parallel", compiled_with)
-    bench.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
-    assert requested == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
-    assert capsys.readouterr().out == "compiled ahead: 7 of 8 configurations; PassError: no\n"
-
-
-def test_a_workload_that_crashes_outside_a_peer_is_lost_and_retried_last(bench, tmp_path, capsys):
-    outcome = TaskOutcome(None, "the process died with status -11", "taking turns", ended=True)
-    bench.measure(SimpleNamespace(run=lambda *_: outcome), WORKLOADS[0], "title")
-    assert bench.result["points"][FIRST]["lost"] == "the process died with status -11 (taking turns)"
-    assert "title: lost: the process died" in capsys.readouterr().out
-    assert bench.list_missing_workloads() == [WORKLOADS[1], WORKLOADS[2], WORKLOADS[0]]
-    assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
-
-
-def test_a_peer_that_crashed_two_processes_is_skipped(bench):
-    ended = {"cells": {}, "ended": ["eager"]}
-    decodes = [p for p in FULL if p.operation == DECODE]
-    bench.result = {"points": {str(p): ended | {"point": p._asdict()} for p in (*decodes[:2], QUICK[0])}}
-    assert bench.find_struck_peers(DECODE) == {"eager": "crashed its process at 2 other workloads"}
-    assert bench.find_struck_peers(FORWARD) == {}
-
-
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return found
+    assert "RED: timed despite wrong results in two kv heads." in (tmp_path / "bench.md").read_text()
 
 
 @pytest.mark.long
@@ -297,29 +121,27 @@ def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     killed = _CONTEXT.Process(target=without_gpu.run, args=(arguments, {"eager": "hang in training"}))
     killed.start()
     log = tmp_path / "bench.log"
-    hung = wait_for(lambda: log.exists() and re.search(r"hangs in (\d+)\n", log.read_text()))
+    while not log.exists() or not (hung := re.search(r"hangs in (\d+)\n", log.read_text())):
+        time.sleep(0.05)
     before = json.loads((tmp_path / "bench.json").read_text())
     assert list(before["points"]) == [FIRST]
     assert f"- {DECODED}: not measured yet; repeat the command" in (tmp_path / "bench.md").read_text()
     killed.kill()
     killed.join()
-    wait_for(lambda: not os.path.exists(f"/proc/{hung[1]}"))
+    while Path(f"/proc/{hung[1]}").exists():
+        time.sleep(0.05)
 
     assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 0
-    printed = capsys.readouterr().out
-    assert "2 of 3 workloads to measure" in printed
+    assert "2 of 3 workloads to measure" in capsys.readouterr().out
     after = json.loads((tmp_path / "bench.json").read_text())
     assert after["points"][FIRST] == before["points"][FIRST]
     assert after["ceilings"] == before["ceilings"]
     assert set(after["points"]) == {FIRST, GROUPED, DECODED}
-    assert after["made"]["GPU"] == "no GPU"
 
     (tmp_path / "bench.json").write_text(json.dumps(after | {"made": after["made"] | {"source": "other"}}))
     assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 2
-    source = after["made"]["source"]
-    printed = capsys.readouterr().err
-    assert f"bench.json was made with source other, not {source}; give another --out, or --fresh" in printed
-    assert printed.count("\n") == 1
+    expected = f"bench.json was made with source other, not {after['made']['source']}; give another --out, or --fresh"
+    assert expected in capsys.readouterr().err
     assert json.loads((tmp_path / "bench.json").read_text())["made"]["source"] == "other"
 
 
@@ -334,150 +156,20 @@ def test_results_that_cannot_be_continued_are_a_one_line_error(text, tmp_path):
     assert results.open_results(tmp_path, made, fresh=True)["points"] == {}
 
 
-def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
-    out = tmp_path / "new"
-    setup = partial(without_gpu.inject_fault, "exit")
-    assert Benchmark(out, WORKLOADS, "chunked", None, None, False, setup).run(fresh=False) == 1
-    assert capsys.readouterr().out == "the GPU cannot be used: the process died with status 9\n"
-    assert not out.exists()
-
-
-def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
-    allowed = []
-
-    class Interrupted(Benchmark):
-        def run(self, fresh):
-            assert (self.workloads, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
-            assert self.authors == tmp_path
-            allowed.append(self.end - time.monotonic())
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "Benchmark", Interrupted)
-    (tmp_path / "lazy_attention_triton.py").touch()
-    assert main(["--quick"]) == 2
-    assert "--out is missing" in capsys.readouterr().err
-    arguments = ["--quick", "--fresh", "--authors", str(tmp_path), "--out", str(tmp_path)]
-    assert main([*arguments, "--widths", "64"]) == 130
-    printed = capsys.readouterr().err
-    assert "--widths ignored: only used without a GPU" in printed
-    assert f"interrupted; results are in {tmp_path}" in printed
-    assert main([*arguments, "--minutes", "3"]) == 130
-    assert allowed == pytest.approx([60 * command.QUICK_MINUTES, 180], abs=10)
-
-
-def test_versions_and_source_hash(tmp_path):
-    assert provenance._find_version("no-such-distribution") == "none"
-    for name in ("bench", "flash_lazy/fused"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "flash_lazy/fused/a.py").write_text("1")
-    first = provenance._hash_source(tmp_path)
-    (tmp_path / "flash_lazy/fused/b.md").write_text("2")
-    assert provenance._hash_source(tmp_path) == first
-    (tmp_path / "flash_lazy/fused/a.py").write_text("2")
-    assert provenance._hash_source(tmp_path) != first
-
-
-def made_up(workloads=FULL, red_share=None):
-    """A result with invented figures, to be formatted."""
-    records = {}
-    for p in workloads:
-        cells = {}
-        for index, name in enumerate(results.KINDS):
-            median = p.length / 4096 * (index + 2) * (1 - p.share / 2)
-            times = {"lower": median / 2, "median": median, "upper": 2 * median}
-            cells[name] = {"peak_bytes": 2**20 * (index + 1), "milliseconds": times, "difference": 0.004}
-        cells["flash_lazy"]["blocks"] = {"forward": {"blocks": "BLOCK_M 128", "milliseconds": {}}}
-        cells["AdaSplash"] = {"not_run": "ModuleNotFoundError: no adasplash"}
-        wrong = ["most tiles empty: out"] if p.share == red_share else []
-        records[str(p)] = {"point": p._asdict(), "share": p.share, "cells": cells, "red": wrong, "ended": []}
-    ceilings = {"copy_bytes": 4.3e12, "read_bytes": 4.5e12, "product_tflops": 800.0}
-    return {"made": {"commit": "abc"}, "ceilings": ceilings, "gate": [], "points": records}
-
-
-def test_the_tables_show_every_cell():
-    text = format_tables(made_up(), FULL)
-    shapes = len({p.shape for p in FULL})
-    assert text.count("\n## ") == shapes + 2  # what was not run, and the blocks
-    assert (
-        "## forward, B 4, L 4096, H 16, D 128, W 512\n\n| | 0% empty | 4% empty | 18% empty | 60% empty | 90% empty |"
-        in text
-    )
-    assert "| flash_lazy | 2 [1, 4] 26% | 1.96 [0.98, 3.92] 26% |" in text  # 0.412 TFLOP in 2 ms, of 800
-    assert "| AdaSplash | not run | not run | not run | not run | not run | - |" in text
-    assert "- decode, B 8, L 32768, H 16, D 64, W 512: AdaSplash: ModuleNotFoundError: no adasplash\n" in text
-    assert "Ceilings: copying 4.30 TB/s (read and written), reading 4.50 TB/s" in text
-    assert "| forward, B 4, L 4096, H 16, D 128, W 512, 18% empty | flash_lazy | forward | BLOCK_M 128 |" in text
-
-
-def test_plots_are_drawn_or_skipped(tmp_path, monkeypatch):
-    assert "none of their workloads" in write_plots(made_up() | {"points": {}}, tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert write_plots(made_up(QUICK[1:], red_share=0.6), tmp_path) is None
-    assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib is not installed" in write_plots(made_up(), tmp_path)
-
-
-def test_the_share_of_the_ceiling():
-    p, ceilings = QUICK[0], {"read_bytes": 4e12, "product_tflops": 800.0}
-    cell = {"milliseconds": {"median": 2.0}}
-    entries = 4 * 16 * 4096 * 4097 / 2
-    one = 2 * 128 * entries / 2e-3 / 800e12
-    assert compute_share_of_ceiling(p, 0.5, cell, "lazy", ceilings) == pytest.approx(2 * one)
-    training = p._replace(operation=TRAINING)
-    assert compute_share_of_ceiling(training, 0.5, cell, "softmax", ceilings) == pytest.approx(7 * one)
-    assert compute_share_of_ceiling(p, 0.5, cell, None, ceilings) is None
-    assert compute_share_of_ceiling(p, 0.5, {"not_run": "why"}, "lazy", ceilings) is None
-    decode = p._replace(operation=DECODE, batch=8, length=32768, kv_heads=4)
-    size = 8 * 4 * 32768 * 128 * 2 * 2
-    assert compute_share_of_ceiling(decode, 0.5, cell, None, ceilings) == pytest.approx(size / 2e-3 / 4e12)
-
-
-def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
-    blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
-    row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
-    row |= compile_report.CompiledKernel(1024, 99, 0, (), ("wgmma",), True)._asdict()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "new" / "kernels"
-    monkeypatch.setattr(configurations, "INTERPRETED", True)
-    assert main(["--out", str(out), "--quick", "--time-anyway"]) == 2
-    printed = capsys.readouterr().err
-    assert "--quick, --time-anyway ignored: only used with a GPU" in printed
-    assert "triton compiles nothing in its interpreter" in printed
-    assert not out.exists()
-    monkeypatch.setattr(configurations, "INTERPRETED", False)
-    monkeypatch.setattr(
-        compile_report, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else []
-    )
-    assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
-    text = (out / "compiled.md").read_text()
-    assert capsys.readouterr().out.strip() == text.strip()
-    assert "Nothing here is a measurement of speed" in text
-    assert "| 5 + 6 f |" in text
-    assert "wgmma (serialised)" in text
-    found = json.loads((out / "compiled.json").read_text())
-    assert found["rows"] == json.loads(json.dumps([row]))
-    assert {"command", "date", "commit", "torch", "triton", "machine"} <= set(found["made"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--widths", "64,,128"], "argument --widths: '64,,128': give whole numbers from 16 to 256"),
         (["--widths", "8"], "argument --widths: '8': give whole numbers from 16 to 256"),
         (["--minutes", "0"], "argument --minutes: '0': give minutes above 0"),
-        (["--minutes", "soon"], "argument --minutes: 'soon': give minutes above 0"),
         (["--authors", "nowhere"], "'nowhere': has no lazy_attention_triton.py; give a checkout"),
         (["--out", __file__], "is not a writable folder; give"),
-        (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
 def test_a_wrong_option_is_named(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert ended.value.code == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1

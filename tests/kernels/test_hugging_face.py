@@ -15,20 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import flash_lazy
 
-EXAMPLE = Path(flash_lazy.__path__[0]).parent / "examples" / "hugging_face.py"
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("hugging_face_example", EXAMPLE)
+    path = Path(flash_lazy.__path__[0]).parent / "examples" / "hugging_face.py"
+    spec = importlib.util.spec_from_file_location("hugging_face_example", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     transformers.utils.logging.disable_progress_bar()
@@ -108,7 +102,10 @@ def test_padded_sequences_equal_single_ones(model, ids, side):
 
 
 def test_an_unsupported_cache_is_an_error(model, ids):
-    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
-        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static")
-    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1), use_cache=False)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    for call in (
+        lambda: model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static"),
+        lambda: model(ids, position_ids=packed, use_cache=False),
+    ):
+        with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
+            call()

@@ -1,5 +1,6 @@
 """The reference, which is the specification, against independent loops, gradcheck and closed forms."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -7,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import (
+    AXES,
     THRESHOLDS,
     Case,
     device_for,
     draw,
-    naive_attention,
     pairwise_cover,
     require_library,
     run,
@@ -21,31 +22,74 @@ from kernel_cases import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_lazy import attention_weights, lazy_attention
+from flash_lazy import Stats, attention_weights, lazy_attention
 
 BIASES = {"none": {}, "table": {"bias_width": 3}, "slopes": {"slopes": True}}
 
-COVER = pairwise_cover(
-    {
-        "threshold": THRESHOLDS,
-        "sign": [1, -1],
-        "renormalise": [False, True],
-        "bias_width": [None, 1, 7, 64],
-        "slopes": [False, True],
-        "window": [None, 1, 5],
-        "key_mask": [False, True],
-        "layout": ["plain", "decode", "ragged", "packed"],
-        "group": [1, 2],
-        "kv_heads": [1, 2],
-        "length": [1, 2, 21],
-    }
-)
+SMALL = {"bias_width": [None, 1, 7, 64], "window": [None, 1, 5], "group": [1, 2], "length": [1, 2, 21]}
+COVER = pairwise_cover(AXES | SMALL)
+
+
+def naive_attention(case: Case) -> tuple[np.ndarray, Stats]:
+    """Output and stats by loops over rows with a list of visible keys.
+
+    Shares nothing with the package: visibility is decided key by key.
+    """
+    options = case.options
+    q, k, v = (x.double().numpy() for x in (case.q, case.k, case.v))
+    tau = case.tau.double().numpy()
+    bias = None if case.bias is None else case.bias.double().numpy()
+    slopes = options["slopes"].double().numpy() if "slopes" in options else None
+    (batch, heads, rows, width), (kv_heads, keys) = q.shape, k.shape[1:3]
+    cuts = options["cu_seqlens"].tolist() if "cu_seqlens" in options else [0, keys]
+    scale = options.get("scale") or 1 / math.sqrt(width)
+    out = np.zeros_like(q)
+    stats = Stats(*(np.zeros((batch, heads, rows)) for _ in Stats._fields))  # type: ignore[arg-type]
+    stats.lse.fill(-np.inf)
+    for b, r in itertools.product(range(batch), range(rows)):
+        here = int(options["kv_lengths"][b]) if "kv_lengths" in options else keys
+        here += r - rows  # index of the row's own key
+        start = max((cut for cut in cuts if cut <= here), default=0)
+        window = options.get("window") or keys
+        seen = [
+            j
+            for j in range(keys)
+            if start <= j <= here and here - j < window and ("key_mask" not in options or options["key_mask"][b, j])
+        ]
+        if not seen:
+            continue
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            scores = k[b, kv, seen] @ q[b, h, r] * scale
+            for index, j in enumerate(seen):
+                if bias is not None and here - j < bias.shape[1]:
+                    scores[index] += bias[h, here - j]
+                if slopes is not None:
+                    scores[index] -= slopes[h] * (here - j)
+            lse = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+            p = np.exp(scores - lse)
+            match options["threshold"]:
+                case "per_query":
+                    theta = tau[h] / len(seen)
+                case "per_token":
+                    theta = tau[h, min(here - start + 1, tau.shape[1]) - 1] / len(seen)
+                case "seq_len":
+                    theta = tau[h] / options["context_length"]
+                case "constant":
+                    theta = tau[h]
+            w = np.maximum(p - theta, 0)
+            stats.lse[b, h, r], stats.mass[b, h, r], stats.zeros[b, h, r] = lse, w.sum(), (p <= theta).sum()
+            if options["renormalise"] and w.sum() > 0:
+                w = w / w.sum()
+            stats.first_weight[b, h, r] = w[seen.index(start)] if start in seen else 0
+            out[b, h, r] = w @ v[b, kv, seen]
+    return out, stats
 
 
 @pytest.mark.parametrize("setting", COVER, ids=str)
 def test_equals_row_by_row_loops(setting):
     case = draw(1, **setting).to(torch.float64)
-    expected, expected_stats, _ = naive_attention(case)
+    expected, expected_stats = naive_attention(case)
     out, stats, _ = run(case, "reference")
     np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
     for name, mine, theirs in zip(stats._fields, stats, expected_stats, strict=True):
@@ -112,7 +156,7 @@ class TestClosedForms:
 
     @pytest.mark.parametrize("sigma", [0.485, *(pytest.param(sigma, marks=pytest.mark.long) for sigma in (1.0, 2.0))])
     def test_gaussian_scores(self, backend, sigma, monkeypatch):
-        keys = 1_000_000
+        keys = 100_000
         if backend == "triton":
             use_small_blocks(
                 monkeypatch, 16, 16 if torch.cuda.is_available() else 2**14
@@ -160,9 +204,3 @@ def test_weights_are_those_that_multiply_the_values(threshold, renormalise):
         block = attention_weights(case.q[:, :, first:end], case.k[:, :, :end], case.tau, case.bias, **case.options)
         torch.testing.assert_close(block.w, whole.w[:, :, first:end, :end])
         torch.testing.assert_close(block.theta, whole.theta[:, :, first:end])
-
-
-def test_weights_refuse_what_does_not_fit():
-    q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match=r"tau has shape \[3\]"):
-        attention_weights(q, q, torch.ones(3))

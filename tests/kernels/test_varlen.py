@@ -1,6 +1,7 @@
 """`lazy_attention_varlen` against single calls: documents with a cached prefix, for every backend."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,16 +12,15 @@ from kernel_cases import (
     assert_same_bits,
     device_for,
     draw,
+    kink_margin,
     max_errors,
     measure_errors,
     require_library,
+    run_named,
     use_small_blocks,
 )
-from torch.library import opcheck
 
-from flash_lazy import Stats, attention_weights, chunked, lazy_attention, lazy_attention_varlen, tiling
-from flash_lazy.call import Call
-from flash_lazy.fused import ops
+from flash_lazy import Stats, lazy_attention, lazy_attention_varlen, tiling
 
 # Prompt chunks: a full prompt, the end of one, no queries, an empty document, one query, one token.
 ROWS = [0, 5, 12, 12, 12, 13, 14]
@@ -43,18 +43,9 @@ def drawn(setting, dtype, width=8):
     for seed in range(300):
         case = draw(seed, length=KEYS[-1], batch=1, width=width, **setting)
         case = replace(case, q=case.q[:, :, : ROWS[-1]])
-        if margin(case.to(torch.float64)) > KINK_MARGIN:
+        if kink_margin(case, documents()) > KINK_MARGIN:
             return case.to(dtype)
     raise RuntimeError("no draw keeps off the kink")
-
-
-def margin(case):
-    found = [
-        (weights.p / weights.theta[..., None] - 1).abs()[weights.visible.expand_as(weights.p)].min()
-        for rows, keys in documents()
-        for weights in [attention_weights(case.q[:, :, rows], case.k[:, :, keys], case.tau, case.bias, **case.options)]
-    ]
-    return min(found)
 
 
 def documents():
@@ -63,46 +54,28 @@ def documents():
     return [(slice(*rows), slice(*keys)) for rows, keys in pairs if rows[0] < rows[1]]
 
 
-def results(out, stats, leaves, grad, dlse):
-    ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
-    grads = torch.autograd.grad(ends, list(leaves.values()), given)
-    named = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    return {name: x.detach().cpu() for name, x in ({"out": out} | stats._asdict() | named).items()}
-
-
-def noise(case):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(case.q.shape, generator=generator), torch.randn(case.q.shape[:3], generator=generator)
-
-
-def together(case, backend):
-    """One varlen call; results in the layout of `alone`."""
-    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
-    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
-    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
-    q, k, v = (leaves[name][0].transpose(0, 1) for name in ("q", "k", "v"))
-    cuts = boundaries(q.device)
-    out, stats = lazy_attention_varlen(
-        q, k, v, leaves["tau"], leaves.get("bias"), *cuts, backend=backend, return_stats=True, **options
-    )
+def attend_together(q, k, v, tau, bias, **options):
+    """One varlen call; results in the layout of `attend_alone`."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, stats = lazy_attention_varlen(q, k, v, tau, bias, *boundaries(q.device), **options)
     assert out.shape == q.shape
-    return results(out.transpose(0, 1)[None], Stats(*(x[None] for x in stats)), leaves, grad, dlse)
+    return out.transpose(0, 1)[None], Stats(*(x[None] for x in stats))
 
 
-def alone(case, backend="reference"):
+def attend_alone(q, k, v, tau, bias, **options):
     """One call per document."""
-    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
-    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
-    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
-    outs, stats = [], []
-    for rows, keys in documents():
-        q, k, v = leaves["q"][:, :, rows], leaves["k"][:, :, keys], leaves["v"][:, :, keys]
-        bias = leaves.get("bias")
-        out, stat = lazy_attention(q, k, v, leaves["tau"], bias, backend=backend, return_stats=True, **options)
-        outs.append(out)
-        stats.append(stat)
-    joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
-    return results(torch.cat(outs, 2), joined, leaves, grad, dlse)
+    parts = ((q[:, :, rows], k[:, :, keys], v[:, :, keys]) for rows, keys in documents())
+    outs, stats = zip(*(lazy_attention(*part, tau, bias, **options) for part in parts), strict=True)
+    return torch.cat(outs, 2), Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
+
+
+def results(attend, case, backend):
+    """With gradients of the output and of the log-sum-exp."""
+    dlse = torch.randn(case.q.shape[:3], generator=torch.Generator().manual_seed(7))
+    return run_named(case, backend, dlse=dlse, attend=attend)
+
+
+together, alone = partial(results, attend_together), partial(results, attend_alone)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -112,10 +85,8 @@ def test_equals_single_calls(backend, setting, monkeypatch):
     monkeypatch.setattr(tiling, "FULL_ROWS", 4)
     case = drawn(setting, torch.float64)
     found = together(case, backend)
-    for name, x in alone(case).items():
-        torch.testing.assert_close(
-            found[name], x, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    for name, x in alone(case, "reference").items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-11, msg=lambda t, name=name: f"{name}: {t}")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -143,7 +114,7 @@ def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeyp
 def assert_bits_of_single_calls(case, backend):
     found, single = together(case, backend), alone(case, backend)
     sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
-    exact = alone(case.to(torch.float64))
+    exact = alone(case.to(torch.float64), "reference")
     assert not measure_errors({name: found[name] for name in sums}, exact, max_errors(single, exact)).too_large()
     assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
 
@@ -156,14 +127,13 @@ def test_documents_are_apart(backend, monkeypatch):
     use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
-    poisoned.q[:, :, 5:12] = torch.nan
-    poisoned.k[:, :, 5:29], poisoned.v[:, :, 5:29] = torch.nan, torch.nan
+    for x, part in ((poisoned.q, slice(5, 12)), (poisoned.k, slice(5, 29)), (poisoned.v, slice(5, 29))):
+        x[:, :, part] = torch.nan
     clean, found = together(case, backend), together(poisoned, backend)
     for name, others in {"out": ROWS, "lse": ROWS, "mass": ROWS, "dq": ROWS, "dk": KEYS, "dv": KEYS}.items():
         kept = [*range(others[1]), *range(others[3], others[-1])]
         assert torch.equal(clean[name][:, :, kept], found[name][:, :, kept]), name
-    assert not clean["dk"][:, :, 26:29].any()
-    assert not clean["dv"][:, :, 26:29].any()
+    assert not any(clean[name][:, :, 26:29].any() for name in ("dk", "dv"))
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", pytest.param("triton", marks=pytest.mark.long)])
@@ -179,38 +149,7 @@ def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
     assert torch.equal(out.transpose(0, 1)[None], packed)
 
 
-def operator_arguments(case):
-    cu_seqlens, cu_seqlens_k = boundaries(case.q.device)
-    return (
-        *case.leaves().values(),
-        None,
-        cu_seqlens,
-        None,
-        None,
-        cu_seqlens_k,
-        *Call(case.q, case.k, case.v, case.tau)[10:],
-    )
-
-
 class TestOperators:
-    @pytest.fixture
-    def arguments(self, monkeypatch):
-        """Gradients of q, k, v, tau and bias."""
-        use_small_blocks(monkeypatch, 16, 16)
-        return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton")))
-
-    @pytest.mark.long
-    def test_of_chunked_pass_opcheck(self, arguments):
-        opcheck(chunked._forward, (*arguments, True))
-        opcheck(chunked._backward, (*arguments, torch.ones_like(arguments[0]), None, True))
-
-    @pytest.mark.long
-    def test_of_the_fused_kernels_pass_opcheck(self, arguments):
-        grad = torch.ones_like(arguments[0])
-        _, softmax, mass, *_ = ops.forward(*arguments, True, False)
-        opcheck(ops.forward, (*arguments, True, True))
-        opcheck(ops.backward, (*arguments, None, grad, None, softmax, mass, True, False))
-
     def test_compile_without_a_break(self):
         case = drawn({"bias_width": 6}, torch.float32)
         q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))

@@ -6,13 +6,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from kernel_cases import require_library
-from torch_alone import ROOT, build_wheel, copy_source, run_alone
+from torch_alone import ROOT, build_wheel, run_alone
 
 from flash_lazy.cpu import library
 
@@ -51,21 +50,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_it_contains_only_the_package(wheel: Path) -> None:
-    with ZipFile(wheel) as archive:
-        names, info = archive.namelist(), "flash_lazy-0.1.0.dist-info"
-        package = {str(path.relative_to(KERNELS)) for path in (KERNELS / "flash_lazy").rglob("*.py")}
-        found = {name for name in names if not name.startswith(info)}
-        assert found - LIBRARIES == package | {"flash_lazy/py.typed"}
-        assert found & LIBRARIES in (LIBRARIES, set())
-        assert archive.read(f"{info}/licenses/LICENSE") == (KERNELS / "LICENSE").read_bytes()
-        required = [line for line in archive.read(f"{info}/METADATA").decode().splitlines() if "Requires-Dist" in line]
-    assert [line.split()[1].split(">")[0] for line in required if "extra" not in line] == ["torch", "typing_extensions"]
-
-
-@pytest.mark.long
 def test_it_works_with_only_torch(wheel: Path, torch_site: Path, tmp_path: Path) -> None:
     require_library()
+    assert wheel.name.startswith("flash_lazy-0.1.0-py3-none-")
+    assert not wheel.name.endswith("-any.whl")
     run_smoke_test(wheel, torch_site, tmp_path, "cpu")
 
 
@@ -80,58 +68,16 @@ def run_smoke_test(wheel: Path, torch_site: Path, folder: Path, auto: str) -> No
 
 
 @pytest.mark.long
-def test_the_libraries_are_for_a_platform_and_any_python(wheel: Path) -> None:
-    require_library()
-    assert wheel.name.startswith("flash_lazy-0.1.0-py3-none-")
-    assert not wheel.name.endswith("-any.whl")
-    with ZipFile(wheel) as archive:
-        assert set(archive.namelist()) > LIBRARIES
-
-
-WITHOUT_COMPILER = {"no such program": {"CC": "/none/cc", "CXX": "/none/c++"}, "an empty path": {"PATH": ""}}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", WITHOUT_COMPILER)
 def test_without_a_compiler_it_is_installed_without_the_libraries(
-    name: str, torch_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable, value in WITHOUT_COMPILER[name].items():
-        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("CC", "/none/cc")
+    monkeypatch.setenv("CXX", "/none/c++")
     wheel = build_wheel(KERNELS, tmp_path, "*.so")
     with ZipFile(wheel) as archive:
         assert not [file for file in archive.namelist() if file.endswith(".so")]
-    site = tmp_path / "site"
-    site.mkdir()
-    run_smoke_test(wheel, torch_site, site, "chunked")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compiler", [True, False])
-def test_an_editable_install_has_the_libraries_beside_their_source(compiler: bool, tmp_path: Path) -> None:
-    """`requirements.txt` installs so."""
-    require_library()
-    source = copy_source(KERNELS, tmp_path, "*.so")
-    variables = {} if compiler else WITHOUT_COMPILER["no such program"]
-    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, env=os.environ | variables, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert {str(path.relative_to(source)) for path in source.rglob("*.so")} == (LIBRARIES if compiler else set())
-
-
-@pytest.mark.long
-def test_a_source_distribution_contains_what_the_libraries_are_built_from(tmp_path: Path) -> None:
-    source = copy_source(KERNELS, tmp_path, "*.so")
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (path,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    assert found > {
-        str(path.relative_to(KERNELS)) for path in (KERNELS / CPU).iterdir() if path.suffix in (".h", ".cpp")
-    }
+    (tmp_path / "site").mkdir()
+    run_smoke_test(wheel, torch_site, tmp_path / "site", "chunked")
 
 
 @pytest.mark.long
@@ -157,20 +103,6 @@ def test_it_has_no_error_of_memory_or_arithmetic(tmp_path: Path, monkeypatch: py
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", "tests/kernels/test_cpu.py"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.long
-def test_it_compiles_for_arm(tmp_path: Path) -> None:
-    """Only compiles: none of its results has been checked on such a processor."""
-    try:
-        import ziglang
-    except ImportError:
-        pytest.skip("needs ziglang, a compiler for other processors; pip install ziglang")
-    options = ["-target", "aarch64-linux-gnu", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror=return-type"]
-    sources = [str(path) for path in (KERNELS / CPU).glob("*.cpp")]
-    command = [sys.executable, "-m", ziglang.__name__, "c++", *options, *sources, "-o", str(tmp_path / "neon.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -116,14 +116,6 @@ def inject_fault(fault: str | None) -> None:
         raise RuntimeError("no such thing\nand more")
 
 
-def leave_a_child() -> None:
-    """Exit the worker while a child process keeps its connection open."""
-    if os.fork():
-        os._exit(5)
-    time.sleep(3)
-    os._exit(0)
-
-
 def run(arguments: list[str], faults: Mapping[str, str], replace: Callable[[Any, str, Any], None] = setattr) -> int:
     """Run the command with WORKLOADS and without a gate; returns the exit status."""
     install(replace)

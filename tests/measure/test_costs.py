@@ -42,19 +42,16 @@ def test_the_twin_is_the_model_with_the_softmax_of_torch_and_its_weights():
 
 def test_attention_is_asked_what_the_model_asks():
     model = build()
-    outs = []
     for attention, call in record_attention_calls(model, IDS):
-        hook = attention.normaliser.register_forward_hook(lambda _, args, out: outs.append((args[0].q, out[0])))
+        outs = []
+        hook = attention.normaliser.register_forward_hook(lambda _, args, out: outs.append((args[0].q, out[0])))  # noqa: B023
         with torch.no_grad():
             model(IDS)
         hook.remove()
-        layer = model.attentions.index(attention)
         q, out = outs[0]
         assert torch.equal(call.q, q)
         torch.testing.assert_close(attention.normaliser(call)[0], out)
         assert all(x.requires_grad for x in (call.q, call.k, call.v))
-        outs.clear()
-        assert layer in (0, 1)
 
 
 def test_bytes_of_the_cache_are_two_numbers_a_dimension_key_head_and_layer():
@@ -91,19 +88,10 @@ def test_rises_follow_from_the_times(monkeypatch):
     monkeypatch.setattr(costs, "time_in_turns", lambda calls, _: {name: seconds[name] for name in calls})
     found = Costs(sequences=2, rounds=3, decoded=4).measure(build(), TINY.data)
     assert median_ratio(*seconds.values()) == 1.5
-    assert {name: found[f"cost/{name}_rise"] for name in ("step", "attention", "decode")} == {
-        "step": 0.5, "attention": 0.5, "decode": 0.5,
-    }  # fmt: skip
+    assert {found[f"cost/{name}_rise"] for name in ("step", "attention", "decode")} == {0.5}
     assert found["cost/decode_ms"] == pytest.approx(1e3 * 3 / 4)
-
-
-def test_all_of_them_are_measured():
-    found = COSTS.measure(build(), TINY.data)
-    assert found.keys() == {
-        *(f"cost/{name}_rise" for name in ("step", "attention", "decode", "kept")),
-        "cost/decode_ms", "cost/kept_bytes", "cost/cache_bytes",
-    }  # fmt: skip
-    assert all(found[name] > -1 for name in found if name.endswith("rise"))
+    names = {"decode_ms", "kept_bytes", "cache_bytes", *(f"{x}_rise" for x in ("step", "attention", "decode", "kept"))}
+    assert found.keys() == {f"cost/{name}" for name in names}
     # Up to three numbers of a query row instead of SDPA's one.
     assert 0 <= COSTS.measure(build(AttentionSpec(Softmax())), TINY.data)["cost/kept_rise"] < 0.01
 

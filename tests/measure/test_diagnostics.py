@@ -13,15 +13,20 @@ from flash_lazy import RuleWeights
 from lit_lazy.attention import (
     Alibi,
     AttentionSpec,
+    ClippedSoftmax,
+    Differential,
     Elastic,
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
     Normaliser,
     NormaliserModule,
+    OffByOne,
     Position,
+    Relu,
     Rope,
     Softmax,
+    Softpick,
     T5Bias,
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig
@@ -29,9 +34,9 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5
@@ -42,21 +47,10 @@ SPREAD = 0.4
 def make(
     attention: AttentionSpec, position: Position | None = None, n_layers: int = 2, n_kv_heads: int = 2, seed: int = 0
 ) -> LitLM:
-    cfg = RunConfig(
-        data=Backcopy(vocab_size=VOCABULARY - 1, context_length=T),
-        model=ModelConfig(
-            d_model=16,
-            n_layers=n_layers,
-            n_heads=4,
-            n_kv_heads=n_kv_heads,
-            d_ff=24,
-            attention=attention,
-            position=position or Rope(),
-            init_std=SPREAD,
-        ),
-        seed=seed,
-    )
-    return LitLM.create(cfg, VOCABULARY, T)
+    sizes = {"d_model": 16, "n_heads": 4, "d_ff": 24, "n_layers": n_layers, "n_kv_heads": n_kv_heads}
+    model = ModelConfig(**sizes, attention=attention, position=position or Rope(), init_std=SPREAD)
+    data = Backcopy(vocab_size=VOCABULARY - 1, context_length=T)
+    return LitLM.create(RunConfig(data, model, seed=seed), VOCABULARY, T)
 
 
 def draw(length: int = T, n: int = SEQUENCES) -> Batch:
@@ -79,12 +73,7 @@ class Dense:
     def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0, n_held: bool = False) -> None:
         self.model, self.spec = module.model, module.cfg.model.attention
         self.hidden_keys, self.n_held = hidden_keys, n_held
-        self.w: list[Tensor] = []
-        self.mass: list[Tensor] = []
-        self.scores: list[Tensor] = []
-        self.zero: list[Tensor] = []
-        self.v: list[Tensor] = []
-        self.thetas: list[Tensor] = []
+        self.w, self.mass, self.scores, self.zero, self.v, self.thetas = ([] for _ in range(6))
         x = self.model.position.embed(self.model.embedding(tokens), 0)
         self.hidden = [x]
         for block in self.model.blocks:
@@ -97,22 +86,18 @@ class Dense:
     def attend(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
         length = x.shape[1]
         rotate = self.model.position.rotation(length, 0)
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
-            for projection in (layer.q, layer.k, layer.v)
-        )
+        parts = (layer.q, layer.k, layer.v)
+        q, k, v = (part(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for part in parts)
         heads = torch.arange(layer.n_heads) // (layer.n_heads // layer.n_kv_heads)
         q, k, v = rotate(q), rotate(k)[:, heads], v[:, heads]
         scores = q @ k.mT / math.sqrt(layer.head_dim)
         distance = torch.arange(length)[:, None] - torch.arange(length)
         terms = layer.bias(length)
-        for head in range(layer.n_heads):
-            for i, j in np.ndindex(length, length):
-                d = i - j
-                if terms.table is not None and 0 <= d < terms.table.shape[1]:
-                    scores[:, head, i, j] += terms.table[head, d]
-                if terms.slopes is not None:
-                    scores[:, head, i, j] -= terms.slopes[head] * d
+        for head, i, j in np.ndindex(layer.n_heads, length, length):
+            if terms.table is not None and 0 <= i - j < terms.table.shape[1]:
+                scores[:, head, i, j] += terms.table[head, i - j]
+            if terms.slopes is not None:
+                scores[:, head, i, j] -= terms.slopes[head] * (i - j)
         visible = (distance >= 0) & (distance < (self.spec.window or length))
         n = visible.sum(-1)
         visible[:, : self.hidden_keys] = False
@@ -192,9 +177,8 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     def add(name: str, value: Tensor) -> None:
         found.setdefault(name, []).append(value)
 
-    for w, mass, scores, zero, v, theta in zip(
-        dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas, strict=True
-    ):
+    layers = dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas, module.model.attentions
+    for w, mass, scores, zero, v, theta, attention in zip(*layers, strict=True):
         weight, share, rate = (torch.zeros(heads, 8, dtype=torch.float64) for _ in range(3))
         for key in range(8):
             below = w[:, :, key:, key]
@@ -206,8 +190,8 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         add("sink/rate", rate)
         size = v.norm(dim=-1)
         add("sink/value_norm", (size[..., :8] / size.mean(-1, keepdim=True)).mean(0))
-        projection = module.model.attentions[len(found["sink/value_norm"]) - 1].out.weight
-        for name, values in find_kinds(w, v, projection.unflatten(1, (heads, -1)).transpose(0, 1)).items():
+        projection = attention.out.weight.unflatten(1, (heads, -1)).transpose(0, 1)
+        for name, values in find_kinds(w, v, projection).items():
             add(name, values)
         add("mass/row", mass.mean(0))
         before = w * (mass / w.sum(-1).masked_fill(mass == 0, 1))[..., None]
@@ -243,12 +227,8 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     )
     nll = dense.nll(batch["targets"])
     arrays["loss/by_position"] = nll.mean(0)
-    arrays["loss/evicted"] = torch.stack(
-        [
-            (Dense(module, batch["tokens"], hidden_keys).nll(batch["targets"]) - nll)[:, 8:].mean()
-            for hidden_keys in range(1, 5)
-        ]
-    )
+    hidden = [Dense(module, batch["tokens"], keys).nll(batch["targets"]) for keys in range(1, 5)]
+    arrays["loss/evicted"] = torch.stack([(each - nll)[:, 8:].mean() for each in hidden])
     held = Dense(module, batch["tokens"], 4, n_held=True).nll(batch["targets"])
     arrays["loss/evicted_n_held"] = (held - nll)[:, 8:].mean()
     return arrays
@@ -259,12 +239,11 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     attention, position = SPECS[name]
     module, batch = make(attention, position).double(), draw()
     with torch.no_grad():
-        wanted = expected(module, batch)
+        wanted, dense = expected(module, batch), Dense(module, batch["tokens"][:1])
+        torch.testing.assert_close(module.model(batch["tokens"][:1]), dense.logits)
     measured = measure(module.model, [batch], Maps(layers=(1, 0), heads=(3, 0))).arrays
     for array, values in wanted.items():
         np.testing.assert_allclose(measured[array], values.numpy(), rtol=2e-6, atol=1e-7, err_msg=array)
-    with torch.no_grad():
-        dense = Dense(module, batch["tokens"][:1])
     assert measured["maps/heads"].tolist() == [[1, 3], [1, 0], [0, 3], [0, 0]]
     seen = [dense.w[layer][0, head].masked_fill(~dense.visible, torch.nan) for layer, head in measured["maps/heads"]]
     maps = torch.stack(seen).numpy()
@@ -276,44 +255,59 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     assert np.isnan(measured["sparsity/null"]).all() == (name in ("softmax", "per token"))  # a window of 6 keys
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [*SPECS.values(), (AttentionSpec(Elastic(-0.5), Alibi(), window=6), None)],
+    ids=[*SPECS, "negative"],
+)
+def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position: Position | None) -> None:
+    """`AttentionMetrics` of groups of rows, in one batch or several."""
+    module, tokens = make(attention, position).double(), draw()["tokens"]
+    model, rows = module.model, {"rare": tokens < 6, "other": tokens >= 6}
+    whole, parts = (AttentionMetrics.of(model.attentions, tuple(rows)) for _ in range(2))
+    whole.update(model.compute_hidden_with_stats(tokens)[1], rows)
+    for part in torch.arange(SEQUENCES).split(2):
+        stats = model.compute_hidden_with_stats(tokens[part])[1]
+        parts.update(stats, {name: mask[part] for name, mask in rows.items()})
+    dense = Dense(module, tokens)
+    w, mass = torch.stack(dense.w).transpose(2, 3), torch.stack(dense.mass).transpose(2, 3)  # [layer, B, T, H, ...]
+    expected = {}
+    if isinstance(attention.normaliser, Elastic):
+        zeros = torch.stack(dense.zero)
+        expected["sparsity/zero"] = zeros.sum() / (zeros.shape[:3].numel() * dense.visible.sum())
+    for group, mask in rows.items():
+        late = mask & (torch.arange(T) >= 7)
+        first = w[:, late][..., 0]
+        expected[f"mass/{group}"] = mass[:, mask].mean()
+        expected[f"sink/first_key_weight_{group}"] = first.mean()
+        expected[f"sink/first_key_share_{group}"] = first.sum() / w[:, late].sum()
+    expected = {name: float(value) for name, value in expected.items()}
+    assert whole.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert parts.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+SHAPES = {
+    (2, 4, 8): "sink/weight sink/share sink/rate sink/rate_share sink/value_norm",
+    (2, 4): "sink/position sink/no_operation sink/broadcast sink/neither sink/value_ratio sink/stable_rank "
+    "mass/empty_rows mass/dead tau sparsity/zero sparsity/small sparsity/block_64 sparsity/block_128 sparsity/null "
+    "sparsity/over_null sparsity/null_mass entropy/nats entropy/normalised entropy/keys entropy/participation "
+    "scores/spread bias/alibi_slope bias/alibi_distance",
+    (2, 4, T): "mass/row mass/first_key bias/curve",
+    (2, 4, 7): "bias/learned.table",
+    (3,): "hidden/cosine hidden/effective_rank hidden/rank_residual hidden/max_abs hidden/median_abs hidden/massive "
+    "hidden/max_over_median hidden/max_norm hidden/kurtosis hidden/repeated_gap sample",
+    (T,): "loss/by_position",
+    (4,): "loss/evicted",
+    (): "loss/evicted_n_held context",
+    (2, T, T): "maps/weights",
+    (2, 2): "maps/heads",
+}
+
+
 def test_shapes_and_types() -> None:
-    layers, heads, keys = 2, 4, 8
     arrays = measure(make(LAZY).model, [draw()]).arrays
-    shapes = {
-        **dict.fromkeys(("sink/weight", "sink/share", "sink/rate", "sink/rate_share"), (layers, heads, keys)),
-        "sink/value_norm": (layers, heads, keys),
-        "sink/position": (layers, heads),
-        **dict.fromkeys(
-            (f"sink/{name}" for name in ("no_operation", "broadcast", "neither", "value_ratio", "stable_rank")),
-            (layers, heads),
-        ),
-        **dict.fromkeys(("mass/row", "mass/first_key", "bias/curve"), (layers, heads, T)),
-        "bias/learned.table": (layers, heads, 7),
-        **dict.fromkeys(("mass/empty_rows", "mass/dead", "tau"), (layers, heads)),
-        **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "block_64", "block_128")), (layers, heads)),
-        **dict.fromkeys((f"sparsity/{name}" for name in ("null", "over_null", "null_mass")), (layers, heads)),
-        **dict.fromkeys(
-            (f"entropy/{name}" for name in ("nats", "normalised", "keys", "participation")), (layers, heads)
-        ),
-        **dict.fromkeys(("scores/spread", "bias/alibi_slope", "bias/alibi_distance"), (layers, heads)),
-        **dict.fromkeys(
-            (
-                f"hidden/{name}"
-                for name in (
-                    "cosine", "effective_rank", "rank_residual", "max_abs", "median_abs", "max_over_median", "massive",
-                    "max_norm", "kurtosis", "repeated_gap",
-                )
-            ),
-            (layers + 1,),
-        ),
-        "loss/by_position": (T,),
-        "loss/evicted": (4,),
-        "loss/evicted_n_held": (),
-        "maps/weights": (2, T, T),
-        "maps/heads": (2, 2),
-        "sample": (3,),
-        "context": (),
-    }  # fmt: skip
+    shapes = {name: shape for shape, names in SHAPES.items() for name in names.split()}
     assert {name: array.shape for name, array in arrays.items()} == shapes
     others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64, "context": np.int64}
     assert all(array.dtype == others.get(name, np.float32) for name, array in arrays.items())
@@ -360,12 +354,6 @@ def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
         assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
 
 
-def test_a_sequence_too_short_to_miss_its_first_keys_has_no_such_loss() -> None:
-    arrays = measure(make(LAZY).model, [draw(length=8)]).arrays
-    assert np.isnan(arrays["loss/evicted"]).all()
-    assert np.isfinite(arrays["loss/by_position"]).all()
-
-
 @pytest.mark.parametrize(
     ("normaliser", "position", "gap"),
     [
@@ -390,14 +378,6 @@ def test_identical_tokens_are_told_apart_by_what_knows_positions(
         np.testing.assert_allclose(arrays["hidden/cosine"], 1, atol=1e-6)
 
 
-def test_a_sequence_longer_than_the_training_is_measured_where_positions_serve_it() -> None:
-    arrays = measure(make(LAZY).model, [draw(length=2 * T + 1)]).arrays
-    assert arrays["bias/curve"].shape == (2, 4, 2 * T + 1)
-    assert (arrays["bias/curve"][..., 7:] == 0).all()
-    with pytest.raises(ValueError, match=f"LearnedAbsolute: {T + 1} positions requested, {T} learned"):
-        measure(make(LAZY, LearnedAbsolute()).model, [draw(length=T + 1)])
-
-
 def state(module: LitLM) -> dict[str, object]:
     """All state that must not change, except tensors."""
     return {
@@ -406,6 +386,7 @@ def state(module: LitLM) -> dict[str, object]:
         "backends": [attention.backend for attention in module.model.attentions],
         "gradients": [parameter.grad is None and parameter.requires_grad for parameter in module.parameters()],
         "random": torch.get_rng_state().tolist(),
+        "tensors": {name: x.tolist() for name, x in module.state_dict().items()},
     }
 
 
@@ -419,7 +400,6 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     module.train()
     module.model.blocks[1].eval()
     module.model.attentions[0].backend = "reference"
-    tensors = {name: x.clone() for name, x in module.state_dict().items()}
     before = state(module)
     if fails:
         monkeypatch.setattr(type(module.model.attentions[1].normaliser), "compute_weights", failing)
@@ -428,8 +408,6 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     else:
         measure(module.model, [draw()])
     assert state(module) == before
-    assert all(torch.equal(x, tensors[name]) for name, x in module.state_dict().items())
-    token_nll(module.model(draw()["tokens"]), draw()["targets"]).mean().backward()
 
 
 class UniformModule(NormaliserModule):
@@ -453,19 +431,6 @@ def test_a_custom_normaliser_needs_no_more_than_its_weights() -> None:
     assert "tau" not in arrays
 
 
-@pytest.mark.parametrize(
-    ("maps", "named"),
-    [
-        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 layers; choose from 0 to 1"),
-        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 heads; choose from 0 to 3"),
-        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 layers; choose from 0 to 1"),
-    ],
-)
-def test_unknown_layers_and_heads_are_named(maps: Maps, named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named}$"):
-        measure(make(LAZY).model, [draw()], maps)
-
-
 def test_maps_are_those_of_the_strongest_first_key() -> None:
     share = np.full((9, 3), np.nan)
     share[:, 1] = 0.1
@@ -475,25 +440,17 @@ def test_maps_are_those_of_the_strongest_first_key() -> None:
     assert Maps(layers=(4,)).choose(share) == [(4, 2)]
     assert Maps(heads=(0, 2)).choose(share[:2]) == [(0, 0), (0, 2), (1, 0), (1, 2)]
     assert "maps/heads" not in measure(make(LAZY).model, [draw()], None).arrays
-
-
-def test_a_weight_too_small_for_float16_is_not_shown_as_none() -> None:
-    module = make(AttentionSpec(Softmax(), Alibi()))
-    for attention in module.model.attentions:
-        attention.bias.slopes.fill_(2.0)
-    weights = measure(module.model, [draw()]).arrays["maps/weights"].astype(np.float64)
-    below = np.tril(np.ones((T, T), bool))
-    assert (weights[:, below] > 0).all()
-    assert np.isnan(weights[:, ~below]).all()
-    assert weights[:, -1, 0].max() < 1e-7
+    for maps, named in (
+        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 layers; choose from 0 to 1"),
+        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 heads; choose from 0 to 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}$"):
+            measure(make(LAZY).model, [draw()], maps)
 
 
 def test_arrays_survive_the_file(tmp_path: Path) -> None:
-    module = make(AttentionSpec(Softmax()))
-    parts = {
-        "": measure(module.model, [draw()]),
-        "init/": measure(make(AttentionSpec(Softmax()), seed=1).model, [draw()], None),
-    }
+    one, other = (make(AttentionSpec(Softmax()), seed=seed).model for seed in (0, 1))
+    parts = {"": measure(one, [draw()]), "init/": measure(other, [draw()], None)}
     joined = Diagnostics.merge(parts)
     joined.save(tmp_path / "diagnostics.npz")
     read = Diagnostics.load(tmp_path / "diagnostics.npz")
@@ -502,59 +459,58 @@ def test_arrays_survive_the_file(tmp_path: Path) -> None:
         assert read.arrays[name].dtype == array.dtype
         np.testing.assert_array_equal(read.arrays[name], array)
     assert read.prefixes == ["", "init/"]
-    assert read.scalars() == joined.scalars()
+    initial = {f"init/{name}": value for name, value in parts["init/"].scalars().items()}
+    assert read.scalars() == joined.scalars() == parts[""].scalars() | initial
     assert joined.metrics().items() > joined.scalars().items()
     assert joined.metrics()["init/mass/all"] == pytest.approx(float(np.nanmean(joined.arrays["init/mass/row"])))
-    initial = {f"init/{name}": value for name, value in parts["init/"].scalars().items()}
-    assert joined.scalars() == parts[""].scalars() | initial
     assert "init/maps/weights" not in joined.arrays
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", sample=np.array([print], dtype=object))
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        Diagnostics.load(tmp_path / "bad.npz")
-
-
-def test_a_small_file_that_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_would_run_code_or_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_lazy.measure.arrays.MOST_BYTES", 2**20)
-    parts = {name: np.zeros(2**19, np.uint8) for name in "abc"}
-    np.savez_compressed(tmp_path / "bad.npz", **parts)
-    assert (tmp_path / "bad.npz").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"^its arrays expand to more than 1 MiB$"):
-        Diagnostics.load(tmp_path / "bad.npz")
+    np.savez(tmp_path / "code.npz", sample=np.array([print], dtype=object))
+    np.savez_compressed(tmp_path / "large.npz", **{name: np.zeros(2**19, np.uint8) for name in "abc"})
+    for name, message in (("code", "allow_pickle=False"), ("large", "^its arrays expand to more than 1 MiB$")):
+        with pytest.raises(ValueError, match=message):
+            Diagnostics.load(tmp_path / f"{name}.npz")
+
+
+SCALARS = {
+    "sink/rate": lambda x: x["sink/rate"][..., 0].mean(),
+    "sink/rate_share": lambda x: x["sink/rate_share"][..., 0].mean(),
+    "sink/value_norm": lambda x: x["sink/value_norm"][..., 0].mean(),
+    "sink/eviction": lambda x: x["loss/evicted"][3],
+    "sink/eviction_n_held": lambda x: x["loss/evicted_n_held"],
+    "mass/dead_heads": lambda x: x["mass/dead"].mean(),
+    "collapse/effective_rank_slope": lambda x: np.polyfit([0, 1, 2], x["hidden/effective_rank"], 1)[0],
+    "collapse/max_abs": lambda x: x["hidden/max_abs"].max(),
+    "collapse/max_over_median": lambda x: x["hidden/max_over_median"].max(),
+    **{
+        f"collapse/{name}": lambda x, name=name: x[f"hidden/{name}"][2]
+        for name in ("cosine", "effective_rank", "rank_residual", "kurtosis", "repeated_gap")
+    },
+    **{
+        name: lambda x, name=name: np.nanmean(x[name])  # without heads on which it is undefined
+        for name in (
+            *("sink/no_operation", "sink/broadcast", "mass/empty_rows", "sparsity/small", "sparsity/over_null"),
+            *("entropy/keys", "scores/spread", "bias/alibi_distance"),
+        )
+    },
+}
 
 
 def test_scalars_are_made_of_the_arrays() -> None:
-    arrays = measure(make(LAZY).double().model, [draw()]).arrays
+    module = make(LAZY).double()
+    with torch.no_grad():
+        module.model.attentions[0].normaliser.tau[1] = 100.0  # above T: no weight survives
+    arrays = measure(module.model, [draw()]).arrays
+    assert np.isnan(arrays["entropy/keys"]).sum() == 1
     scalars = Diagnostics(arrays).scalars()
-    assert scalars == pytest.approx(
-        {
-            "sink/rate": arrays["sink/rate"][..., 0].mean(),
-            "sink/rate_share": arrays["sink/rate_share"][..., 0].mean(),
-            "sink/value_norm": arrays["sink/value_norm"][..., 0].mean(),
-            "sink/no_operation": arrays["sink/no_operation"].mean(),
-            "sink/broadcast": arrays["sink/broadcast"].mean(),
-            "sink/eviction": arrays["loss/evicted"][3],
-            "sink/eviction_n_held": arrays["loss/evicted_n_held"],
-            "mass/empty_rows": arrays["mass/empty_rows"].mean(),
-            "mass/dead_heads": arrays["mass/dead"].mean(),
-            "sparsity/small": arrays["sparsity/small"].mean(),
-            "sparsity/over_null": arrays["sparsity/over_null"].mean(),
-            "entropy/keys": arrays["entropy/keys"].mean(),
-            "scores/spread": arrays["scores/spread"].mean(),
-            "collapse/cosine": arrays["hidden/cosine"][2],
-            "collapse/effective_rank": arrays["hidden/effective_rank"][2],
-            "collapse/effective_rank_slope": np.polyfit([0, 1, 2], arrays["hidden/effective_rank"], 1)[0],
-            "collapse/rank_residual": arrays["hidden/rank_residual"][2],
-            "collapse/max_abs": arrays["hidden/max_abs"].max(),
-            "collapse/max_over_median": arrays["hidden/max_over_median"].max(),
-            "collapse/kurtosis": arrays["hidden/kurtosis"][2],
-            "collapse/repeated_gap": arrays["hidden/repeated_gap"][2],
-            "bias/alibi_distance": arrays["bias/alibi_distance"].mean(),
-        },
-        rel=1e-6,
-    )
+    assert scalars == pytest.approx({name: make_it(arrays) for name, make_it in SCALARS.items()}, rel=1e-6)
+    assert scalars["mass/dead_heads"] == pytest.approx(1 / 8)
+    short = measure(module.model, [draw(length=8)]).arrays  # all keys are among the first
+    assert np.isnan(short["loss/evicted"]).all()
+    assert np.isfinite(short["loss/by_position"]).all()
 
 
 def test_empty_tiles_are_a_metric_where_a_sequence_holds_one() -> None:
@@ -568,31 +524,51 @@ def test_empty_tiles_are_a_metric_where_a_sequence_holds_one() -> None:
     assert "sparsity/block_128" not in short
 
 
-def test_a_head_on_which_a_value_is_undefined_is_left_out_of_the_mean() -> None:
-    module = make(LAZY)
-    with torch.no_grad():
-        module.model.attentions[0].normaliser.tau[1] = 100.0  # above T: no weight survives
-    arrays = measure(module.model, [draw()]).arrays
-    assert np.isnan(arrays["entropy/keys"]).sum() == 1
-    scalars = Diagnostics(arrays).scalars()
-    assert scalars["mass/dead_heads"] == pytest.approx(1 / 8)
-    assert scalars["entropy/keys"] == pytest.approx(np.nanmean(arrays["entropy/keys"]), rel=1e-6)
-
-
 def test_a_sample_is_spread_over_the_validation_set() -> None:
     source = Backcopy(vocab_size=16, context_length=8, train_sequences=1, validation_sequences=30).load()
-    [batch] = sample_validation(source, 3)
     everything = source.validation.__getitems__(list(range(30)))["tokens"]
-    assert torch.equal(batch["tokens"], everything[[0, 10, 20]])
-    [every] = sample_validation(source)
-    assert torch.equal(every["tokens"], everything)
+    assert torch.equal(sample_validation(source, 3)[0]["tokens"], everything[[0, 10, 20]])
+    assert torch.equal(sample_validation(source)[0]["tokens"], everything)
 
 
-def test_the_model_is_the_dense_one() -> None:
-    """Otherwise the comparison above would prove nothing."""
-    attention, position = SPECS["lazy"]
-    module, batch = make(attention, position).double(), draw()
+def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], Diagnostics]:
+    """A model with a rule, its ratios on all rows, and its diagnostics."""
+    model, batch = make(AttentionSpec(normaliser, LearnedBias(init_std=0.5)), n_kv_heads=4).model, draw()
+    metrics = AttentionMetrics.of(model.attentions)
     with torch.no_grad():
-        torch.testing.assert_close(
-            DecoderLM.forward(module.model, batch["tokens"]), Dense(module, batch["tokens"]).logits
-        )
+        stats = model.compute_hidden_with_stats(batch["tokens"])[1]
+    metrics.update(stats, {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
+    return model, metrics.compute(), measure(model, [batch])
+
+
+def test_signed_weights_have_no_shares_entropy_or_sparsity() -> None:
+    _, ratios, diagnostics = measure_rule(Differential())
+    arrays = diagnostics.arrays
+    assert set(ratios) == {"sink/first_key_weight", "mass/all"}
+    for name in ("sink/share", "sink/rate_share", "entropy/keys", "sparsity/zero", "sparsity/small", "sparsity/null"):
+        assert np.isnan(arrays[name]).all(), name
+    for name in ("sink/weight", "sink/rate", "mass/row", "scores/spread", "loss/by_position"):
+        assert np.isfinite(arrays[name]).all(), name
+    assert not [name for name in diagnostics.scalars() if name.startswith(("entropy", "sparsity"))]
+    assert (arrays["maps/weights"] < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "cuts"),
+    [(Softpick(), True), (Relu(), True), (ClippedSoftmax(), True), (Softmax(), False), (OffByOne(), False)],
+    ids=repr,
+)
+def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser: Normaliser, cuts: bool) -> None:
+    """By its declaration, whatever its class."""
+    model, ratios, diagnostics = measure_rule(normaliser)
+    found = []
+    for layer in model.attentions:
+        layer.normaliser.register_forward_pre_hook(lambda rule, args: found.append(rule.compute_weights(args[0])))
+    with torch.no_grad():
+        model(draw()["tokens"])
+    zeros = sum(((x.w == 0) & x.rows.visible).sum().item() for x in found)
+    share = zeros / sum(x.rows.visible.expand_as(x.w).sum().item() for x in found)
+    assert ("sparsity/zero" in ratios) == (0.1 < share < 0.95) == cuts
+    assert ratios.get("sparsity/zero", share) == pytest.approx(share)
+    assert diagnostics.arrays["sparsity/zero"].mean() == pytest.approx(share if cuts else np.nan, abs=1e-6, nan_ok=True)
+    assert np.isnan(diagnostics.arrays["sparsity/null"]).all()

@@ -1,6 +1,7 @@
 """Metrics over two processes of a real process group equal those of one process on all data."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from layers import layer_shape
@@ -23,16 +24,17 @@ def measured(sequences: slice) -> list[dict[str, Tensor]]:
     q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
     normaliser = Elastic().build(layer_shape(HEADS, LENGTH))
     summary = summarise(normaliser, AttentionCall(q[sequences], k[sequences], v[sequences]))
-    reads: list[tuple[Metric, tuple[Tensor, ...]]] = [
+    of_summary = (Sink(HEADS, LENGTH), Mass(HEADS, LENGTH), *(of(HEADS) for of in (Sparsity, Entropy, ScoreSpread)))
+    reads: list[tuple[Metric, tuple[Any, ...]]] = [
+        *((metric, (summary,)) for metric in of_summary),
         (ValueNorms(HEADS, LENGTH), (v[sequences],)),
         (Collapse(), (v[sequences, 0],)),
         (RatioOfSums(), (v[sequences] ** 2, torch.ones_like(v[sequences]))),
     ]
     found = []
-    for metric in (Sink(HEADS, LENGTH), Mass(HEADS, LENGTH), Sparsity(HEADS), Entropy(HEADS), ScoreSpread(HEADS)):
-        metric.update(summary)
-        found.append(metric.compute())
     for metric, arguments in reads:
+        torch.nn.ModuleList([metric]).bfloat16()
+        assert {state.dtype for state in metric.metric_state.values()} == {torch.float64}, metric
         metric.update(*arguments)
         value = metric.compute()
         found.append(value if isinstance(value, dict) else {"ratio": value})

@@ -1,20 +1,15 @@
 """Evaluations of final models: part of the key, checked before training, equal to plain sums."""
 
 import dataclasses
-import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from mlflow.utils.validation import _validate_metric_name
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, RetNet
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.costs import Costs
@@ -59,97 +54,65 @@ def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
     assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
 
 
-@pytest.mark.long
-def test_they_come_back_from_json_in_a_process_that_has_imported_neither_them_nor_the_harness():
-    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED, LmEval()))
-    text = json.dumps(to_dict(cfg))
-    assert from_dict(RunConfig, json.loads(text)) == cfg
-    code = (
-        "import json, sys; sys.modules['lm_eval'] = None;"
-        "from lit_lazy.config.serialisation import from_dict;"
-        "from lit_lazy.config.schema import RunConfig;"
-        "print([type(e).__name__ for e in from_dict(RunConfig, json.load(sys.stdin)).evaluations])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=False)
-    assert done.stdout == "['Lengths', 'Streaming', 'Varied', 'LmEval']\n", done.stderr
+SMALL = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
+
+
+def validation(length, sequences):
+    (batch,) = sample_validation(dataclasses.replace(SMALL, context_length=length).load(), sequences)
+    return batch
 
 
 def test_lengths_are_means_of_the_losses_by_position(result):
     model = DecoderLM(TINY.model, 9, 16, seed=1).double()
-    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
-    found = LENGTHS.measure(model, data)
+    found = LENGTHS.measure(model, SMALL)
     for times in (1, 2):
-        (batch,) = sample_validation(dataclasses.replace(data, context_length=16 * times).load(), 8)
-        loss = loss_by_position(model, batch)
+        loss = loss_by_position(model, validation(16 * times, 8))
         assert found[f"length_{times}x/loss"] == pytest.approx(loss.mean().item())
         assert found[f"length_{times}x/loss_last_quarter"] == pytest.approx(loss[-4 * times :].mean().item())
     assert {name for name in result[0].metrics if name.startswith("length_")} == found.keys()
 
 
-def test_streaming_compares_the_same_tokens():
+@pytest.mark.parametrize(("length", "n_held"), [(None, False), (None, True), (24, True)])
+def test_streaming_compares_the_same_tokens(length, n_held):
     model = DecoderLM(TINY.model, 9, 16, seed=1).double()
-    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
-    found = STREAMING.measure(model, data)
-    (batch,) = sample_validation(dataclasses.replace(data, context_length=32).load(), 4)
+    found = dataclasses.replace(STREAMING, length=length, n_held=n_held).measure(model, SMALL)
+    batch = validation(length or 32, 4)
     whole = loss_by_position(model, batch)[7:].mean().item()
-    assert found["streaming/whole/loss"] == pytest.approx(whole)
+    expected = {"streaming/whole/loss": whole}
     for first in (0, 2):
-        loss = loss_by_position(model, batch, Eviction(first, 5))[7:].mean().item()
-        assert found[f"streaming/{first}_and_5/loss"] == pytest.approx(loss)
-        assert found[f"streaming/{first}_and_5/loss_excess"] == pytest.approx(loss - whole)
-        assert loss != whole
-        assert not any("n_held" in name for name in found)
-    held = dataclasses.replace(STREAMING, n_held=True).measure(model, data)
-    assert {name: x for name, x in held.items() if "n_held" not in name} == found
-    for first in (0, 2):
-        loss = loss_by_position(model, batch, Eviction(first, 5), n_held=True)[7:].mean().item()
-        assert held[f"streaming/{first}_and_5_n_held/loss"] == pytest.approx(loss)
-        assert held[f"streaming/{first}_and_5_n_held/loss_excess"] == pytest.approx(loss - whole)
-
-
-def test_streaming_takes_a_length_in_tokens():
-    model = DecoderLM(TINY.model, 9, 16, seed=1).double()
-    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
-    found = dataclasses.replace(STREAMING, length=24).measure(model, data)
-    (batch,) = sample_validation(dataclasses.replace(data, context_length=24).load(), 4)
-    assert found["streaming/whole/loss"] == pytest.approx(loss_by_position(model, batch)[7:].mean().item())
-    assert dataclasses.replace(STREAMING, length=32).measure(model, data) == STREAMING.measure(model, data)
-
-
-def test_mlflow_takes_the_names_of_all_that_is_measured(result):
-    """Unsupported evaluations fail before the training, not after it."""
-    assert {"passkey/loss_24_at_0.25", "needle/accuracy", "int8/loss_rise"} <= result[0].metrics.keys()
-    for name in result[0].metrics:
-        _validate_metric_name(name)
+        for held in (False, True) if n_held else (False,):
+            loss = loss_by_position(model, batch, Eviction(first, 5), n_held=held)[7:].mean().item()
+            name = f"streaming/{first}_and_5{'_n_held' if held else ''}"
+            expected |= {f"{name}/loss": loss, f"{name}/loss_excess": loss - whole}
+            assert loss != whole
+    assert found == pytest.approx(expected)
 
 
 def test_varied_data_are_evaluated_as_the_usual_ones(result):
-    metrics = result[0].metrics
     model = DecoderLM(TINY.model, TINY.data.load().vocab_size, TINY.data.context_length, seed=0)
     found = Varied("validation_sequences", (TINY.data.validation_sequences,)).measure(model, TINY.data)
     usual = evaluate(model, TINY.data.load(), "fp32", 32)
     assert {name.partition("/")[2]: value for name, value in found.items()} == usual
-    assert {"validation_sequences_16/loss/val", "validation_sequences_32/loss/val"} <= metrics.keys()
+    assert {f"validation_sequences_{n}/loss/val" for n in (16, 32)} <= result[0].metrics.keys()
 
 
 def test_of_text_they_are_bits_per_byte_too():
     cfg = experiment("stdlib_tiny")
     source = cfg.data.load()
-    model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0)
-    found = Lengths((1,), sequences=2).measure(model, cfg.data) | Streaming((1,), 8, sequences=2).measure(
-        model, cfg.data
-    )
-    found |= Int8(sequences=2).measure(model, cfg.data)
+    model, found = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0), {}
+    for evaluation in (Lengths((1,), sequences=2), Streaming((1,), 8, sequences=2), Int8(sequences=2)):
+        found |= evaluation.measure(model, cfg.data)
     for name in ("length_1x/loss_last_quarter", "streaming/1_and_8/loss_excess", "int8/loss_rise"):
         bits = found[name] / np.log(2) / source.info["bytes_per_token"]
         assert found[name.replace("loss", "bits_per_byte")] == pytest.approx(bits)
 
 
-def test_a_custom_one_is_measured_and_what_is_undefined_left_out(tmp_path):
+def test_a_custom_one_is_measured_and_what_is_undefined_left_out(result, tmp_path):
     found = run(dataclasses.replace(TINY, evaluations=(Mine("a"), Mine("b"))), tmp_path)
     assert {name for name in found.metrics if name.startswith("mine/")} == {"mine/a", "mine/b"}
     assert found.evaluations == {evaluation_key(Mine(name)): [f"mine/{name}"] for name in ("a", "b")}
     assert found.training_key == cell_key(TINY, found.fingerprint) != found.key
+    assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
 
 
 def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
@@ -171,17 +134,6 @@ def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
     assert fewer.metrics == {name: value for name, value in found.metrics.items() if name != "mine/a"}
 
 
-def test_without_a_kept_model_it_is_trained_again(tmp_path):
-    first = run(TINY, tmp_path / "plain")
-    found = run(dataclasses.replace(TINY, evaluations=(Mine("a"),)), tmp_path / "more", keep_checkpoint=True)
-    assert found.metrics == first.metrics | {"mine/a": 1.0}
-    assert (tmp_path / "more" / "final.ckpt").exists()
-
-
-def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):
-    assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
-
-
 RECURRENT = dataclasses.replace(TINY.model, mixer=RetNet())
 ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention=AttentionSpec(Elastic()))
 
@@ -189,50 +141,31 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
 @pytest.mark.parametrize(
     ("evaluation", "changes", "message"),
     [
-        (Lengths((1, 2)), {"model": ABSOLUTE}, r"evaluations: Lengths: .*32"),
-        (STREAMING, {"model": ABSOLUTE}, r"evaluations: Streaming: model\.position=LearnedAbsolute"),
-        (
-            Streaming(window=20, length=24),
-            {},
-            r"evaluations: Streaming: Streaming\.window=20: must evict within 24 tokens",
-        ),
-        (Streaming(window=10**4), {}, r"evaluations: Streaming: Streaming\.window=10000: must evict within"),
-        (
-            Varied("pears", (1,)),
-            {},
-            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(for an ablation: --base\), or",
-        ),
-        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: changes the vocabulary size"),
-        (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
-        (Costs(decoded=16), {}, r"evaluations: Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
-        (Costs(decoded=4, divisors=(3,)), {}, r"Costs\.divisors=3: must divide the context's 16 tokens"),
-        (Costs(decoded=4), {"model": RECURRENT}, r"evaluations: Costs: model\.mixer=.*RetNet.*: has no attention"),
+        (Lengths((1, 2)), {"model": ABSOLUTE}, r"Lengths: .*32"),
+        (STREAMING, {"model": ABSOLUTE}, r"Streaming: model\.position=LearnedAbsolute"),
+        (Streaming(window=20, length=24), {}, r"Streaming: Streaming\.window=20: must evict within 24 tokens"),
+        (Varied("pears", (1,)), {}, r"Varied: Varied\.field='pears': data=Backcopy has no such field; give other data"),
+        (Varied("vocab_size", (30,)), {}, r"Varied: data\.vocab_size=30: changes the vocabulary size"),
+        (Varied("context_length", (-1,)), {}, r"Varied: data\.context_length=-1: "),
+        (Costs(decoded=16), {}, r"Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
+        (Costs(decoded=4, divisors=(3,)), {}, r"Costs: Costs\.divisors=3: must divide the context's 16 tokens"),
+        (Costs(decoded=4), {"model": RECURRENT}, r"Costs: model\.mixer=.*RetNet.*: has no attention"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluation, changes, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^evaluations: {message}.*$"):
         prepare(dataclasses.replace(TINY, evaluations=(evaluation,), **changes))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: Streaming(times=3, length=99),
-            r"Streaming\.times=3: has no effect with Streaming\.length=99; leave it at 2",
-        ),
+        (lambda: Streaming(times=3, length=99), r"Streaming\.times=3: has no effect with Streaming\.length=99; leave"),
         (lambda: Passkey(()), r"Passkey\.lengths=\(\)"),
-        (lambda: Passkey((1,)), r"Passkey\.lengths=\(1,\)"),
         (lambda: Needle(depths=(1.5,)), r"Needle\.depths=\(1\.5,\): .* at most 1"),
         (lambda: Needle(depths=(0.5, 0, 0.5)), r"Needle\.depths=\(0\.5, 0, 0\.5\): .* differ"),
-        (lambda: Passkey(digits=0), r"Passkey\.digits=0"),
-        (lambda: Passkey(sequences=0), r"Passkey\.sequences=0"),
-        (lambda: Needle(distractors=99), r"Needle\.distractors=99"),
         (lambda: Costs(rounds=1), r"Costs\.rounds=1"),
-        (lambda: Int8(sequences=0), r"Int8\.sequences=0"),
         (lambda: LmEval(()), r"LmEval\.tasks=\(\)"),
-        (lambda: LmEval(limit=0), r"LmEval\.limit=0"),
         (lambda: dataclasses.replace(TINY, evaluations=(LmEval("piqa"),)), r"LmEval\.tasks='piqa'"),
         (lambda: dataclasses.replace(TINY, evaluations=(LENGTHS, LENGTHS)), "is given twice"),
         (lambda: dataclasses.replace(TINY, evaluations=(Lengths,)), "evaluations"),

@@ -5,14 +5,13 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
+import untrained
 from subwords import bpe
 from task_files import QUESTIONS
 
@@ -26,15 +25,12 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
-from lit_lazy.measure.harness import lm_eval_adapter as asked_module
-from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter, make_batches
-from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
+from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter
+from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
-from lit_lazy.training.checkpoints import AtomicCheckpointIO
-from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
 
@@ -55,18 +51,9 @@ def model() -> DecoderLM:
     return DecoderLM(config(attention=spec).model, 256, CONTEXT, seed=0)
 
 
-def save(cfg: RunConfig, path: Path, vocab_size: int = 256, context: int = CONTEXT) -> Path:
+def save(cfg: RunConfig, path: Path, vocab_size: int = 256) -> Path:
     """A checkpoint of an untrained model."""
-    module = LitLM.create(cfg, vocab_size, context)
-    content = {
-        "state_dict": module.state_dict(),
-        "hyper_parameters": dict(module.hparams),
-        "global_step": 0,
-        "callbacks": {},
-        "pytorch-lightning_version": L.__version__,
-    }
-    AtomicCheckpointIO().save_checkpoint(content, path)
-    return path
+    return Path(untrained.save(path, cfg, vocab_size, CONTEXT))
 
 
 def request(*args: object) -> SimpleNamespace:
@@ -88,13 +75,12 @@ def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float,
 
 def test_log_likelihoods_are_those_of_a_plain_sum(model):
     rng = random.Random(0)
-    pairs = [
-        (
-            bytes(rng.choices(range(97, 123), k=rng.randint(0, 150))),
-            bytes(rng.choices(range(97, 123), k=rng.randint(1, 20))),
-        )
-        for _ in range(60)
-    ] + [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
+
+    def letters(least: int, most: int) -> bytes:
+        return bytes(rng.choices(range(97, 123), k=rng.randint(least, most)))
+
+    pairs = [(letters(0, 150), letters(1, 20)) for _ in range(60)]
+    pairs += [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
     counted = []
     asked = LmEvalAdapter(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
     found = asked.loglikelihood([request(c.decode(), t.decode()) for c, t in pairs])
@@ -107,22 +93,6 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
     assert counted[-1] == (len(pairs), len(pairs))
 
 
-def test_how_requests_are_batched_changes_nothing(model, monkeypatch):
-    rng = random.Random(1)
-    requests = [request("a" * rng.randint(1, 60), "b" * rng.randint(1, 9)) for _ in range(30)]
-    found = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood(requests)
-    monkeypatch.setattr(asked_module, "make_batches", lambda lengths: [[i] for i in range(len(lengths))])
-    alone = LmEvalAdapter(model, ByteTokenizer()).loglikelihood(requests)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-3)
-
-
-def test_batches_are_full_and_the_longest_come_first():
-    lengths = [3, 50, 2, 40, 41, 7, 200]
-    assert make_batches(lengths, 100) == [[6], [1, 4], [3, 5], [0, 2]]
-    assert sorted(i for batch in make_batches(lengths) for i in batch) == list(range(7))
-
-
 @torch.no_grad()
 def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
     tokens = list(context)
@@ -131,22 +101,19 @@ def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
     return bytes(tokens[len(context) :])
 
 
-def test_the_greedy_flag_and_greedy_texts(model):
-    text = greedy_text(model.eval(), b"weights", 12)
+def test_greedy_texts(model):
+    text = greedy_text(model.eval(), b"weights", 12).decode(errors="replace")
     asked = LmEvalAdapter(model, ByteTokenizer())
-    shown = text.decode(errors="replace")
-    if "\ufffd" not in shown:
-        (_, greedy), (_, other) = asked.loglikelihood([request("weights", shown), request("weights", shown[:-1] + "~")])
-        assert (greedy, other) == (True, shown.endswith("~"))
-    (whole,) = asked.generate_until([request("weights", {"until": [], "max_gen_toks": 12})])
-    assert whole == shown
-    (none,) = asked.generate_until([request("weights", {"until": shown[:1], "max_gen_toks": 12})])
-    assert none == ""
-    (part,) = asked.generate_until([request("weights", {"until": [shown[5:7]], "max_gen_toks": 12})])
-    assert part == shown[: shown.index(shown[5:7])]
+
+    def generate(context, until, n=12):
+        (found,) = asked.generate_until([request(context, {"until": until, "max_gen_toks": n})])
+        return found
+
+    assert generate("weights", []) == text
+    assert generate("weights", text[:1]) == ""
+    assert generate("weights", [text[5:7]]) == text[: text.index(text[5:7])]
     before = asked.cut
-    (long,) = asked.generate_until([request("a" * 500, {"until": [], "max_gen_toks": 4})])
-    assert long == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
+    assert generate("a" * 500, [], 4) == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
     assert asked.cut == before + 1
 
 
@@ -164,20 +131,7 @@ def rolling(model: DecoderLM, text: bytes) -> float:
 def test_rolling_windows_count_each_token_once(model, length):
     text = bytes(random.Random(length).choices(range(97, 123), k=length))
     (found,) = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
-    wanted = rolling(model, text)
-    assert found == pytest.approx(wanted, abs=1e-3)
-
-
-def test_the_prefix_token_is_the_one_that_begins_documents(model):
-    class Begun(ByteTokenizer):
-        begin = 1
-
-    asked = LmEvalAdapter(model.eval(), Begun())
-    assert (asked.prefix_token_id, asked.eot_token_id) == (1, 0)
-    (found,) = asked.loglikelihood([request("", "x")])
-    with torch.no_grad():
-        wanted = model(torch.tensor([[1]]))[0, 0].log_softmax(-1)[ord("x")].item()
-    assert found[0] == pytest.approx(wanted, abs=1e-4)
+    assert found == pytest.approx(rolling(model, text), abs=1e-3)
 
 
 def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
@@ -227,30 +181,11 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     assert benchmark(model, ByteTokenizer(), tasks, limit=1).samples["boolq"] == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "mean"),
-    [
-        ("30.76 62.98 34.76 50.53 45.21 24.05 36.81 58.24", 42.92),
-        ("34.11 63.08 38.12 51.60 55.28 26.77 34.89 59.54", 45.42),
-        ("28.73 64.05 35.96 50.00 54.19 24.29 37.13 58.39", 44.09),
-        ("32.80 65.94 38.99 50.12 59.68 28.24 38.69 60.55", 46.88),
-        ("34.98 64.73 39.61 51.85 55.60 28.14 34.52 59.99", 46.18),  # printed as 46.17
-    ],
-)
-def test_the_average_is_that_of_the_published_tables(row, mean):
-    wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
-    scores = dict(zip(wanted, map(float, row.split()), strict=True))
-    found = average_accuracy(scores)
-    assert found is not None
-    assert abs(found - mean) <= 0.00501
-    assert average_accuracy(dict.fromkeys(wanted[1:], 1.0)) is None
-
-
 # The command
 
 
 @pytest.fixture
-def checkpoint(runs: Path) -> Iterator[Path]:
+def checkpoint(runs: Path) -> Path:
     """Checkpoint of a run recorded in MLflow."""
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
@@ -262,7 +197,8 @@ def checkpoint(runs: Path) -> Iterator[Path]:
 
 def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_path, capsys):
     out = tmp_path / "scores.json"
-    assert main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--out", str(out)]) == 0
+    asked = ["--task-folder", str(task_folder)]
+    assert main(["lm-eval", str(checkpoint), *asked, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     known = json.loads(out.read_text())
     for column in COLUMNS:
@@ -270,120 +206,50 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
         assert f"{column.title:9} {column.task:15} {column.metric:16} {value:10.4f}" in printed
     assert f"{known['average']:.4f}            of the eight accuracies" in printed
     assert "prefix token '\\x00' (0)" in printed
-    assert known["harness"] == "lm_eval 0.4.13"
     assert [column["title"] for column in known["columns"]] == [column.title for column in COLUMNS]
     assert known["columns"][0]["standard_error"] is None
     assert known["columns"][-1]["standard_error"] is not None
-    assert known["checkpoint"] == str(checkpoint)
-    assert known["environment"]["git_sha"]
     run_id, _ = (checkpoint.parent / "mlflow_run_id").read_text().split()
     assert f"logged to MLflow with run {run_id}" in printed
     metrics = Tracker(default_uri(runs), runs, "train-x").client.get_run(run_id).data.metrics
     assert metrics["lm-eval/average"] == known["average"]
-    assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(
-        known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
-    )
+    perplexity = known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
+    assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(perplexity)
     (stored,) = (runs / "mlartifacts").glob(f"*/{run_id}/artifacts/lm-eval.json")
     assert json.loads(stored.read_text())["average"] == known["average"]
-
-
-def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, task_folder, tmp_path, capsys):
-    assert (
-        main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--tasks", "boolq", "--limit", "2"]) == 0
-    )
+    # With a limit, or of a checkpoint elsewhere, also one whose positions end where the context does.
+    assert main(["lm-eval", str(checkpoint), *asked, "--tasks", "boolq", "--limit", "2"]) == 0
     assert "not logged to MLflow: with --limit" in capsys.readouterr().out
-    moved = checkpoint.rename(tmp_path / "moved.ckpt")
-    assert main(["lm-eval", str(moved), "--task-folder", str(task_folder), "--tasks", "boolq"]) == 0
+    moved = save(config(position=LearnedAbsolute()), tmp_path / "moved.ckpt")
+    assert main(["lm-eval", str(moved), *asked, "--tasks", "boolq,wikitext"]) == 0
     assert f"not logged to MLflow: {tmp_path} belongs to no run" in capsys.readouterr().out
 
 
-def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
-    path = save(config(position=LearnedAbsolute()), tmp_path / "final.ckpt")
-    assert main(["lm-eval", str(path), "--task-folder", str(task_folder), "--tasks", "boolq,wikitext"]) == 0
-
-
 @pytest.mark.parametrize(
-    ("more", "line"),
+    ("cfg", "more", "line"),
     [
-        (["--tasks", "pika"], "lit-lazy: --tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
-        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be loaded ("),
-        (["--limit", "0"], "'0': must be a whole number of at least 1"),
-        (["--tasks", ""], "must be values separated by commas"),
-        (["--out", "x.txt"], "must end in .json"),
-        (["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
+        (None, ["--tasks", "pika"], "--tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
+        (None, ["--tasks", "piqa"], "--tasks='piqa': its data cannot be loaded ("),
+        (None, ["--limit", "0"], "'0': must be a whole number of at least 1"),
+        (None, ["--out", "x.txt"], "must end in .json"),
+        (None, ["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
+        (config(Backcopy()), ["--tasks", "piqa"], "its data (Backcopy) is not text"),
+        (config(Text("x", tokenizer="gone.json")), ["--tasks", "piqa"], "gone.json': cannot be read (No such file"),
+        (config(Text("x")), ["--tasks", "piqa"], "has a vocabulary of 300 tokens, but its tokenizer now has 256"),
     ],
 )
-def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, more, line, capsys):
+def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, line, capsys):
+    if cfg is not None:
+        save(cfg, checkpoint, vocab_size=300)
     before = sorted(runs.rglob("*"))
     try:
         status = main(["lm-eval", str(checkpoint), *more])
     except SystemExit as stop:  # from argparse
         status = stop.code
-    error = capsys.readouterr().err.splitlines()
+    (error,) = capsys.readouterr().err.splitlines()
     assert status == 2
-    assert line in error[-1]
-    assert len(error) == 1
+    assert line in error
     assert sorted(runs.rglob("*")) == before
-
-
-def test_a_model_of_no_text_is_one_line(tmp_path, capsys):
-    source = Backcopy().load()
-    cfg = config(Backcopy())
-    path = save(cfg, tmp_path / "final.ckpt", source.vocab_size, source.context_length)
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "its data (Backcopy) is not text" in line
-
-
-def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
-    path = save(config(Text("x", tokenizer=str(tmp_path / "gone.json"))), tmp_path / "final.ckpt")
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "gone.json': cannot be read (No such file or directory)" in capsys.readouterr().err
-    path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
-    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "has a vocabulary of 300 tokens, but its tokenizer now has 256" in capsys.readouterr().err
-
-
-def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
-    """Accuracies by task and log-likelihoods of all of the harness's requests."""
-    import lm_eval
-
-    loaded = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
-    found = lm_eval.evaluate(harness, task_dict=loaded, bootstrap_iters=0, log_samples=True)
-    accuracies = {task: scores["acc,none"] for task, scores in found["results"].items() if "acc,none" in scores}
-    samples = [sample for task in found["samples"].values() for sample in task]
-    pairs = [response for sample in samples for (response,) in sample["resps"]]
-    return accuracies, [pair[0] if isinstance(pair, tuple | list) else pair for pair in pairs]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("module_cache")
-@pytest.mark.parametrize("begin", [None, "<s>"])
-def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_folder, tmp_path):
-    """With the harness's class for transformers (`--model hf`) on the exported folder."""
-    from lm_eval.models.huggingface import HFLM
-
-    data = Text("gone.txt", tokenizer=str(bpe), begin_of_text=begin, context_length=CONTEXT)
-    tokenizer = data.load_tokenizer()
-    spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
-    checkpoint = save(config(data, attention=spec), tmp_path / "final.ckpt", tokenizer.vocab_size)
-    names, exported, out = ["boolq", "lambada_openai", "wikitext"], tmp_path / "exported", tmp_path / "scores.json"
-    asked = ["lm-eval", str(checkpoint), "--tasks", ",".join(names), "--task-folder", str(task_folder)]
-    assert main([*asked, "--out", str(out)]) == 0
-    assert main(["export", str(checkpoint), str(exported)]) == 0
-    ours = {task: found["metrics"] for task, found in json.loads(out.read_text())["tasks"].items()}
-
-    theirs = HFLM(str(exported), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
-    tasks = load_tasks(names, find_tasks(names, task_folder))
-    for task in tasks:
-        task.set_config(key="num_fewshot", value=0)
-    accuracies, sums = answers(theirs, tasks)
-    assert accuracies == {task: ours[task]["acc"] for task in ("boolq", "lambada_openai")}
-    model = checkpoints.load(checkpoint).model.eval()
-    again, wanted = answers(LmEvalAdapter(model, tokenizer), tasks)
-    assert again == accuracies
-    assert len(wanted) == len(sums) == 2 * 3 + 2 + 1
-    assert sums == pytest.approx(wanted, rel=1e-4)
 
 
 # An evaluation of a run
@@ -402,12 +268,7 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "data", "message"),
     [
-        (
-            LmEval(("pika",)),
-            None,
-            r"tasks='pika': no such task; known are wikitext, lambada_openai, piqa.*a task folder$",
-        ),
-        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be loaded \("),
+        (LmEval(("pika",)), None, r"tasks='pika': no such task; known are wikitext,.*a task folder$"),
         (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) is not text"),
         (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': must be a folder"),
     ],

@@ -1,6 +1,5 @@
 """Keys hidden in filler: an oracle finds all of them, a model that knows nothing none."""
 
-import dataclasses
 import math
 import re
 
@@ -12,14 +11,13 @@ from subwords import bpe  # noqa: F401 - a fixture
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.distractors import Distractors
 from lit_lazy.data.haystack import FILLER, NEEDLE, PASSKEY, Hiding, hide_in_symbols, hide_in_text
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.recall import Recall
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
-from lit_lazy.measure.retrieval import Needle, Passkey, score_answers
+from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.model.decoder import DecoderLM
 
 TINY = ModelConfig(d_model=8, n_heads=1, d_ff=8)
@@ -130,65 +128,38 @@ def test_symbols_are_hidden_behind_a_marker_that_is_nowhere_else(data, digits):
 @pytest.mark.parametrize("kind", [Passkey, Needle])
 def test_an_oracle_finds_every_key_and_ignorance_none(data, kind):
     text = isinstance(data, Stdlib)
-    evaluation = kind((360, 420) if text else (48, 64), sequences=3, digits=5 if text else 3)
-    vocabulary = data.load().vocab_size
+    lengths = (360, 420) if text else (48, 64)
+    evaluation = kind(lengths, sequences=3, digits=5 if text else 3)
+    vocabulary, name = data.load().vocab_size, kind.__name__.lower()
     oracle, ignorant = build(Copyist, vocabulary), build(DecoderLM, vocabulary)
-    torch.nn.init.zeros_(ignorant.embedding.weight)
-    for model in (oracle, ignorant):
-        evaluation.check(model, data)
-    found = evaluation.measure(oracle, data)
-    places = [f"_{length}_at_{depth}" for length in evaluation.lengths for depth in ("0", "0.25", "0.5", "0.75", "1")]
-    suffixes = ["", *(f"_{length}" for length in evaluation.lengths), *places]
-    name = kind.__name__.lower()
-    assert found.keys() == {f"{name}/{what}{suffix}" for what in ("accuracy", "loss") for suffix in suffixes}
+    evaluation.check(oracle, data)
+    found, missed = (evaluation.measure(model, data) for model in (oracle, ignorant))
+    for what in ("accuracy", "loss"):
+        for length in lengths:
+            places = [missed[f"{name}/{what}_{length}_at_{depth}"] for depth in ("0", "0.25", "0.5", "0.75", "1")]
+            assert missed[f"{name}/{what}_{length}"] == pytest.approx(np.mean(places))
+        assert missed[f"{name}/{what}"] == pytest.approx(np.mean([missed[f"{name}/{what}_{n}"] for n in lengths]))
+    assert len(missed) == len(found) == 2 * (1 + 2 + 2 * 5)
     assert all(value == 1.0 for metric, value in found.items() if "accuracy" in metric)
     assert all(value < 1e-9 for metric, value in found.items() if "loss" in metric)
+    torch.nn.init.zeros_(ignorant.embedding.weight)
     missed = evaluation.measure(ignorant, data)
     assert missed[f"{name}/accuracy"] == 0
     assert missed[f"{name}/loss"] == pytest.approx(math.log(vocabulary))
     assert evaluation.measure(oracle, data) == found
 
 
-def test_scores_are_means_over_the_key_and_of_all_its_tokens():
-    model = DecoderLM(dataclasses.replace(TINY, init_std=0.5), 41, 64, seed=3).train()
-    batch = hide_in_symbols(BACKCOPY.load(), HIDING)
-    loss, hit = score_answers(model, batch)
-    with torch.no_grad():
-        logits = model(batch["tokens"])[:, -3:].double().log_softmax(-1)
-    wanted = batch["targets"][:, -3:]
-    torch.testing.assert_close(loss, -logits.gather(-1, wanted[..., None]).mean((1, 2)), rtol=1e-5, atol=1e-6)
-    assert torch.equal(hit, (logits.argmax(-1) == wanted).all(-1))
-    assert model.training
-    parts = [score_answers(model, {name: x[i : i + 1] for name, x in batch.items()})[0] for i in range(12)]
-    torch.testing.assert_close(torch.cat(parts), loss)
-
-
-def test_means_are_over_depths_and_lengths():
-    model = DecoderLM(dataclasses.replace(TINY, init_std=0.5), 41, 64, seed=3)
-    found = Passkey((32, 64), depths=(0, 1), sequences=2, digits=2).measure(model, BACKCOPY)
-    for what in ("loss", "accuracy"):
-        for length in (32, 64):
-            both = [found[f"passkey/{what}_{length}_at_{depth}"] for depth in (0, 1)]
-            assert found[f"passkey/{what}_{length}"] == pytest.approx(np.mean(both))
-        assert found[f"passkey/{what}"] == pytest.approx(np.mean([found[f"passkey/{what}_{n}"] for n in (32, 64)]))
-    other = Passkey((32, 64), depths=(0, 1), sequences=2, digits=2, seed=5).measure(model, BACKCOPY)
-    assert other["passkey/loss"] != found["passkey/loss"]
-
-
 @pytest.mark.parametrize(
     ("evaluation", "data", "message"),
     [
         (Passkey((100,)), Stdlib(), r"lengths=100: question and keys need 2\d\d tokens; choose a greater length"),
-        (Needle((16,)), BACKCOPY, r"lengths=16: has no room for 4 keys"),
-        (Passkey((16,)), BACKCOPY, r"lengths=16: has distinct places for 1 of 5 depths; give 36 or more, or fewer"),
-        (Needle((35,)), BACKCOPY, r"lengths=35: has distinct places for 4 of 5 depths; give 36 or more"),
-        (Passkey((256,)), Stdlib(), r"lengths=256: has distinct places for 4 of 5 depths; give about 263 or more"),
-        (Passkey((256,)), Recall(), r"Recall has no context_length to change"),
-        (Passkey((256,)), Distractors(), r"Distractors has no context_length to change"),
+        (Needle((16,)), BACKCOPY, "lengths=16: has no room for 4 keys"),
+        (Needle((35,)), BACKCOPY, "lengths=35: has distinct places for 4 of 5 depths; give 36 or more"),
+        (Passkey((256,)), Stdlib(), "lengths=256: has distinct places for 4 of 5 depths; give about 263 or more"),
+        (Passkey((256,)), Recall(), "Recall has no context_length to change"),
         (Passkey((64,)), Text(path="nowhere", tokenizer="nowhere.json"), r"data\.tokenizer='nowhere\.json'"),
     ],
 )
 def test_what_cannot_be_hidden_is_refused_in_a_line(evaluation, data, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^.*{message}.*$"):
         evaluation.check(build(DecoderLM, 256), data)
-    assert "\n" not in str(error.value)

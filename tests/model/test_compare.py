@@ -16,10 +16,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 LONGROPE_64 = (
     LONGROPE
     | {"original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
-    | {
-        "short_factor": [1.0, 1.5, 2.0, 3.0],
-        "long_factor": [1.0, 2.0, 5.0, 7.0],
-    }
+    | {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 5.0, 7.0]}
 )
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
 WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {

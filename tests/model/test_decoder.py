@@ -64,7 +64,6 @@ MIXERS = {
     }.items()
 }
 EVERY = VARIANTS | MIXERS
-every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
 every_model = pytest.mark.parametrize("cfg", EVERY.values(), ids=EVERY)
 
 
@@ -110,23 +109,20 @@ def test_no_row_sees_the_future(cfg, sign):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 4, 3]], ids=["by token", "by chunks"])
-@every_variant
-def test_decoding_equals_the_full_forward(cfg, steps):
-    model, x = build(cfg).double(), tokens()
+@pytest.mark.parametrize("by_token", [True, False])
+@every_model
+def test_decoding_equals_the_full_forward(cfg, by_token):
+    """Weights and activations in float64; the recurrence of a mixer rounds to float32."""
+    model, x = build(cfg).double(), tokens(length=LENGTH if cfg.mixer.attends else LONG)
+    steps = [1] * x.shape[1] if by_token else [5, 1, 4, 3] if cfg.mixer.attends else [5, 1, 1, 60, 3]
     cache, parts, start = model.new_cache(), [], 0
     for step in steps:
         parts.append(model(x[:, start : start + step], cache))
         start += step
-    torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-10, atol=1e-11)
-
-
-@torch.no_grad()
-@every_variant
-def test_a_shorter_sequence_gives_the_same_rows(cfg):
-    """Results do not depend on the length of the batch: thresholds and positions are those of training."""
-    model, x = build(cfg).double(), tokens()
-    torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=1e-10, atol=1e-11)
+        assert {layer.length for layer in cache} == {start}
+    full = model(x)
+    close = (1e-10, 1e-11) if cfg.mixer.attends else (1e-4, 1e-5 * full.abs().max().item())
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=close[0], atol=close[1])
 
 
 @every_model
@@ -157,42 +153,6 @@ def test_rows_without_mass_add_nothing(cfg):
     assert torch.equal(model(x), logits)
 
 
-@torch.no_grad()
-@every_variant
-def test_stats_change_neither_hidden_states_nor_logits(cfg):
-    model, x = build(cfg).double(), tokens()
-    hidden, stats = model.compute_hidden_with_stats(x)
-    torch.testing.assert_close(hidden, model.compute_hidden(x), rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(model.head(hidden), model(x), rtol=1e-10, atol=1e-11)
-    assert len(stats) == cfg.n_layers
-    assert {field.shape for layer in stats for field in layer} == {(2, cfg.n_heads, LENGTH)}
-
-
-@torch.no_grad()
-def test_first_layer_row_mass_is_the_total_variation_from_uniform():
-    model, x = build(dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(tau_init=1.0)))).double(), tokens()
-    seen = []
-    hook = model.attentions[0].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    _, stats = model.compute_hidden_with_stats(x)
-    hook.remove()
-    q, k = seen[0].q, seen[0].k
-    p = torch.softmax((q @ k.mT / 8**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf), -1)
-    uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None].double()
-    distance = (p - uniform).abs().sum(-1) / 2
-    torch.testing.assert_close(stats[0].mass, distance, rtol=1e-10, atol=1e-11)
-    assert distance.max() > 0.3
-
-
-@torch.no_grad()
-def test_backends_agree():
-    cfg = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(0.7), LearnedBias()))
-    outs = [
-        build(dataclasses.replace(cfg, backend=name)).double()(tokens()) for name in ("reference", "chunked", "auto")
-    ]
-    torch.testing.assert_close(outs[1], outs[0], rtol=1e-10, atol=1e-11)
-    assert torch.equal(outs[1], outs[2])
-
-
 class TestStart:
     def test_variants_of_one_seed_share_their_common_parameters(self):
         states = {name: dict(DecoderLM(cfg, VOCAB, CONTEXT, 3).named_parameters()) for name, cfg in EVERY.items()}
@@ -215,15 +175,16 @@ class TestStart:
 
     @every_model
     def test_seeds_differ_in_every_drawn_parameter(self, cfg):
+        """And so do the parameters of one model, all in fp32."""
         one, other = (DecoderLM(cfg, VOCAB, CONTEXT, seed) for seed in (0, 1))
         constant = ("norm.weight", "norm.bias", "skip", "tau", "bias.table", "bias.values", "bias.c")
+        drawn = set()
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert a.dtype == torch.float32
             assert torch.equal(a, b) is name.endswith(constant), name
-
-    def test_parameters_of_one_model_differ(self):
-        state = DecoderLM(VARIANTS["untied"], VOCAB, CONTEXT, 0).state_dict()
-        drawn = [value.flatten()[:5] for name, value in state.items() if "norm" not in name]
-        assert all(not torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+            if not name.endswith(constant):
+                assert tuple(a.flatten()[:5].tolist()) not in drawn, name
+                drawn.add(tuple(a.flatten()[:5].tolist()))
 
     def test_matrices_have_the_given_spread(self):
         model = DecoderLM(dataclasses.replace(SMALL, d_model=64, d_ff=64, init_std=0.02), 512, CONTEXT, 0)
@@ -234,10 +195,6 @@ class TestStart:
                 n = parameter.numel()
                 assert parameter.std().item() == pytest.approx(0.02, rel=5 / (2 * n) ** 0.5), name
                 assert parameter.mean().item() == pytest.approx(0, abs=5 * 0.02 / n**0.5), name
-
-    @every_model
-    def test_every_parameter_is_fp32(self, cfg):
-        assert {p.dtype for p in DecoderLM(cfg, VOCAB, CONTEXT, 0).parameters()} == {torch.float32}
 
 
 class TestSize:
@@ -278,8 +235,5 @@ class TestSize:
     def test_flops(self, tie):
         """FLOPs count the head once, tied or not; the embedding is a lookup."""
         model = DecoderLM(dataclasses.replace(self.CFG, tie_embeddings=tie), 11, 6, 0)
+        assert (model.head.weight is model.embedding.weight) == tie
         assert flops_per_token(model, 6) == 6 * (2 * self.BLOCK + 11 * 8) + 6 * 2 * 6 * 8 == 8016
-
-    def test_the_tied_head_is_the_embedding(self):
-        model = DecoderLM(self.CFG, 11, 6, 0)
-        assert model.head.weight is model.embedding.weight

@@ -33,7 +33,7 @@ from lit_lazy.data.text import Text
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import loss_by_position
-from lit_lazy.model.decoder import DecoderLM, find_boundaries
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
@@ -76,17 +76,13 @@ def tokens() -> torch.Tensor:
 
 
 def alone(made: DecoderLM, sequences: torch.Tensor):
-    """Logits `[B, L, V]` and stats, computed per document."""
+    """Logits `[B, L, V]` and stats of each row and layer, computed per document."""
     logits, stats = [], []
     for row, lengths in zip(sequences, LENGTHS, strict=True):
-        parts = [made.compute_hidden_with_stats(document[None]) for document in row.split(lengths)]
-        logits.append(torch.cat([found for found, _ in parts], 1))
-        stats.append(
-            [
-                [torch.cat(field, -1) for field in zip(*layer, strict=True)]
-                for layer in zip(*(s for _, s in parts), strict=True)
-            ]
-        )
+        hidden, found = zip(*(made.compute_hidden_with_stats(text[None]) for text in row.split(lengths)), strict=True)
+        logits.append(torch.cat(hidden, 1))
+        layers = zip(*found, strict=True)
+        stats.append([[torch.cat(field, -1) for field in zip(*layer, strict=True)] for layer in layers])
     return made.head(torch.cat(logits)), stats
 
 
@@ -111,17 +107,6 @@ def test_packed_with_a_mask_is_each_document_alone(name):
         gradients.append({n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None})
     for parameter, gradient in gradients[0].items():
         assert (gradient - gradients[1][parameter]).abs().max() < 1e-10 * (1 + gradient.abs().max()), parameter
-
-
-def test_one_document_a_window_changes_no_bit():
-    made = model(AttentionSpec(Elastic(), LearnedBias()), Rope(), torch.float32)
-    sequences = tokens()[1:2, :-1]
-    assert torch.equal(made(sequences), made(sequences, place=torch.arange(L)[None]))
-
-
-def test_boundaries():
-    assert find_boundaries(places()).tolist() == [0, 5, 6, 24, 48, 49, 51, 54, 58, 72]
-    assert find_boundaries(places()).dtype == torch.int32
 
 
 def source() -> DataSource:
@@ -185,17 +170,13 @@ def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Pa
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{i} {"abcdefgh" * (i % 9)}"}}\n' for i in range(300)))
     data = Text(str(tmp_path / "texts.jsonl"), context_length=L, validation_windows=8, document_mask=True)
-    cfg = RunConfig(
-        data,
-        ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias())),
-        TrainConfig(steps=12, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
-    )
+    lazy = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias()))
+    steps = TrainConfig(steps=12, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2)
+    cfg = RunConfig(data, lazy, steps)
     assert "place" in data.load().train[0]
     found = run(cfg, tmp_path / "one")
     assert found.metrics["loss/val"] < found.metrics["init/loss/val"]
     assert found.metrics == run(cfg, tmp_path / "two").metrics
     assert found.labels == {"backend": KERNEL}
-    softmax = replace(cfg.model, attention=AttentionSpec())
-    assert run(replace(cfg, model=softmax), tmp_path / "softmax").labels == {
-        "backend": KERNEL
-    }  # sdpa does not support documents
+    softmax = replace(cfg, model=replace(lazy, attention=AttentionSpec()))
+    assert run(softmax, tmp_path / "softmax").labels == {"backend": KERNEL}  # sdpa does not support documents

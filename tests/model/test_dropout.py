@@ -1,5 +1,8 @@
 """Dropout masks: SplitMix64, correct rate, independence of each other and of micro-batches."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
@@ -30,10 +33,7 @@ def test_sequences_steps_seeds_and_places_are_independent() -> None:
     """Masks are pairwise independent: all pairs of 16 masks, within 4.5 standard errors."""
     masks = [
         apply_dropout(ONES[:1], 0.5, sequence_keys(seed, step, torch.tensor([row])), site).flatten() - 1
-        for seed in (0, 1)
-        for step in (0, 1)
-        for row in (0, 1)
-        for site in (0, 1)
+        for seed, step, row, site in product((0, 1), repeat=4)
     ]
     n = masks[0].numel()
     correlations = torch.corrcoef(torch.stack(masks)) - torch.eye(len(masks))
@@ -44,10 +44,8 @@ def test_sequences_steps_seeds_and_places_are_independent() -> None:
 
 def test_masks_do_not_depend_on_how_a_batch_is_cut() -> None:
     whole = apply_dropout(ONES, 0.3, sequence_keys(5, 7, ROWS), site=2)
-    for part in range(4):
-        assert torch.equal(
-            apply_dropout(ONES[part::4], 0.3, sequence_keys(5, 7, ROWS[part::4]), site=2), whole[part::4]
-        )
+    for part in (slice(i, None, 4) for i in range(4)):
+        assert torch.equal(apply_dropout(ONES[part], 0.3, sequence_keys(5, 7, ROWS[part]), site=2), whole[part])
 
 
 def test_gradients_pass_where_nothing_was_dropped() -> None:
@@ -58,29 +56,20 @@ def test_gradients_pass_where_nothing_was_dropped() -> None:
     assert torch.equal(x.grad, out.detach())
 
 
-class TestDecoder:
-    MODEL = DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, residual_dropout=0.2), 11, 12, seed=0)
-    TOKENS = torch.randint(11, (3, 12), generator=torch.Generator().manual_seed(0))
-    KEYS = sequence_keys(0, 0, torch.arange(3))
-
-    def gradients(self) -> list[torch.Tensor]:
-        self.MODEL.zero_grad()
-        self.MODEL.compute_hidden(self.TOKENS, dropout_keys=self.KEYS).square().sum().backward()
-        return [parameter.grad.clone() for parameter in self.MODEL.parameters() if parameter.grad is not None]
-
-    @torch.no_grad()
-    def test_drops_where_keys_are_given_alone(self) -> None:
-        plain = DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24), 11, 12, seed=0)
-        assert torch.equal(self.MODEL.compute_hidden(self.TOKENS), plain.compute_hidden(self.TOKENS))
-        assert torch.equal(plain.compute_hidden(self.TOKENS, dropout_keys=self.KEYS), plain.compute_hidden(self.TOKENS))
-        assert not torch.equal(
-            self.MODEL.compute_hidden(self.TOKENS, dropout_keys=self.KEYS), plain.compute_hidden(self.TOKENS)
-        )
-
-    def test_a_block_that_is_computed_again_drops_the_same(self) -> None:
-        kept = self.gradients()
-        self.MODEL.checkpoint_activations = True
-        try:
-            assert all(torch.equal(a, b) for a, b in zip(self.gradients(), kept, strict=True))
-        finally:
-            self.MODEL.checkpoint_activations = False
+def test_a_decoder_drops_where_keys_are_given_and_the_same_when_a_block_is_computed_again() -> None:
+    cfg = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24)
+    plain, model = (DecoderLM(replace(cfg, residual_dropout=p), 11, 12, seed=0) for p in (0.0, 0.2))
+    tokens = torch.randint(11, (3, 12), generator=torch.Generator().manual_seed(0))
+    keys = sequence_keys(0, 0, torch.arange(3))
+    gradients = []
+    for recompute in (False, True):
+        model.checkpoint_activations = recompute
+        model.compute_hidden(tokens, dropout_keys=keys).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+    expected = plain.compute_hidden(tokens)
+    assert torch.equal(plain.compute_hidden(tokens, dropout_keys=keys), expected)
+    model.checkpoint_activations = False
+    assert torch.equal(model.compute_hidden(tokens), expected)
+    assert not torch.equal(model.compute_hidden(tokens, dropout_keys=keys), expected)

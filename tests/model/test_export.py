@@ -12,7 +12,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch_alone import link_packages, run_alone
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
 
@@ -143,9 +142,8 @@ def exported(model: DecoderLM, folder: Path) -> Path:
 
 
 def load(folder: Path, **options):
-    model, found = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **options
-    )
+    options |= {"trust_remote_code": True, "output_loading_info": True}
+    model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(found.values()), found
     return model
 
@@ -210,9 +208,8 @@ from dataclasses import dataclass
 
 import torch
 import shapes as forms
-from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
+from lit_lazy.attention import Bias, BiasTerms, Normaliser, NormaliserModule
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.layer import GateModule
 from lit_lazy.config import experiment
 from shapes import LIMIT as MOST
 
@@ -262,21 +259,6 @@ class OwnBiasModule(BiasModule):
         return BiasTerms(table=-self.slope * torch.arange(n_keys, device=self.slope.device) ** 0.5)
 
 
-@dataclass(frozen=True)
-class OwnGate(Gate):
-    def build(self, shape):
-        return OwnGateModule(shape.d_model)
-
-
-class OwnGateModule(GateModule):
-    def __init__(self, d_model):
-        super().__init__()
-        self.linear = torch.nn.Linear(d_model, 1)
-
-    def forward(self, out, x, v):
-        return out * self.linear(x).sigmoid().unsqueeze(1)
-
-
 def config():
     return experiment("backcopy_tiny")
 """
@@ -314,7 +296,7 @@ def test_a_users_parts_are_exported_with_the_files_that_they_import(
 ) -> None:
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    spec = AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())
+    spec = AttentionSpec(own.Own(), own.OwnBias())
     check_logits(build(attention=spec), tmp_path / "out", kernels)
     custom = {path.name: path.read_text() for path in (tmp_path / "out").glob("custom_*")}
     assert custom.keys() == {"custom_own_rule.py", "custom_shapes.py"}
@@ -336,58 +318,13 @@ def test_a_folder_imports_nothing_of_ours() -> None:
         assert ours == ({"flash_lazy"} if file == "lit_lazy_stand_in.py" else set())
 
 
-BARE = """
-import importlib.util, os, sys
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM
-assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
-place = Path({place!r})
-tokens, real = torch.load(place / "inputs.pt")
-found = {{}}
-for folder in filter(Path.is_dir, place.iterdir()):
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    with torch.no_grad():
-        start = model(tokens[:, :5])
-        rest = model(tokens[:, 5:], {cache}=start.{cache})
-        padded = [model(tokens, attention_mask=mask).logits for mask in (real, real.flip(1))]
-    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
-    generated = model.generate(tokens, attention_mask=real, **options)[:, tokens.shape[1]:].tolist()
-    found[folder.name] = torch.cat((start.logits, rest.logits), 1), *padded, generated
-torch.save(found, place / "found.pt")
-"""
-
-
-@pytest.mark.long
-def test_every_part_runs_in_a_process_without_this_project(
-    own: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    (tmp_path / "site").mkdir()
-    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
-    own_parts = {"attention": AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())}
-    models = {f"model{i}": build(**changes) for i, changes in enumerate([*VARIANTS.values(), own_parts])}
-    models = {name: model for name, model in models.items() if not getattr(model.position, "by_length", False)}
-    place = tmp_path / "models"
-    place.mkdir()
-    for name, model in models.items():
-        exported(model, place / name)
-    real = torch.ones_like(TOKENS)
-    real[1, :4] = 0
-    torch.save((TOKENS, real), place / "inputs.pt")
-    run_alone(BARE.format(place=str(place), cache=CACHE), site)
-    found = torch.load(place / "found.pt")
-    close = {"rtol": 1e-4, "atol": 1e-4}
-    for name, ours in models.items():
-        whole, left, right, generated = found[name]
-        torch.testing.assert_close(whole, ours(TOKENS), **close)
-        torch.testing.assert_close(left[1, 4:], ours(TOKENS[1:, 4:])[0], **close)
-        torch.testing.assert_close(right[1, :-4], ours(TOKENS[1:, :-4])[0], **close)
-        assert generated == generate(ours, [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()], 6)
-
-
-def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> None:
-    model = load(exported(build(attention=LAZY), tmp_path / "out"))
+def test_keywords_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:
+    """Logits to keep, a cache by the name of any version; what contradicts itself is refused."""
+    folder = exported(build(attention=LAZY), tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"], config["max_position_embeddings"]) == (0, 0, CONTEXT)
+    model = load(folder)
+    assert model.generation_config.eos_token_id == 0
     whole = model(TOKENS).logits
     index, mask = torch.tensor([0, 3, 11]), torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     for kept, expected in (
@@ -397,6 +334,35 @@ def test_the_logits_to_keep_are_chosen_as_by_transformers(tmp_path: Path) -> Non
         (mask, whole[mask]),
     ):
         torch.testing.assert_close(model(TOKENS, logits_to_keep=kept).logits, expected)
+    for name in ("cache", "past_key_values"):
+        cache = transformers.DynamicCache()
+        parts = [model(part, **{name: cache}).logits for part in TOKENS.split([5, 7], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+        assert cache.get_seq_length() == LENGTH
+    assert torch.equal(model(TOKENS, output_attentions=False, output_hidden_states=None, return_dict=False)[0], whole)
+    for options, error, message in (
+        (
+            {"position_ids": torch.arange(LENGTH)[None] % 5, "output_attentions": True},
+            ValueError,
+            "output_attentions: ",
+        ),
+        ({"cache": cache, "past_key_values": cache}, ValueError, "cache, past_key_values: .*; give one"),
+        ({"kv_store": cache}, TypeError, "unexpected keyword argument 'kv_store'"),
+    ):
+        with pytest.raises(error, match=message):
+            model(TOKENS, **options)
+
+
+def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
+    for changes, named in (
+        ({"attention": AttentionSpec(Elastic(), Fire())}, "Fire.length=24: cannot serve 25 keys"),
+        ({"position": LearnedAbsolute()}, "25 positions requested, 24 learned"),
+    ):
+        model = load(exported(build(**changes), tmp_path / named[:2]))
+        with pytest.raises(ValueError, match=named):
+            model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
+        with pytest.raises(ValueError, match="a DynamicCache"):
+            model.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -456,46 +422,16 @@ def test_it_learns_from_labels(tmp_path: Path) -> None:
     torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
 
 
-def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
-    fire = load(exported(build(attention=AttentionSpec(Elastic(), Fire())), tmp_path / "fire"))
-    learned = load(exported(build(position=LearnedAbsolute()), tmp_path / "learned"))
-    for model, named in (
-        (fire, "Fire.length=24: cannot serve 25 keys"),
-        (learned, "25 positions requested, 24 learned"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
-        with pytest.raises(ValueError, match="a DynamicCache"):
-            model.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_has_the_name_of_any_version(name: str, tmp_path: Path) -> None:
-    model = load(exported(build(), tmp_path / "out"))
-    whole = model(TOKENS).logits
-    cache = transformers.DynamicCache()
-    parts = [model(part, **{name: cache}).logits for part in TOKENS.split([5, 7], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    assert cache.get_seq_length() == LENGTH
-
-
-def test_contradictory_keywords_are_refused(tmp_path: Path) -> None:
-    model = load(exported(build(), tmp_path / "out"))
-    cache = transformers.DynamicCache()
-    logits = model(TOKENS, output_attentions=False, output_hidden_states=None).logits
-    assert torch.equal(model(TOKENS, return_dict=False)[0], logits)
-    with pytest.raises(ValueError, match=r"output_attentions: not supported with documents"):
-        model(TOKENS, position_ids=torch.arange(LENGTH)[None] % 5, output_attentions=True)
-    with pytest.raises(ValueError, match=r"cache, past_key_values: .*; give one"):
-        model(TOKENS, cache=cache, past_key_values=cache)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'kv_store'"):
-        model(TOKENS, kv_store=cache)
-
-
 @pytest.mark.parametrize(
-    "name", ["lazy", "per token, learned positions", "constant, window", "AffineScaled", "two maps, normed queries"]
+    ("name", "implementation"),
+    [
+        ("lazy", None),
+        ("per token, learned positions", "eager"),
+        ("constant, window", None),
+        ("AffineScaled", "eager"),
+        ("two maps, normed queries", None),
+    ],
 )
-@pytest.mark.parametrize("implementation", [None, "eager"])
 def test_attentions_and_hidden_states_are_ours(name: str, implementation: str | None, tmp_path: Path) -> None:
     ours = build(**VARIANTS[name])
     model = load(exported(ours, tmp_path / "out"), attn_implementation=implementation).double()
@@ -507,12 +443,9 @@ def test_attentions_and_hidden_states_are_ours(name: str, implementation: str | 
     logits = ours(TOKENS)
     found = model(TOKENS, output_attentions=True, output_hidden_states=True)
     torch.testing.assert_close(found.logits, logits, **CLOSE)
-    expected = [
-        block.attention.normaliser.compute_weights(call).w for block, call in zip(ours.blocks, calls, strict=True)
-    ]
-    torch.testing.assert_close(found.attentions, tuple(expected), **CLOSE)
-    assert found.attentions[0].shape == (2, SMALL.n_heads, LENGTH, LENGTH)
-    assert not found.attentions[0].triu(1).any()
+    pairs = zip(ours.blocks, calls, strict=True)
+    expected = tuple(block.attention.normaliser.compute_weights(call).w for block, call in pairs)
+    torch.testing.assert_close(found.attentions, expected, **CLOSE)
     states = ours.embed(TOKENS), *streams[:-1], ours.norm(streams[-1])
     torch.testing.assert_close(found.hidden_states, states, **CLOSE)
     # Of a padded text, and of generated tokens.
@@ -531,51 +464,41 @@ def test_attentions_and_hidden_states_are_ours(name: str, implementation: str | 
 def test_every_part_of_ours_is_tried() -> None:
     specs = [changes.get("attention", AttentionSpec()) for changes in VARIANTS.values()]
     positions = [changes.get("position", Rope()) for changes in VARIANTS.values()]
-    tried = {
-        Normaliser: [spec.normaliser for spec in specs],
-        Bias: [spec.bias for spec in specs],
-        Gate: [spec.gate for spec in specs],
-        Position: positions,
-        RopeScaling: [position.scaling for position in positions if isinstance(position, Rope)],
-    }
-    for base, parts in tried.items():
-        assert {type(part) for part in parts} == {*list_shipped(base)}
+    scalings = [position.scaling for position in positions if isinstance(position, Rope)]
+    parts = [part for spec in specs for part in (spec.normaliser, spec.bias, spec.gate)] + positions + scalings
+    shipped = [cls for base in (Normaliser, Bias, Gate, Position, RopeScaling) for cls in list_shipped(base)]
+    assert {type(part) for part in parts} == {*shipped}
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^model\.mixer=RetNet: the exported modelling file supports only attention"):
-        collect_code(ModelConfig(mixer=RetNet()))
+ODD = {
+    "import forms.late": ("forms.late.LATE", "`import forms.late` cannot be exported; give it a name by `as`"),
+    "from forms.late import *": ("LATE", "uses LATE, which cannot be exported, since nothing defines it there"),
+    "from forms import other": ("other", "uses other, which cannot be exported"),
+    "import forms": ("forms.other", "uses forms.other, which cannot be exported"),
+}
 
+
+@pytest.mark.parametrize("line", ODD)
+def test_what_a_user_s_rule_cannot_be_exported_with_is_named(line: str, tmp_path: Path, monkeypatch) -> None:
+    for name in ("forms", "forms.late"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "forms").mkdir()
+    (tmp_path / "forms" / "__init__.py").write_text("def __getattr__(name):\n    return 2.0\n")
+    (tmp_path / "forms" / "late.py").write_text("LATE = 1.0\n")
+    use, problem = ODD[line]
+    rule = f"class Odd(Normaliser):\n    def build(self, shape):\n        return {use}\n"
+    path = tmp_path / "odd.py"
+    path.write_text(f"from lit_lazy.attention import Normaliser\n{line}\n\n{rule}")
+    with pytest.raises(ValueError, match=re.escape(f"odd.py: {problem}")):
+        collect_code(ModelConfig(attention=AttentionSpec(load_module(path).Odd())))
+
+
+def test_what_the_modelling_file_does_not_know_is_refused() -> None:
     @dataclasses.dataclass(frozen=True)
     class Later(ModelConfig):
         twist: str = "none"
 
     collect_code(Later())
-    with pytest.raises(ValueError, match=r"^model\.twist='left': not supported by the exported modelling file"):
-        collect_code(Later(twist="left"))
-
-    (tmp_path / "forms").mkdir()
-    (tmp_path / "forms" / "__init__.py").write_text("def __getattr__(name):\n    return 2.0\n")
-    (tmp_path / "forms" / "late.py").write_text("LATE = 1.0\n")
-    build = "    def build(self, shape):\n        return {use}\n"
-    head = "from lit_lazy.attention import Normaliser\n{line}\n\nclass Odd{number}(Normaliser):\n" + build
-    for number, (line, use, problem) in enumerate(
-        (
-            ("import forms.late", "forms.late.LATE", "`import forms.late` cannot be exported; give it a name by `as`"),
-            ("from forms.late import *", "LATE", "uses LATE, which cannot be exported, since nothing defines it there"),
-            ("from forms import other", "other", "uses other, which cannot be exported"),
-            ("import forms", "forms.other", "uses forms.other, which cannot be exported"),
-        )
-    ):
-        path = tmp_path / f"odd{number}.py"
-        path.write_text(head.format(line=line, use=use, number=number))
-        rule = getattr(load_module(path), f"Odd{number}")()
-        with pytest.raises(ValueError, match=re.escape(f"odd{number}.py: {problem}")):
-            collect_code(ModelConfig(attention=AttentionSpec(rule)))
-
-
-def test_the_config_names_the_end_of_a_text(tmp_path: Path) -> None:
-    folder = exported(build(), tmp_path / "out")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["eos_token_id"], config["pad_token_id"], config["max_position_embeddings"]) == (0, 0, CONTEXT)
-    assert load(folder).generation_config.eos_token_id == 0
+    for cfg, named in ((ModelConfig(mixer=RetNet()), "mixer=RetNet: the"), (Later(twist="left"), "twist='left': not")):
+        with pytest.raises(ValueError, match=f"^model.{named} .*exported modelling file"):
+            collect_code(cfg)

@@ -15,7 +15,6 @@ import torch
 from published import FAMILIES, Q8, make_published, transformers, write_gguf
 from subwords import bpe
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from torch_alone import link_packages, run_alone
 
 from lit_lazy.command.main import main
 from lit_lazy.config.key import hash_model
@@ -34,9 +33,9 @@ QWEN2_WORDS = (
 )
 
 
-def imported(source: Path, out: Path) -> LitLM:
+def imported(source: Path | str, out: Path | str) -> LitLM:
     assert main(["import", str(source), str(out)]) == 0
-    return checkpoints.load(out)
+    return checkpoints.load(Path(out))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,19 +96,20 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     assert prompts.encode("x", TEXT.encode()) == reference.encode(TEXT, add_special_tokens=False).ids
     assert prompts.special == SpecialTokens(begin=0, ends=(1,))
     assert prompts.tokenizer.begin == 0
-    unsaid = (
-        (tmp_path / "model.gguf").read_bytes().replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
-    )
-    (tmp_path / "unsaid.gguf").write_bytes(unsaid)
-    begin = imported(tmp_path / "unsaid.gguf", tmp_path / "unsaid" / "model.ckpt").cfg.data.begin_of_text
-    assert (begin is not None) == (pre == "llama-bpe")  # as in llama.cpp
-    content = (tmp_path / "model.gguf").read_bytes()
-    key = b"tokenizer.ggml.bos_token_id"
+    # The beginning of a text unsaid, as in llama.cpp; none; and one that is no token.
+    content, key = (tmp_path / "model.gguf").read_bytes(), b"tokenizer.ggml.bos_token_id"
     at = content.index(key) + len(key) + 4  # behind the value's type
-    (tmp_path / "none.gguf").write_bytes(content[:at] + struct.pack("<I", 2**32 - 1) + content[at + 4 :])
-    assert imported(tmp_path / "none.gguf", tmp_path / "none" / "model.ckpt").cfg.data.begin_of_text is None
-    (tmp_path / "far.gguf").write_bytes(content[:at] + struct.pack("<I", 9999) + content[at + 4 :])
-    assert main(["import", str(tmp_path / "far.gguf"), str(tmp_path / "far" / "model.ckpt")]) == 2
+
+    def changed(name: str, content: bytes) -> list[str]:
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        return [str(tmp_path / f"{name}.gguf"), str(tmp_path / name / "model.ckpt")]
+
+    unsaid = content.replace(b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_bos_other")
+    begin = imported(*changed("unsaid", unsaid)).cfg.data.begin_of_text
+    assert (begin is not None) == (pre == "llama-bpe")
+    none, far = (content[:at] + struct.pack("<I", number) + content[at + 4 :] for number in (2**32 - 1, 9999))
+    assert imported(*changed("none", none)).cfg.data.begin_of_text is None
+    assert main(["import", *changed("far", far)]) == 2
     assert "bos_token_id=9999: is no token of the file" in capsys.readouterr().err
 
 
@@ -229,28 +229,3 @@ def test_the_figures_of_adapt_md_are_reproduced(smollm2: Path, tmp_path: Path, m
             if printed.strip():
                 given = float(printed.removesuffix(" % ").removesuffix(" "))
                 assert abs(given - scale * metrics[key]) <= (2 if scale == 100 else 0.02), (name, printed, metrics[key])
-
-
-BARE = """
-import importlib.util, json, sys, torch
-assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
-print(json.dumps(model(torch.tensor({tokens})).logits.tolist()))
-"""
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_exported_again_it_runs_in_a_bare_process(bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that finds torch, transformers and what these two require."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    theirs = make_published(tmp_path / "source", "Qwen3", bpe)
-    imported(tmp_path / "source", tmp_path / "model.ckpt")
-    assert main(["export", str(tmp_path / "model.ckpt"), str(tmp_path / "out")]) == 0
-    (tmp_path / "site").mkdir()
-    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
-    tokens = torch.arange(20)[None]
-    code = BARE.format(folder=str(tmp_path / "out"), tokens=tokens.tolist())
-    logits = torch.tensor(json.loads(run_alone(code, site).splitlines()[-1]))
-    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-5)

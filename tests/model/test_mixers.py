@@ -8,19 +8,8 @@ import torch
 from test_decoder import CONTEXT, MIXERS, SMALL, build, tokens
 from test_decoder import LONG as LENGTH
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Elastic,
-    GatedDeltaNet,
-    LearnedAbsolute,
-    LearnedBias,
-    Mamba2,
-    Mixer,
-    RetNet,
-    Softmax,
-)
+from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
 from lit_lazy.config import ModelConfig, TrainConfig
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import load_ablation
 from lit_lazy.measure.diagnostics import Maps, measure
@@ -36,62 +25,28 @@ TABLE1 = load_ablation(find("ablations", "table1"))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 60, 3], [2, 68]], ids=["by token", "by chunks", "two"])
 @every_model
-def test_decoding_equals_the_full_forward(cfg, steps):
-    """Weights and activations in float64; the recurrence rounds to float32."""
-    model, x = build(cfg).double(), tokens(length=LENGTH)
-    cache, parts, start = model.new_cache(), [], 0
-    for step in steps:
-        parts.append(model(x[:, start : start + step], cache))
-        start += step
-        assert {layer.length for layer in cache} == {start}
-    full = model(x)
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-5 * full.abs().max().item())
-    sizes = {layer.state.shape[1:] for layer in cache}
-    model(x, cache)
-    assert {layer.state.shape[1:] for layer in cache} == sizes
-
-
-@torch.no_grad()
-@every_model
-def test_a_state_is_kept_where_tokens_are_to_come(cfg):
+def test_a_state_of_one_size_is_kept_where_tokens_are_to_come(cfg):
     """Without a cache no state is kept."""
+    check_model(cfg, CONTEXT)
     model, x = build(cfg), tokens(length=LENGTH)
     assert torch.equal(model(x), model(x))
     cache = model.new_cache()
     first = model(x[:, :9], cache)
+    sizes = {layer.state.shape for layer in cache}
     assert not torch.equal(model(x[:, :9], cache), first)
+    assert {layer.state.shape for layer in cache} == sizes
     assert all(layer.state.dtype == torch.float32 for layer in cache)
-
-
-@every_model
-def test_recomputed_activations_change_no_bit(cfg):
-    gradients = []
-    for recompute in (False, True):
-        model, x = build(cfg), tokens(length=LENGTH)
-        model.checkpoint_activations = recompute
-        token_nll(model(x), x.roll(-1, 1)).mean().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @every_model
 def test_only_matrices_decay(cfg):
     model = build(cfg)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = [
-        names[id(p)]
-        for group in build_parameter_groups(model, TrainConfig())
-        if group["weight_decay"]
-        for p in group["params"]
-    ]
-    assert all(
-        names[id(p)] in decayed
-        for name, m in model.named_modules()
-        for p in [getattr(m, "weight", None)]
-        if isinstance(m, torch.nn.Linear) and name != "head"
-    )
+    groups = build_parameter_groups(model, TrainConfig())
+    decayed = [names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]]
+    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "head"]
+    assert {names[id(m.weight)] for m in linear} <= set(decayed)
     assert not [name for name in decayed if re.search(r"norm|convolution|decay|skip|embedding", name)]
 
 
@@ -141,49 +96,13 @@ class TestSize:
         assert max(wholes) <= 1.02 * min(wholes), found
         assert max(blocks) <= 1.015 * min(blocks), found
 
-    @pytest.mark.parametrize(("d_model", "heads", "d_ff"), [(1024, 16, 2816), (1536, 24, 4096), (256, 8, 704)])
-    def test_large_models_have_widths_that_gpus_like(self, d_model, heads, d_ff):
-        like = ModelConfig(d_model=d_model, n_layers=24, n_heads=heads, d_ff=d_ff)
-        for mixer in (RetNet(), Mamba2(), GatedDeltaNet()):
-            cfg = dataclasses.replace(like, mixer=mixer)
-            width = matching_d_ff(cfg, like)
-            assert width % 8 == 0
-            with torch.device("meta"):
-                one, other = (
-                    sum(p.numel() for p in Block(each, 8, 0).parameters())
-                    for each in (dataclasses.replace(cfg, d_ff=width), like)
-                )
-            assert one == pytest.approx(other, rel=0.006)
-
     def test_an_mlp_that_cannot_give_so_much_is_refused(self):
         like = ModelConfig(d_model=64, n_heads=1, d_ff=64)
-        message = (
-            r"^model.mixer=RetNet: has 33,024 parameters, and the block to match 28,672; "
-            r"give the experiment a model.d_ff of at least (\d+)$"
-        )
+        message = r"^model.mixer=RetNet: has 33,024 parameters, and the block to match 28,672; .* of at least (\d+)$"
         with pytest.raises(ValueError, match=message) as refused:
             matching_d_ff(dataclasses.replace(like, mixer=RetNet()), like)
-        least = int(re.match(message, str(refused.value))[1])
-        like = dataclasses.replace(like, d_ff=least)
+        like = dataclasses.replace(like, d_ff=int(re.match(message, str(refused.value))[1]))
         assert matching_d_ff(dataclasses.replace(like, mixer=RetNet()), like) >= 1
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", [RetNet(), Mamba2(), GatedDeltaNet()], ids=lambda mixer: type(mixer).__name__)
-def test_a_model_learns(mixer, precision):
-    cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, mixer=mixer)
-    model, train = DecoderLM(cfg, 8, 8, 0), TrainConfig(steps=40, warmup_steps=2, lr=1e-2)
-    optimiser = torch.optim.AdamW(build_parameter_groups(model, train), lr=1e-2)
-    ids = torch.arange(36).view(4, 9) % 8
-    losses = []
-    for _ in range(40):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = token_nll(model(ids[:, :-1]), ids[:, 1:]).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2, losses
 
 
 def test_what_attention_alone_has_is_not_measured():
@@ -229,25 +148,3 @@ class Shapeless(Mixer):
 def test_a_custom_mixer_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^model.mixer=Shapeless='Linear': let build return a MixerModule"):
         check_model(dataclasses.replace(SMALL, mixer=Shapeless()), CONTEXT)
-
-
-@every_model
-def test_a_model_that_can_be_is_accepted(cfg):
-    check_model(cfg, CONTEXT)
-
-
-def test_positions_that_are_learned_reach_every_mixer():
-    cfg = dataclasses.replace(SMALL, mixer=Mamba2(), position=LearnedAbsolute())
-    assert any(name.startswith("position") for name, _ in build(cfg).named_parameters())
-
-
-def test_rows_of_table1_keep_what_the_base_says():
-    base = dataclasses.replace(
-        load_experiment(find("experiments", "stdlib")),
-        model=ModelConfig(d_model=64, n_heads=4, n_kv_heads=2, d_ff=256, backend="chunked"),
-    )
-    assert isinstance(base, RunConfig)
-    rows = {row.name: row.apply_to(base).model for row in TABLE1.all_rows}
-    assert rows["softmax"].n_kv_heads == rows["lazy"].n_kv_heads == 2
-    assert all(rows[name].n_kv_heads is None for name in ("RetNet", "Mamba2", "Gated DeltaNet"))
-    assert {cfg.d_model for cfg in rows.values()} == {64}

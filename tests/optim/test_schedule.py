@@ -9,19 +9,19 @@ from lit_lazy.optim import WSD, Constant, Cosine, Schedule
 from lit_lazy.training.optimiser import lr_factor
 
 
-def test_wsd_is_the_peak_then_falls() -> None:
-    linear = WSD(decay_share=0.25, decay="linear")
-    assert [linear.factor(u, 0.2) for u in (0.0, 0.5, 0.75, 0.875, 1.0)] == pytest.approx([1, 1, 1, 0.6, 0.2])
-    root = WSD(decay_share=0.2)
-    assert [root.factor(u, 0.0) for u in (0.0, 0.8, 0.85, 0.95, 1.0)] == pytest.approx([1, 1, 0.5, 1 - 0.75**0.5, 0])
-
-
-def test_a_whole_decay_begins_at_once() -> None:
-    assert WSD(decay_share=1.0, decay="linear").factor(0.3, 0.1) == pytest.approx(1 - 0.9 * 0.3)
-
-
-def test_constant_stays() -> None:
-    assert {Constant().factor(u / 10, 0.1) for u in range(11)} == {1.0}
+@pytest.mark.parametrize(
+    ("schedule", "at", "last", "expected"),
+    [
+        (WSD(decay_share=0.25, decay="linear"), (0.0, 0.5, 0.75, 0.875, 1.0), 0.2, [1, 1, 1, 0.6, 0.2]),
+        (WSD(decay_share=0.2), (0.0, 0.8, 0.85, 0.95, 1.0), 0.0, [1, 1, 0.5, 1 - 0.75**0.5, 0]),
+        (WSD(decay_share=1.0, decay="linear"), (0.3,), 0.1, [1 - 0.9 * 0.3]),
+        (Cosine(), (0.0, 1 / 3, 0.5, 1.0), 0.1, [1, 0.1 + 0.9 * 0.75, 0.55, 0.1]),  # (1 + cos 60°) / 2
+        (Constant(), (0.0, 0.5, 1.0), 0.1, [1, 1, 1]),
+    ],
+    ids=repr,
+)
+def test_closed_forms(schedule: Schedule, at: tuple[float, ...], last: float, expected: list[float]) -> None:
+    assert [schedule.factor(u, last) for u in at] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", [Cosine(), WSD(), WSD(0.5, "linear")], ids=repr)

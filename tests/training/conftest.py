@@ -1,16 +1,30 @@
-"""A trained model from which trainings start."""
+"""Trainings that are asked more than once: a finished run, and a model from which others start."""
+
+from pathlib import Path
 
 import pytest
+import torch
 from test_run import config
 
 from lit_lazy.attention import AttentionSpec, Softmax
+from lit_lazy.tracking.spool import MetricFile
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 
 
 @pytest.fixture(scope="package")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of `config()`, with its curves; not to be changed."""
+    torch.set_num_threads(1)  # as in every test
+    folder = tmp_path_factory.mktemp("finished")
+    run(config(), folder, logger=MetricFile(folder), keep_checkpoint=True)
+    return folder
+
+
+@pytest.fixture(scope="package")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A final.ckpt of softmax attention, without tau and table."""
+    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("trained")
     run(config(AttentionSpec(Softmax()), steps=12, lr=1e-2), folder, keep_checkpoint=True)
     return str(folder / FINAL_CHECKPOINT)

@@ -1,6 +1,5 @@
 """Runs on data where only some targets count: only these enter training, validation, metrics and arrays."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.arrays import Diagnostics
-from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.named_files import find
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -113,16 +110,3 @@ def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> Non
 
     parts = run(cfg, tmp_path / "parts", execution=Execution(micro_batch=2))
     assert parts.metrics["loss/val"] == pytest.approx(metrics["loss/val"], rel=1e-4)
-
-
-def test_a_model_is_evaluated_on_more_pairs_than_it_was_trained_on() -> None:
-    cfg = experiment("recall_tiny")
-    source = cfg.data.load()
-    model = DecoderLM(cfg.model, source.vocab_size, source.context_length, 0)
-    more = replace_at(cfg, {"data.pairs": 8 * cfg.data.pairs, "data.train_sequences": 1}).data.load()
-    found = evaluate(model, replace(more, name="more"), "fp32", 8)
-    batch = whole(more)
-    with torch.no_grad():
-        right = (model(batch["tokens"]).argmax(-1) == batch["targets"])[batch["absent"]].double().mean().item()
-    assert found["accuracy/absent"] == pytest.approx(right)
-    assert found.keys() >= {"accuracy/present", "mass/present", "mass/absent", "loss/excess_present"}

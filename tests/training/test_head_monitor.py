@@ -1,43 +1,27 @@
 """Metrics logged during training: their steps, their values, and that they do not affect the training."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+import test_run
 import torch
-from torch import Tensor
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Elastic,
-    LayerShape,
-    LearnedBias,
-    Normaliser,
-    NormaliserModule,
-    Rows,
-    Softmax,
-)
-from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
+from lit_lazy.training.result import DIAGNOSTICS
 from lit_lazy.training.run import run
 
 HEADS = ("watch/first_key_weight", "watch/mass", "watch/cosine", "watch/effective_rank")
 TAUS = ("watch/tau_layer_0", "watch/tau_layer_1", "watch/tau_min", "watch/tau_max")
 
 
-def config(attention: AttentionSpec, **train: object) -> RunConfig:
-    steps = {"steps": 20, "batch_size": 8, "warmup_steps": 2, "val_every": 8, "checkpoint_every": 5, "log_every": 5}
-    return RunConfig(
-        data=Backcopy(vocab_size=16, context_length=16, train_sequences=48, validation_sequences=16),
-        model=ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, attention=attention),
-        train=TrainConfig(**{**steps, **train}),
-    )
+def config(attention: AttentionSpec) -> RunConfig:
+    return test_run.config(attention, val_every=8, checkpoint_every=5)
 
 
 def logged(folder: Path) -> dict[str, dict[int, float]]:
@@ -81,80 +65,47 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
         assert found["watch/mass"] == pytest.approx(dict.fromkeys(found["watch/mass"], 1.0))
 
 
-def test_figures_are_those_of_the_model() -> None:
-    """First-key weight and mass, against explicit weights from the layers' queries and keys."""
-    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias(init_std=1.0)))
+@pytest.mark.parametrize("tau", [0.7, 1.4])
+def test_figures_are_those_of_the_model(tau: float) -> None:
+    """First-key weight and mass, of layers and quarters, against weights from the layers' queries and keys."""
+    cfg = config(AttentionSpec(Elastic(tau_init=tau), LearnedBias(init_std=1.0)))
     source = cfg.data.load()
-    module = LitLM.create(cfg, source.vocab_size, source.context_length).train()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    tokens = source.validation.sequences[:3, :-1].long()
-    weights = []
+    model = LitLM.create(cfg, source.vocab_size, source.context_length).model.double().train()
+    model.attentions[1].normaliser.tau.data[0] = 100.0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens, weights = source.validation.sequences[:3, :-1].long(), []
 
     def write_out(normaliser, inputs):
         weights.append(normaliser.compute_weights(inputs[0]))
 
-    hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in module.model.attentions]
-    found = measure_batch(module.model, tokens)
-    for hook in hooks:
-        hook.remove()
-    mass = torch.stack([layer.mass for layer in weights])
-    first = torch.stack([layer.w[..., 0] for layer in weights])[..., 7:]
-    assert found["watch/mass"] == pytest.approx(mass.mean().item(), rel=1e-5)
-    assert found["watch/first_key_weight"] == pytest.approx(first.mean().item(), rel=1e-5)
-    assert found["watch/first_key_share"] == pytest.approx((first.sum() / mass[..., 7:].sum()).item(), rel=1e-5)
-    assert module.training
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert not module.model.blocks[-1]._forward_hooks
-
-
-@pytest.mark.parametrize("tau", [0.7, 1.4])
-def test_masses_are_those_of_layers_and_quarters_and_dead_ones_are_counted(tau: float) -> None:
-    cfg = config(AttentionSpec(Elastic(tau_init=tau), LearnedBias(init_std=1.0)))
-    source = cfg.data.load()
-    model = LitLM.create(cfg, source.vocab_size, source.context_length).model.double()
-    model.attentions[1].normaliser.tau.data[0] = 100.0
-    tokens = source.validation.sequences[:3, :-1].long()
-    weights = []
-    hooks = [
-        layer.normaliser.register_forward_pre_hook(lambda rule, args: weights.append(rule.compute_weights(args[0])))
-        for layer in model.attentions
-    ]
+    hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in model.attentions]
     found = measure_batch(model, tokens)
     for hook in hooks:
         hook.remove()
     mass = torch.stack([layer.mass for layer in weights])
-    for layer in range(2):
-        assert found[f"watch/mass_layer_{layer}"] == pytest.approx(mass[layer].mean().item())
-    for quarter in range(4):
-        part = mass[..., 4 * quarter : 4 * quarter + 4]
-        assert found[f"watch/mass_quarter_{quarter + 1}"] == pytest.approx(part.mean().item())
-    assert found["watch/empty_rows"] == (mass == 0).double().mean().item()
+    first = torch.stack([layer.w[..., 0] for layer in weights])[..., 7:]
+    expected = {
+        "mass": mass.mean(),
+        "first_key_weight": first.mean(),
+        "first_key_share": first.sum() / mass[..., 7:].sum(),
+        "empty_rows": (mass == 0).double().mean(),
+        "dead_heads": 0.25,
+        **{f"mass_layer_{layer}": mass[layer].mean() for layer in range(2)},
+        **{f"mass_quarter_{i + 1}": mass[..., 4 * i : 4 * i + 4].mean() for i in range(4)},
+    }
+    for name, value in expected.items():
+        assert found[f"watch/{name}"] == pytest.approx(float(value), rel=1e-5), name
     least = 0.25 + (0.75 / 16 if tau >= 1 else 0)
     assert found["watch/empty_rows"] >= least, "one head of four, and row 1, whose weight is 1 - tau"
-    assert found["watch/dead_heads"] == 0.25
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.blocks[-1]._forward_hooks
 
 
-def test_watching_changes_nothing(tmp_path: Path) -> None:
+def test_watching_changes_nothing(finished: Path, tmp_path: Path) -> None:
     """The weights equal those of a run without a logger, which watches nothing."""
-    cfg = config(AttentionSpec(Elastic(), LearnedBias()))
-    watched = run(cfg, tmp_path / "watched", logger=MetricFile(tmp_path / "watched"), keep_checkpoint=True)
-    alone = run(cfg, tmp_path / "alone", keep_checkpoint=True)
-    assert replace(watched, timings={}) == replace(alone, timings={})
-    first, second = (
-        torch.load(tmp_path / name / FINAL_CHECKPOINT, weights_only=True)["state_dict"] for name in ("watched", "alone")
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_nothing_is_logged_under_two_names() -> None:
-    """A single layer's mass is the overall mass; a single tau is its mean, minimum and maximum."""
-    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias()))
-    cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
-    source = cfg.data.load()
-    module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
-    assert "watch/mass" in found
-    assert [name for name in found if "layer" in name] == ["watch/tau_layer_0", "watch/bias/learned.table_layer_0"]
+    run(test_run.config(), tmp_path, keep_checkpoint=True)
+    test_run.assert_same_run(finished, tmp_path)
 
 
 def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
@@ -168,43 +119,3 @@ def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.find_steps_to_learn(20) == {"steps/to_learn": 10}
     assert HeadMonitor(replace(source, info={})).find_steps_to_learn(20) == {}
-
-
-@dataclass(frozen=True)
-class MeanCut(Normaliser):
-    """max(p - lambda mean p, 0), which is Elastic by another formula."""
-
-    def build(self, shape: LayerShape) -> NormaliserModule:
-        return _MeanCut(shape.n_heads)
-
-
-class _MeanCut(NormaliserModule):
-    can_zero = relative = True
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.strength = torch.nn.Parameter(torch.ones(heads))
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
-        weights = scores.softmax(-1)
-        mean = weights.sum(-1, keepdim=True) / rows.n
-        return torch.relu(weights - self.strength[:, None, None] * mean).masked_fill(~rows.visible, 0)
-
-
-def test_a_custom_rule_that_is_elastic_shows_its_curves_under_its_own_name(tmp_path: Path) -> None:
-    found, results = {}, {}
-    for name, rule in (("tau", Elastic()), ("learned/strength", MeanCut())):
-        cfg = config(AttentionSpec(rule))
-        results[name] = run(cfg, tmp_path / name, logger=MetricFile(tmp_path / name))
-        found[name] = logged(tmp_path / name)
-    for end in ("_layer_0", "_layer_1", "_min", "_max"):
-        tau, own = (found[name][f"watch/{name}{end}"] for name in found)
-        assert own == pytest.approx(tau, rel=1e-4), end
-        assert len(set(tau.values())) > 2
-    for end in ("mean", "min", "max"):
-        tau, own = (result.metrics[f"{name}/{end}"] for name, result in results.items())
-        assert own == pytest.approx(tau, rel=1e-4), end
-    kept = {name: Diagnostics.load(tmp_path / name / DIAGNOSTICS).arrays for name in found}
-    for prefix in ("", "init/", "watch/"):
-        tau, own = (kept[name][prefix + name] for name in found)
-        np.testing.assert_allclose(own, tau, rtol=1e-4)

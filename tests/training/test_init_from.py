@@ -12,29 +12,23 @@ import pytest
 import torch
 from test_run import LAZY, RAMP, config, run_until_killed, weights
 
-from lit_lazy.attention import AttentionSpec, LearnedBias, Softmax
-from lit_lazy.command.main import main
+from lit_lazy.attention import AttentionSpec, LearnedBias
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.report.index import list_entries
 from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import run
-
-SOFTMAX = AttentionSpec(Softmax())
 
 
 def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = replace(config(LAZY), init_from=trained)
     with caplog.at_level(logging.INFO):
-        module = trainer.build_module(cfg, prepare(cfg), Execution())
+        own = build(replace(config(LAZY), init_from=trained)).state_dict()
     taken = torch.load(trained, weights_only=True)["state_dict"]
-    fresh = trainer.build_module(config(LAZY), prepare(cfg), Execution()).state_dict()
-    own = module.state_dict()
+    fresh = build(config(LAZY)).state_dict()
     assert all(torch.equal(own[name], value) for name, value in taken.items())
     new = own.keys() - taken.keys()
     assert {name.rsplit(".", 2)[-1] for name in new} == {"tau", "table"}
@@ -43,13 +37,11 @@ def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCa
     assert "unused: none" in caplog.text
 
 
-def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
+def test_a_ramp_starts_at_its_own_beginning(lazy: str) -> None:
     """Not at the trained model's final tau."""
-    run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
-    cfg = replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=str(tmp_path / FINAL_CHECKPOINT))
-    module = trainer.build_module(cfg, prepare(cfg), Execution())
+    module = build(replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=lazy))
     assert [attention.normaliser.tau.tolist() for attention in module.model.attentions] == [[0.0, 0.0]] * 2
-    own, taken = module.state_dict(), torch.load(tmp_path / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
+    own, taken = module.state_dict(), torch.load(lazy, weights_only=True)["state_dict"]
     assert {name.rsplit(".", 1)[-1] for name in own if not torch.equal(own[name], taken[name])} == {"tau"}
 
 
@@ -76,38 +68,38 @@ def test_it_is_in_the_key_by_its_content(trained: str, tmp_path: Path) -> None:
         assert (cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) == keys[0]) is same
 
 
-def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: str, tmp_path: Path) -> None:
+def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: str, finished: Path, tmp_path: Path) -> None:
     cfg = replace(config(LAZY), init_from=trained)
-    run(cfg, tmp_path / "undisturbed", keep_checkpoint=True)
+    whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
     run_until_killed(cfg, tmp_path / "killed", 13)
     moved = replace(cfg, init_from=str(shutil.copy(trained, tmp_path / "moved.ckpt")))
     run(moved, tmp_path / "killed", keep_checkpoint=True)
-    for name, value in weights(tmp_path / "undisturbed").items():
+    for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "killed")[name]), name
-    plain = run(config(LAZY), tmp_path / "plain")
-    assert plain.metrics["init/loss/val"] > run(moved, tmp_path / "killed").metrics["init/loss/val"]
+    plain = RunResult.read(finished)
+    assert plain.metrics["init/loss/val"] > whole.metrics["init/loss/val"]
+
+
+@pytest.fixture(scope="module")
+def lazy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A final.ckpt of Lazy Attention."""
+    run(config(LAZY, steps=3), folder := tmp_path_factory.mktemp("lazy"), keep_checkpoint=True)
+    return str(folder / FINAL_CHECKPOINT)
 
 
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        (
-            {"tau_init": 3.0},
-            "normaliser.tau_init=3.0: has no effect, as its parameters are loaded from",
-        ),
+        ({"tau_init": 3.0}, "normaliser.tau_init=3.0: has no effect, as its parameters are loaded from"),
         ({"tau_init": 3.0, "tau_ramp": 0.5}, None),
         ({"tau_init": 3.0, "threshold": "per_token"}, None),
         ({"tau_lr_scale": 2.0}, None),
     ],
 )
-def test_an_initial_value_of_what_is_loaded_is_refused(
-    changes: dict[str, Any], refused: str | None, tmp_path: Path
-) -> None:
+def test_an_initial_value_of_what_is_loaded_is_refused(changes: dict[str, Any], refused: str | None, lazy: str) -> None:
     """Otherwise the rows of an axis over it would be one training, and tie."""
-    run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
-    path = tmp_path / FINAL_CHECKPOINT
     spec = replace(LAZY, normaliser=replace(LAZY.normaliser, **changes))
-    cfg = replace(config(spec), init_from=str(path))
+    cfg = replace(config(spec), init_from=lazy)
     for check in (lambda: check_init_from(cfg, prepare(cfg).outline), lambda: build(cfg)):
         with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
             check()
@@ -121,52 +113,6 @@ def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
     """Also one of the whole model, as long as a parameter of it is new."""
     changed = replace(config(LAZY).model, init_std=0.5)
     build(replace(config(LAZY), model=changed, init_from=trained))
-    same = replace(changed, attention=SOFTMAX)
+    same = replace(changed, attention=AttentionSpec())
     with pytest.raises(ValueError, match=r"model\.init_std=0\.5: has no effect"):
         build(replace(config(LAZY), model=same, init_from=trained))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "backcopy_tiny"],
-        ["train", "backcopy_tiny", "--dry-run"],
-        ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy"],
-        ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy", "--dry-run"],
-        ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"],
-    ],
-    ids=" ".join,
-)
-def test_weights_that_cannot_be_had_are_one_line(
-    command: list[str], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.ckpt").write_text("no weights\n")
-    given = {
-        tmp_path / "none.ckpt": "give a final.ckpt",
-        tmp_path / "text.ckpt": "give a final.ckpt",
-        Path(trained): "none of its weights matches the model by name and shape; omit it",
-    }
-    for path, fix in given.items():
-        wide = ["--model.d_model=48", "--init-from", str(path), "--runs", str(tmp_path / "runs")]
-        try:
-            status = main([*command, *wide])
-        except SystemExit as stopped:  # of the parser, before torch is imported
-            status = stopped.code
-        assert status == 2, path
-        (line,) = capsys.readouterr().err.splitlines()
-        assert repr(str(path)) in line
-        assert fix in line
-        assert not (tmp_path / "runs").exists()
-
-
-def test_a_training_from_weights_says_what_it_took(
-    trained: str, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
-    assert main(["train", "backcopy_tiny", *sizes, "--init-from", trained, "--runs", str(runs)]) == 0
-    assert "of the weights, are loaded" in caplog.text
-    lines = [line for line in capsys.readouterr().out.splitlines() if "loss (nats)" in line]
-    assert len(lines) == 2
-    assert all(", at the start " in line for line in lines)
-    (entry,) = list_entries(runs)
-    assert ", at the start " in entry.finding

@@ -1,6 +1,5 @@
 """Options beyond the default recipe: each takes effect, also in resumed and distributed runs."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,21 +11,14 @@ from test_run import EVERYTHING, LAZY, config, weights
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import experiment
 from lit_lazy.data import IGNORED
-from lit_lazy.grid.ablation import Ablation, expand, prepare_rows, select_rows
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model import loss
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z
-from lit_lazy.optim import SGD, WSD, AdamW, Constant, Cosine, Muon
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.optim import SGD, Constant
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import checkpoints
-from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.optimiser import WeightAverage
-from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit, make_trainer
@@ -51,67 +43,26 @@ def test_each_choice_changes_the_training(tmp_path: Path) -> None:
         assert all(not torch.equal(one, other) for other in ends[:i]), choices[i]
 
 
-def test_every_choice_is_an_axis_of_a_grid() -> None:
-    axes = {
-        "train.optimiser": (AdamW(), SGD(), Muon()),
-        "train.schedule": (Cosine(), WSD(), Constant()),
-        **dict.fromkeys(("train.ema_decay", "train.z_loss", "model.residual_dropout"), (0.0, 0.1)),
-        "model.attention.qk_norm": (False, True),
-    }
-    plain = " ".join(
-        ("optimiser=AdamW", "schedule=Cosine", *(f"{name}=0.0" for name in ("ema_decay", "z_loss", "residual_dropout")),
-         "qk_norm=False")
-    )  # fmt: skip
-    made = Ablation("recipe", plain, (0,), COLUMNS, axes=axes)
-    chosen = select_rows(made, [*[row.name for row in made.all_rows][::13], plain], ())
-    cells = expand(chosen, prepare_rows(chosen, experiment("backcopy_tiny")))
-    assert len({cell.key for cell in cells}) == len(cells) == 12
-    assert {cell.axes["optimiser"] for cell in cells} == {"AdamW", "SGD", "Muon"}
-
-
-class TestAverage:
-    def test_is_the_moving_average_of_the_weights_of_each_step(self) -> None:
-        layer = torch.nn.Linear(3, 2)
-        layer.bias.requires_grad_(False)
-        average, expected = WeightAverage(layer, 0.75), None
-        for step in range(5):
-            with torch.no_grad():
-                layer.weight.normal_(generator=torch.Generator().manual_seed(step))
-            average.update()
-            expected = layer.weight.detach().clone() if expected is None else 0.75 * expected + 0.25 * layer.weight
-        assert average.values.keys() == {"weight"}
-        last = layer.weight.detach().clone()
-        with average.swap_in():
-            torch.testing.assert_close(layer.weight, expected, rtol=1e-6, atol=1e-7)
-        assert torch.equal(layer.weight, last)
-
-    def test_is_what_is_validated_kept_and_evaluated(self, tmp_path: Path) -> None:
-        """The trained weights equal those of a run without average; their average, recomputed here, is the result."""
-        cfg = replace_at(config(LAZY), {"train.ema_decay": 0.9})
-        steps = Weights()
-        trained(config(LAZY), tmp_path / "plain", callbacks=[steps])
-        result = run(cfg, tmp_path / "ema", logger=MetricFile(tmp_path / "ema"), keep_checkpoint=True)
-        expected = steps.seen[0]
-        averages = [expected]
-        for seen in steps.seen[1:]:
-            expected = {name: 0.9 * expected[name] + 0.1 * value for name, value in seen.items()}
-            averages.append(expected)
-        for name, value in weights(tmp_path / "ema").items():
-            torch.testing.assert_close(value, averages[-1][name], rtol=1e-5, atol=1e-6)
-        module = checkpoints.load(tmp_path / "ema" / FINAL_CHECKPOINT)
-        source = cfg.data.load()
-        assert evaluate(module.model, source, "fp32", 8)["loss/val"] == result.metrics["loss/val"]
-        curve = {line.step: line.metrics["val/loss"] for line in lines(tmp_path / "ema") if "val/loss" in line.metrics}
-        assert sorted(curve) == [6, 13]
-        for step, logged in curve.items():
-            module.load_state_dict(averages[step])
-            assert evaluate(module.model, source, "fp32", 8)["loss/val"] == pytest.approx(logged, rel=1e-5)
-
-    def test_costs_memory_once(self) -> None:
-        cfg = config()
-        source = prepare(cfg)
-        plain, kept = (estimate_cost(replace_at(cfg, {"train.ema_decay": d}), source, ONE_DEVICE) for d in (0.0, 0.9))
-        assert kept.device_bytes - plain.device_bytes == 4 * plain.parameters
+def test_the_average_of_the_weights_is_what_is_validated_kept_and_evaluated(finished: Path, tmp_path: Path) -> None:
+    """The trained weights equal those of a run without average; their average, recomputed here, is the result."""
+    cfg = replace_at(config(LAZY), {"train.ema_decay": 0.9})
+    steps = Weights()
+    trained(config(LAZY), tmp_path / "plain", callbacks=[steps])
+    assert all(torch.equal(value, steps.seen[-1][name]) for name, value in weights(finished).items())
+    result = run(cfg, tmp_path / "ema", logger=MetricFile(tmp_path / "ema"), keep_checkpoint=True)
+    averages = [steps.seen[0]]
+    for seen in steps.seen[1:]:
+        averages.append({name: 0.9 * averages[-1][name] + 0.1 * value for name, value in seen.items()})
+    for name, value in weights(tmp_path / "ema").items():
+        torch.testing.assert_close(value, averages[-1][name], rtol=1e-5, atol=1e-6)
+    module = checkpoints.load(tmp_path / "ema" / FINAL_CHECKPOINT)
+    source = cfg.data.load()
+    assert evaluate(module.model, source, "fp32", 8)["loss/val"] == result.metrics["loss/val"]
+    curve = {line.step: line.metrics["val/loss"] for line in lines(tmp_path / "ema") if "val/loss" in line.metrics}
+    assert sorted(curve) == [6, 13]
+    for step, logged in curve.items():
+        module.load_state_dict(averages[step])
+        assert evaluate(module.model, source, "fp32", 8)["loss/val"] == pytest.approx(logged, rel=1e-5)
 
 
 def lines(folder: Path) -> list:
@@ -159,25 +110,6 @@ class TestZLoss:
         assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)  # a penalty is computed by another path
         assert losses[0][1] != losses[1][1]
         assert log_zs[1] < 0.9 * log_zs[0]
-
-
-@torch.no_grad()
-def test_normed_queries_and_keys_have_the_length_of_their_gain() -> None:
-    """So a score is at most sqrt(D), and the scale of the projections has no effect."""
-    cfg = replace_at(config(LAZY), {"model.attention.qk_norm": True, "model.init_std": 0.5}).model
-    model = DecoderLM(cfg, 17, 16, seed=0)
-    tokens = torch.randint(17, (2, 16), generator=torch.Generator().manual_seed(0))
-    before = model(tokens)
-    for attention in model.attentions:
-        assert attention.q_norm.weight.tolist() == [1.0] * 8
-        attention.q.weight.mul_(7)
-        attention.k.weight.mul_(5)
-    torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-5)
-    for attention in model.attentions:
-        attention.q_norm.weight.mul_(3)
-    assert not torch.allclose(model(tokens), before, rtol=1e-2, atol=1e-2)
-    q = attention.q_norm(attention.q(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).view(4, 2, 8))
-    torch.testing.assert_close(q.norm(dim=-1), torch.full((4, 2), 3 * math.sqrt(8)), rtol=1e-4, atol=0)
 
 
 def test_micro_batches_drop_what_the_whole_batch_does(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from lit_lazy.training.devices import describe_backend
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run import CellBusyError, read_finished, run
+from lit_lazy.training.run import CellBusyError, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 KERNEL = "chunked" if find_obstacle() else "cpu"
@@ -81,28 +83,21 @@ def assert_same_run(a: Path, b: Path) -> None:
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-def test_another_seed_sees_other_batches_and_gives_another_result(tmp_path: Path) -> None:
-    seen = Batches(), Batches()
-    a, b = (run(config(seed=i), tmp_path / str(i), callbacks=[seen[i]]) for i in (0, 1))
-    assert a.metrics["loss/val"] != b.metrics["loss/val"]
-    assert a.key != b.key
-    assert not any(torch.equal(*tokens) for tokens in zip(*(batches.tokens for batches in seen), strict=True))
+class At(Callback):
+    """Calls a function at the start of a step."""
 
-
-class Kill(Callback):
-    """Sends SIGKILL at the start of a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.action()
 
 
 def run_until_killed(cfg: RunConfig, folder: Path, step: int, *callbacks: Callback) -> None:
+    kill = At(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
     process = multiprocessing.get_context("fork").Process(
-        target=run, args=(cfg, folder), kwargs={"callbacks": [*callbacks, Kill(step)]}
+        target=run, args=(cfg, folder), kwargs={"callbacks": [*callbacks, kill]}
     )
     process.start()
     process.join()
@@ -126,22 +121,21 @@ def with_mixer(mixer: Mixer) -> RunConfig:
     return replace_at(config(AttentionSpec()), {"model.mixer": mixer})
 
 
-def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
+def assert_resumes(cfg: RunConfig, folder: Path, *steps: int, whole: Path | None = None) -> None:
     """Killed at these steps, a run ends in the bits of an undisturbed one."""
-    run(cfg, folder / "whole", keep_checkpoint=True)
+    if whole is None:
+        run(cfg, whole := folder / "whole", keep_checkpoint=True)
     for step in steps:
         run_until_killed(cfg, folder / "killed", step)
     run(cfg, folder / "killed", keep_checkpoint=True)
-    assert_same_run(folder / "whole", folder / "killed")
+    assert_same_run(whole, folder / "killed")
 
 
 @pytest.mark.parametrize(
     ("cfg", "steps"),
     [
-        (config(), (11, 19)),
         pytest.param(config(AttentionSpec()), (13,), marks=pytest.mark.long),
         pytest.param(config(AttentionSpec(Elastic(threshold="per_token"))), (5,), marks=pytest.mark.long),
-        (config(AttentionSpec(RAMP)), (11,)),
         (config(AttentionSpec(THEN_LEARNED)), (9, 18)),
         (replace_at(config(), EVERYTHING), (11,)),
         (with_mixer(MIXERS[0]), (11,)),
@@ -161,46 +155,41 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, cfg: RunConfig, steps:
     assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
 
 
-class Wait(Callback):
-    """Waits at the start of a step."""
-
-    def __init__(self, step: int, seconds: float) -> None:
-        self.step, self.seconds = step, seconds
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            time.sleep(self.seconds)
+def test_the_usual_run_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+    assert_resumes(config(), tmp_path, 11, 19, whole=finished)
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
     """Up to each checkpoint, from which the next process resumes; the rate is that of the last."""
-    run_until_killed(config(), tmp_path, 11, Wait(3, 3.0))
+    run_until_killed(config(), tmp_path, 11, At(3, lambda: time.sleep(2.0)))
     timings = run(config(), tmp_path).timings
-    assert 3.0 < timings["train_seconds"] < 30.0
+    assert 2.0 < timings["train_seconds"] < 30.0
     steps = config().train.steps - 8
-    assert timings["tokens_per_second"] > steps * config().train.batch_size * 16 / (timings["train_seconds"] - 3.0)
+    assert timings["tokens_per_second"] > steps * config().train.batch_size * 16 / (timings["train_seconds"] - 2.0)
 
 
 def test_a_run_that_resumes_on_another_backend_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the same one, nor from a checkpoint that records none."""
-    cfg, logger = config(), "lit_lazy.training.trainer"
-    here = describe_backend(run(cfg, tmp_path / "here").labels["backend"])
+    cfg = config()
+    (label,) = RunResult.read(finished).labels.values()
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "backend_name", lambda *_: "cpu")
         patch.setattr(devices, "get_instruction_set", lambda: "rvv")
-        for name in ("same", "other", "earlier"):
-            run_until_killed(cfg, tmp_path / name, step=11)
+        run_until_killed(cfg, tmp_path / "same", step=11)
+        for name in ("other", "earlier"):
+            shutil.copytree(tmp_path / "same", tmp_path / name)
         run(cfg, tmp_path / "same")
     checkpoint = tmp_path / "earlier" / "checkpoints" / "last.ckpt"
     content = torch.load(checkpoint, weights_only=True)
     assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
     torch.save(content, checkpoint)
     run(cfg, tmp_path / "earlier")
-    assert [record for record in caplog.records if record.name == logger] == []
+    assert list_said(caplog, "lit_lazy.training.trainer") == []
     run(cfg, tmp_path / "other")
-    (said,) = [record.getMessage() for record in caplog.records if record.name == logger]
+    (said,) = list_said(caplog, "lit_lazy.training.trainer")
+    here = describe_backend(label)
     assert said.startswith(f"the attention ran on cpu (rvv) until the checkpoint and runs on {here} now: the result is")
 
 
@@ -215,44 +204,23 @@ def test_busy_cores_are_told(threads: int, percent: float, said: str | None, mon
     assert found == (said and f"other work {said} cores busy; a small model is faster beside it with --threads 1")
 
 
+def list_said(caplog: pytest.LogCaptureFixture, logger: str, level: int = logging.WARNING) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == logger and record.levelno >= level]
+
+
 @pytest.mark.parametrize(
     ("asked", "obstacle", "missing"),
     [("auto", "none; get it", "; none; get it"), ("auto", None, ""), ("chunked", "no", "")],
 )
 def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
-    asked: str,
-    obstacle: str | None,
-    missing: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    asked: str, obstacle: str | None, missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
     monkeypatch.setattr(devices, "find_obstacle", lambda: obstacle)
     monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
-        run(replace_at(config(), {"model.backend": asked}), tmp_path)
-    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+        run(replace_at(config(steps=3), {"model.backend": asked}), tmp_path)
+    said = list_said(caplog, "lit_lazy.training.run", logging.INFO)
     assert said == [f"attention: {config().model.rule}, runs on chunked{missing}"]
-
-
-def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What a training warned of; whether it also logs its progress depends on the tests before."""
-    own = (record for record in caplog.records if record.name == "lit_lazy.training.run")
-    return [record.getMessage() for record in own if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize(
-    ("attention", "warned"),
-    [(LAZY, False), (AttentionSpec(), False), (AttentionSpec(Elastic(tau_init=1e30)), True)],
-)
-def test_a_run_whose_attention_passes_nothing_says_so(
-    attention: AttentionSpec, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = run(config(attention, steps=3), tmp_path)
-    assert (result.metrics["init/mass/dead_heads"] == 1) == warned
-    said = list_warnings(caplog)
-    assert len(said) == warned
-    assert all("(mass 0): the attention passes nothing and gets no gradient; choose a lower" in line for line in said)
 
 
 @dataclass(frozen=True)
@@ -264,15 +232,23 @@ class Repeated(Backcopy):
         return replace(source, validation=source.train)
 
 
-@pytest.mark.parametrize("data", [Backcopy, Repeated])
-def test_a_run_that_validates_on_its_training_sequences_says_so(
-    data: type[Backcopy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("cfg", "warning"),
+    [
+        (config(steps=3), None),
+        (config(AttentionSpec(), steps=3), None),
+        (config(AttentionSpec(Elastic(tau_init=1e30)), steps=3), "the attention passes nothing and gets no gradient"),
+        (replace(config(steps=3), data=Repeated(**asdict(config().data))), "data=Repeated: validation begins with the"),
+    ],
+    ids=["lazy", "softmax", "dead", "repeated"],
+)
+def test_a_run_that_can_learn_or_show_nothing_says_so(
+    cfg: RunConfig, warning: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = config(steps=3)
-    run(replace(cfg, data=data(**asdict(cfg.data))), tmp_path)
-    said = list_warnings(caplog)
-    assert len(said) == (data is Repeated)
-    assert all(line.startswith("data=Repeated: validation begins with the training sequences") for line in said)
+    run(cfg, tmp_path)
+    said = list_said(caplog, "lit_lazy.training.run")
+    assert bool(said) == (warning is not None)
+    assert all(warning in line for line in said)
 
 
 def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
@@ -336,27 +312,31 @@ class Batches(Callback):
         self.validated.append(trainer.global_step)
 
 
-def test_variants_of_a_seed_see_the_same_batches(tmp_path: Path) -> None:
-    seen = {}
-    for name, attention in (("softmax", AttentionSpec(Softmax())), ("lazy", LAZY)):
-        seen[name] = Batches()
-        run(config(attention), tmp_path / name, callbacks=[seen[name]])
-    assert len(seen["softmax"].tokens) == 20
-    assert all(torch.equal(a, b) for a, b in zip(seen["softmax"].tokens, seen["lazy"].tokens, strict=True))
-    assert seen["lazy"].validated == [7, 14]
+def test_batches_are_those_of_the_seed(tmp_path: Path) -> None:
+    """Also in the second epoch, whatever the variant."""
+    seen, results = [], []
+    for i, cfg in enumerate((config(steps=8), config(AttentionSpec(), steps=8), config(seed=1, steps=8))):
+        seen.append(Batches())
+        results.append(run(cfg, tmp_path / str(i), callbacks=[seen[-1]]))
+    assert len(seen[0].tokens) == 8
+    assert all(map(torch.equal, seen[0].tokens, seen[1].tokens))
+    assert not any(map(torch.equal, seen[0].tokens, seen[2].tokens))
+    assert seen[0].validated == [7]
+    assert results[0].metrics["loss/val"] != results[2].metrics["loss/val"]
+    assert results[0].key != results[2].key
 
 
-def test_a_finished_run_is_returned_and_not_trained_again(tmp_path: Path) -> None:
-    class Never(Callback):
-        def on_fit_start(self, _trainer, _module) -> None:
-            raise AssertionError("trained again")
-
-    first = run(config(), tmp_path)
-    assert run(config(), tmp_path, callbacks=[Never()]) == first
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_path: Path) -> None:
+    """What a kill left beside its result is removed; another config's is refused, as is a folder in use."""
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    (folder / "checkpoints").mkdir()
+    for name in ("last.ckpt", "last.ckpt.damaged"):
+        (folder / "checkpoints" / name).touch()
+    assert run(config(), folder, callbacks=[At(0, lambda: pytest.fail("trained again"))]) == RunResult.read(finished)
+    assert not (folder / "checkpoints").exists()
+    assert (folder / "last.ckpt.damaged").exists()
+    with pytest.raises(ValueError, match="holds the result of another config"):
+        run(config(seed=1), folder)
     with FileLock(tmp_path / "lock"), pytest.raises(CellBusyError, match="another process works in"):
         run(config(), tmp_path)
 
@@ -367,28 +347,6 @@ def test_a_diverged_run_stops_and_leaves_no_result(tmp_path: Path) -> None:
     assert not (tmp_path / RESULT).exists()
 
 
-def test_what_a_result_holds(tmp_path: Path) -> None:
-    result = run(config(), tmp_path)
-    metrics = result.metrics
-    assert result == RunResult.read(tmp_path)
-    source = config().data.load()
-    assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(source.info["optimum_nats"], abs=1e-6)
-    assert {
-        "accuracy/trigger",
-        "mass/trigger",
-        "mass/non_trigger",
-        "sparsity/zero",
-        "init/sparsity/zero",
-    } <= metrics.keys()
-    assert metrics["tau/min"] <= metrics["tau/mean"] <= metrics["tau/max"]
-    assert metrics["init/tau/mean"] == 1.0
-    assert result.labels == {"backend": KERNEL}
-    softmax = run(config(AttentionSpec(Softmax())), tmp_path / "softmax")
-    assert "sparsity/zero" not in softmax.metrics
-    assert softmax.metrics["mass/trigger"] == pytest.approx(1.0, abs=1e-6)
-    assert softmax.labels == {"backend": "sdpa" if find_obstacle() else "cpu"}
-
-
 def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:
     cfg = config(steps=200, lr=1e-2, batch_size=16)
     metrics = run(replace(cfg, data=replace(cfg.data, train_sequences=3_200)), tmp_path).metrics
@@ -397,56 +355,30 @@ def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:
 
 def test_bf16_is_mixed_and_keeps_tau_and_bias_in_fp32(tmp_path: Path) -> None:
     result = run(config(precision="bf16"), tmp_path, keep_checkpoint=True)
-    kept = weights(tmp_path)
-    assert all(value.dtype == torch.float32 for name, value in kept.items() if "normaliser" in name or ".bias" in name)
+    kept = [value for name, value in weights(tmp_path).items() if "normaliser" in name or ".bias" in name]
+    assert {value.dtype for value in kept} == {torch.float32}
     assert result.metrics["tau/mean"] != 1.0
 
 
-def test_a_checkpoint_loads_without_running_code_and_rebuilds_the_model(tmp_path: Path) -> None:
-    run(config(), tmp_path, keep_checkpoint=True)
-    module = LitLM.load_from_checkpoint(tmp_path / FINAL_CHECKPOINT, weights_only=True)
-    assert module.cfg == config()
-
-
-def test_a_damaged_checkpoint_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
-    run(config(), tmp_path / "whole", keep_checkpoint=True)
-    for name, content in (("garbage", b"not a checkpoint"), ("empty", b"")):
-        last = tmp_path / name / "checkpoints" / "last.ckpt"
-        last.parent.mkdir(parents=True)
-        last.write_bytes(content)
-        run(config(), tmp_path / name, keep_checkpoint=True)
-        assert_same_run(tmp_path / "whole", tmp_path / name)
-
-
-def test_a_damaged_result_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
-    first = run(config(), tmp_path)
+def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path, tmp_path: Path) -> None:
     for content in ('{"key": ', "{}"):
         (tmp_path / RESULT).write_text(content)
-        assert untimed(run(config(), tmp_path)) == untimed(first)
+        assert untimed(run(config(), tmp_path)) == untimed(RunResult.read(finished))
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-def test_a_folder_with_the_result_of_another_config_is_refused(tmp_path: Path) -> None:
-    run(config(), tmp_path)
-    with pytest.raises(ValueError, match="holds the result of another config"):
-        run(config(seed=1), tmp_path)
-
-
-def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
-    run(config(seed=1), tmp_path / "whole", keep_checkpoint=True)
-    run_until_killed(config(), tmp_path / "begun", 13)
+def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(finished: Path, tmp_path: Path) -> None:
+    run_until_killed(config(seed=1), tmp_path / "begun", 13)
     of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
     kept: list[bytes] = []
 
-    class Keep(Callback):
-        """Reads the quarantined file, which the finished run moves out of its checkpoints."""
+    def keep() -> None:
+        """Read the quarantined file, which the finished run moves out of its checkpoints."""
+        kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
 
-        def on_train_start(self, _trainer, _module) -> None:
-            kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
-
-    run(config(seed=1), tmp_path / "begun", callbacks=[Keep()], keep_checkpoint=True)
+    run(config(), tmp_path / "begun", callbacks=[At(0, keep)], keep_checkpoint=True)
     assert kept == [of_another]
-    assert_same_run(tmp_path / "whole", tmp_path / "begun")
+    assert_same_run(finished, tmp_path / "begun")
 
 
 class StopValidating(Callback):
@@ -455,7 +387,7 @@ class StopValidating(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_validation_start(self, trainer: L.Trainer, _module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.global_step == self.step:
             raise RuntimeError("killed")
 
@@ -477,26 +409,25 @@ def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: i
     assert curves("cut") == curves("whole")
 
 
-def test_checkpoints_that_a_kill_left_beside_the_result_are_removed(tmp_path: Path) -> None:
-    result = run(config(), tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    for name in ("last.ckpt", "last.ckpt.damaged"):
-        (tmp_path / "checkpoints" / name).touch()
-    assert read_finished(tmp_path) == result
-    assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / "last.ckpt.damaged").exists()
-
-
-def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:
-    result = run(config(), tmp_path)
-    kept = Diagnostics.load(tmp_path / DIAGNOSTICS)
+def test_what_a_result_holds(finished: Path, tmp_path: Path) -> None:
+    result = RunResult.read(finished)
+    metrics, info = result.metrics, config().data.load().info
+    assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(info["optimum_nats"], abs=1e-6)
+    assert {"accuracy/trigger", "mass/trigger", "mass/non_trigger", "init/sparsity/zero"} <= metrics.keys()
+    assert metrics["tau/min"] <= metrics["tau/mean"] <= metrics["tau/max"]
+    assert metrics["init/tau/mean"] == 1.0
+    assert result.labels == {"backend": KERNEL}
+    assert LitLM.load_from_checkpoint(finished / FINAL_CHECKPOINT, weights_only=True).cfg == config()
+    kept = Diagnostics.load(finished / DIAGNOSTICS)
     scalars = kept.scalars()
-    assert scalars.items() <= result.metrics.items()
+    assert scalars.items() <= metrics.items()
     assert {"sink/rate", "collapse/effective_rank", "init/sink/rate", "init/scores/spread"} <= scalars.keys()
     assert kept.prefixes == ["", "init/"]
-    assert set(kept.arrays["init/tau"].flat) == {1.0}
     assert kept.arrays["init/mass/row"].shape == kept.arrays["mass/row"].shape == (2, 2, 16)
     # The sample is the full validation set here, so both values are equal.
     assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
-    sparsity = kept.arrays["sparsity/zero"].mean(dtype="float64")
-    assert sparsity == pytest.approx(result.metrics["sparsity/zero"], abs=1e-6)
+    assert kept.arrays["sparsity/zero"].mean(dtype="float64") == pytest.approx(metrics["sparsity/zero"], abs=1e-6)
+    softmax = run(config(AttentionSpec(Softmax()), steps=3), tmp_path / "softmax")
+    assert "sparsity/zero" not in softmax.metrics
+    assert softmax.metrics["mass/trigger"] == pytest.approx(1.0, abs=1e-6)
+    assert softmax.labels == {"backend": "sdpa" if find_obstacle() else "cpu"}

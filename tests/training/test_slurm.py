@@ -3,15 +3,15 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from test_run import assert_same_run, config
+from test_run import At, assert_same_run, config
 
 from lit_lazy.tracking.spool import METRICS, MetricFile
 from lit_lazy.training.run import run
@@ -23,16 +23,8 @@ TASKS = {
 }
 
 
-class Signalled(Callback):
-    """Sends SIGUSR1 at a step, like `sbatch --signal` before a time limit."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == 11:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def train(folder: Path, *callbacks: Callback, seed: int = 0) -> None:
-    run(config(seed=seed), folder, logger=MetricFile(folder), callbacks=callbacks, keep_checkpoint=True)
+def train(folder: Path, *callbacks: Callback) -> None:
+    run(config(), folder, logger=MetricFile(folder), callbacks=callbacks, keep_checkpoint=True)
 
 
 def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
@@ -60,30 +52,31 @@ def scontrol(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_signal_of_slurm_is_not_lightnings(task: str, tmp_path: Path, scontrol: Path) -> None:
-    """The signal ends the process, and the run resumes bit-identically; nothing is requeued without the queue."""
-    train(tmp_path / "elsewhere")
-    assert in_job(task, scontrol, train, tmp_path / "here", Signalled()) == -signal.SIGUSR1
+def test_a_signal_of_slurm_is_not_lightnings(task: str, finished: Path, tmp_path: Path, scontrol: Path) -> None:
+    """It ends the process, as `sbatch --signal` before a time limit, and the run resumes bit-identically.
+
+    Nothing is requeued without the queue.
+    """
+    signalled = At(11, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    assert in_job(task, scontrol, train, tmp_path / "here", signalled) == -signal.SIGUSR1
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
     assert in_job(task, scontrol, train, tmp_path / "here") == 0
     assert not (scontrol / "called").exists()
-    assert_same_run(tmp_path / "elsewhere", tmp_path / "here")
+    assert_same_run(finished, tmp_path / "here")
 
 
-def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(tmp_path: Path, scontrol: Path) -> None:
-    train(tmp_path / "other", seed=1)
-    train(tmp_path / "elsewhere")
-    here = tmp_path / "here"
+def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(
+    finished: Path, trained: str, tmp_path: Path, scontrol: Path
+) -> None:
+    here, noted = tmp_path / "here", tmp_path / "noted"
     here.mkdir()
-    stray = (tmp_path / "other" / "final.ckpt").read_bytes()
-    (here / "hpc_ckpt_3.ckpt").write_bytes(stray)
-    noted = tmp_path / "noted"
+    shutil.copy(trained, here / "hpc_ckpt_3.ckpt")
 
     def train_and_note() -> None:
         logging.basicConfig(filename=noted, level=logging.WARNING, force=True)
         train(here)
 
     assert in_job("one task", scontrol, train_and_note) == 0
-    assert_same_run(tmp_path / "elsewhere", here)
-    assert (here / "hpc_ckpt_3.ckpt.damaged").read_bytes() == stray
+    assert_same_run(finished, here)
+    assert (here / "hpc_ckpt_3.ckpt.damaged").read_bytes() == Path(trained).read_bytes()
     assert "hpc_ckpt_3.ckpt: left by Lightning's own requeueing; quarantined" in noted.read_text()

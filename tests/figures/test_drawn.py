@@ -1,4 +1,4 @@
-"""Every figure draws these inputs as it did: its texts, limits, numbers and colours.
+"""Every figure draws these inputs as it did, its texts, limits, numbers and colours, and is legible.
 
 `python tests/figures/test_drawn.py` writes `drawn.txt` anew; read its differences before committing them.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from description import describe
+from legible import assert_legible
 from matplotlib.figure import Figure
 from samples import (
     BASELINE,
@@ -33,12 +34,14 @@ from lit_lazy.figures import (
     effects_figure,
     heads,
     loss_against_sparsity,
+    loss_over_training,
     parameter_over_training,
     sink_over_training,
     verdict_figure,
 )
-from lit_lazy.table.declaration import Comparison, Statement
-from lit_lazy.table.records import Column, Table, Yardstick
+from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
+from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.stored import read_table
 
 RUN_FIGURES = [
@@ -73,6 +76,10 @@ def make_map(n: int, **changed: float) -> np.ndarray:
 
 def without(arrays: Arrays, value: float, *names: str) -> Arrays:
     return arrays | {name: np.full_like(arrays[name], value) for name in names}
+
+
+def read(name: str) -> Table:
+    return read_table(RESULTS / name / "table.json")
 
 
 @functools.cache
@@ -144,6 +151,23 @@ def bounded() -> Table:
     )
 
 
+def of_parts(**parts: tuple[str, str]) -> tuple[Table, dict]:
+    """Rows of normalisers and positions of these classes, and their losses over training."""
+    cells = [
+        Observation(name, 0, "complete", {"loss/val": 1.0, "sparsity/zero": 0.5}, normaliser=rule, position=position)
+        for name, (rule, position) in parts.items()
+    ]
+    rows = [RowInfo(name, "ours", (0,), "tiny") for name in parts]
+    columns = Column("loss/val", "loss"), Column("sparsity/zero", "sparsity")
+    spec = TableSpec("study", "tiny", next(iter(parts)), rows, columns, (), "make")
+    return build_table(spec, cells), {name: make_losses("val/loss", i) for i, name in enumerate(parts)}
+
+
+def make_losses(metric: str, level: float = 0.0) -> list[dict]:
+    return [{metric: [(8, 4.0), (16, last + level)]} for last in (1.0, 3.0)]
+
+
+PARTS = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("MyRule", "Rope"), "d": ("Elastic", "NoPosition")}
 ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0, 9.0), (1.0, 4.0))] + [{}]}
 UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
 OF_VARIANTS = {
@@ -155,6 +179,11 @@ OF_VARIANTS = {
     "sinks over training": lambda: sink_over_training(make_study(baseline=BASELINE), make_trainings()),
     "a training that ended early": lambda: parameter_over_training(make_study(), ENDED),
     "a share that was undefined": lambda: sink_over_training(make_study(), UNDEFINED),
+    "the 10 lowest of many": lambda: loss_against_sparsity(read("rivals_rates-backcopy")),
+    "losses over training": lambda: loss_over_training(*of_parts(**PARTS)),
+    "losses above the optimum": lambda: loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
+    "colours of normalisers": lambda: loss_against_sparsity(of_parts(**PARTS)[0]),
+    "colours of positions": lambda: loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
 }
 
 
@@ -190,7 +219,7 @@ OF_EFFECTS = {
 
 def far_apart() -> Table:
     """A contrast beyond the edge would be an arrow without a value."""
-    table = read_table(RESULTS / "q_position_2-distractors" / "table.json")
+    table = read("q_position_2-distractors")
     assert table.verdict is not None
     parts = tuple(
         replace(part, mean=mean, low=mean - 0.01, high=mean + 0.01, n=10)
@@ -200,11 +229,28 @@ def far_apart() -> Table:
     return replace(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
 
 
+def first_contrast(name: str) -> Table:
+    table = read(name)
+    assert table.verdict is not None
+    looks = tuple(replace(look, parts=look.parts[:1]) for look in table.verdict.looks)
+    return replace(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
+
+
+def most_contrasts() -> Table:
+    names = [f"new, {i} times as far{' and so on' * 9}" for i in range(MOST_CONTRASTS)]
+    return make_question("lower", {"old": [1.0] * 80} | {name: around(0.9, 0.5, 80) for name in names})
+
+
 MET = Statement("sink", Comparison("new", "<", 0.25, "old"), rivals=("kept",))
 ALONE = {"old": [0.4] * 20, "new": [0.01] * 9 + [0.3] + [0.01] * 10, "kept": [0.4] * 20}
 LOOKS = {"old": [1.0] * 40, "new a": around(0.5, 0.1, 10), "new b": around(0.92, 0.2, 40)}
 OF_VERDICTS = {
     "far apart": far_apart,
+    "most contrasts": most_contrasts,
+    **{
+        f"one contrast of {name}": lambda name=name: first_contrast(name)
+        for name in ("q_cost_2-stdlib_long", "q_mask_2-backcopy", "q_text_2-stdlib_small", "q_sink_2-backcopy")
+    },
     "looks": lambda: make_question("lower", LOOKS),
     "a statement": lambda: make_question("alone", ALONE, statements=(MET,), contrasts={"sink": MET.weights}),
     **{
@@ -224,12 +270,13 @@ SCENES: dict[str, Callable[[], Figure | None]] = {
 def draw(name: str) -> str:
     figure = SCENES[name]()
     assert figure is not None
+    assert_legible(figure)
     return "\n".join([f"== {name}", *describe(figure), ""])
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SCENES)
-def test_a_figure_is_drawn_as_before(name: str) -> None:
+def test_a_figure_is_drawn_as_before_and_is_legible(name: str) -> None:
     found = draw(name)
     start = f"== {name}\n"
     _, _, expected = DRAWN.read_text().partition(start)

@@ -1,56 +1,120 @@
-"""The forest plot shows the table's numbers, and is legible with any number of rows."""
+"""What is left out, limits, rows, labels, bins, extremes, files and imports of figures."""
 
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
+import matplotlib as mpl
+import numpy as np
 import pytest
+import torch
 from legible import assert_legible
 from matplotlib.axes import Axes
-from samples import EFFECT_COLUMNS, make_effects, tabulate
-from test_drawn import unlearned
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+from samples import VARIANTS, Arrays, make_arrays, make_effects, make_study, make_trainings, tabulate
+from test_drawn import RUN_FIGURES, draw_run, read
 
-from lit_lazy.figures import effects_figure, parameter_over_training, selection
+from flash_lazy import Rows
+from lit_lazy import figures
+from lit_lazy.attention import Elastic, LayerShape
+from lit_lazy.figures import (
+    draw_run_figures,
+    effects_figure,
+    heads,
+    loss_against_sparsity,
+    loss_over_training,
+    parameter_over_training,
+    save_figure,
+    selection,
+    sink_over_training,
+    verdict_figure,
+)
+from lit_lazy.figures.ablation import Histories
+from lit_lazy.figures.canvas import WIDTH, average_log_bins
 from lit_lazy.figures.effects import compute_limits
 from lit_lazy.figures.images import DPI
-from lit_lazy.table.records import Column
+from lit_lazy.figures.mechanism import mechanism_figure, weights
+from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
+from lit_lazy.table.records import Column, Table
 
+ROOT = Path(__file__).parents[2]
 WEBP_LIMIT = 16383
 """Pixels of a side."""
 
 
-def points(axes):
-    """(y, x, filled) of every plotted row."""
-    drawn = [line for line in axes.lines if line.get_marker() in ("o", "s")]
-    return {int(line.get_ydata()[0]): (line.get_xdata()[0], line.get_markerfacecolor() != "white") for line in drawn}
+def test_every_figure_of_a_run_is_there_and_small_enough_for_a_page() -> None:
+    assert list(draw_run()) == RUN_FIGURES
+    assert all(figure.get_figwidth() <= WIDTH for figure in draw_run().values())
 
 
-def test_points_intervals_and_fill_are_the_tables():
-    table = make_effects(n_seeds=2)
-    figure = effects_figure(table, ["recall", "loss"])
-    cut = set()
-    for axes, column in zip(figure.axes, (EFFECT_COLUMNS[1], EFFECT_COLUMNS[0]), strict=True):
-        effects = [row.metrics[column.key].difference for row in table.rows]
-        expected = {y: (e.mean * column.scale, e.separated) for y, e in enumerate(effects) if e.mean is not None}
-        assert points(axes) == expected
-        bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
-        low, high = axes.get_xlim()
-        beyond = set()
-        for y, (x, _) in expected.items():
-            half = effects[y].ci95 * column.scale
-            assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
-            beyond |= {
-                (y, m, edge) for m, edge, out in (("<", low, x - half < low), (">", high, x + half > high)) if out
-            }
-        arrows = [line for line in axes.lines if line.get_marker() in ("<", ">")]
-        assert {(int(a.get_ydata()[0]), a.get_marker(), a.get_xdata()[0]) for a in arrows} == beyond
-        cut |= beyond
-    assert cut
-    worse = {int(line.get_ydata()[0]) for line in figure.axes[1].lines if line.get_marker() == "s"}
-    losses = [row.metrics["loss"].difference for row in table.rows]
-    assert worse == {y for y, e in enumerate(losses) if e.separated and e.mean > 0}, "told apart in grey too"
+def test_nothing_is_drawn_of_nothing() -> None:
+    arrays = make_arrays()
+    undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
+    for name in RUN_FIGURES:
+        assert getattr(heads, name)({}) is None
+        assert getattr(heads, name)(undefined) is None
+    softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
+    assert {*RUN_FIGURES} - draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
+    for columns, metrics in (
+        ("loss/val sparsity/zero", {"loss/val": 1.0}),
+        ("loss/val sparsity/zero", {"sparsity/zero": 0.5}),
+        ("loss/val", {"loss/val": 1.0, "sparsity/zero": 0.5}),
+    ):
+        assert (
+            loss_against_sparsity(tabulate({"lazy": [metrics]}, [Column(key, key) for key in columns.split()])) is None
+        )
+    assert parameter_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    for draw in (parameter_over_training, sink_over_training, loss_over_training):
+        assert draw(make_study(), {"softmax": [{}], "lazy": []}) is None
+    assert verdict_figure(read("table2-backcopy")) is None
 
 
-def test_intervals_are_whole_where_most_would_be_cut():
+def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
+    own = heads.SMALL_WEIGHT, heads.SINK_WEIGHT, heads.FIRST_KEYS
+    assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
+    bounds = heads.NO_OPERATION_RATIO, heads.BROADCAST_RATIO, heads.BROADCAST_RANK
+    assert bounds == (sink_kinds.NO_OPERATION_RATIO, sink_kinds.BROADCAST_RATIO, sink_kinds.BROADCAST_RANK)
+
+
+def test_long_lines_are_means_over_bins() -> None:
+    x = np.arange(1, 1001)
+    values = np.random.default_rng(0).random((2, 1000))
+    centres, means = average_log_bins(x, np.stack([x, *values]), most=50)
+    np.testing.assert_allclose(means[0], centres)
+    assert len(centres) <= 50
+    assert list(centres[:3]) == [1, 2, 3]
+    # A bin is symmetric around its centre, which gives the number of its points.
+    ends = [0.0]
+    for centre in centres:
+        ends.append(2 * centre - 1 - ends[-1])
+    assert ends[-1] == 1000
+    np.testing.assert_allclose((means[1:] * np.diff(ends)).sum(axis=1), values.sum(axis=1))
+    short = average_log_bins(x[:50], values[:, :50], most=50)
+    np.testing.assert_array_equal(short[1], values[:, :50])
+
+
+@pytest.mark.parametrize("n_seeds", [1, 5])
+def test_no_label_covers_a_marker_or_leaves_the_panel(n_seeds: int) -> None:
+    figure = loss_against_sparsity(make_study(n_seeds))
+    assert figure is not None
+    assert_legible(figure)
+    axes = figure.axes[0]
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == len(VARIANTS)
+    for line in axes.lines:
+        if line.get_marker() in ("o", "D"):
+            assert not any(box.contains(*axes.transData.transform(line.get_xydata()[0])) for box in boxes)
+    assert all(axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) for box in boxes)
+
+
+# Limits and rows
+
+
+def test_intervals_are_whole_where_most_would_be_cut() -> None:
     points, half = (-0.01, 0.02, 0.03), 0.08
     wide = [(x, x - half, x + half) for x in points]
     low, high = compute_limits([*wide, (0.0, -9.0, 9.0)])
@@ -69,19 +133,13 @@ def test_intervals_are_whole_where_most_would_be_cut():
         ((0.0, 0.0, 0.0, 9.0), ()),  # no scale to compare with
     ],
 )
-def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):
+def test_few_rows_that_are_far_off_do_not_flatten_the_others(others: tuple[float, ...], far: tuple[float, ...]) -> None:
     low, high = compute_limits([(point, point - 0.1, point + 0.1) for point in (*others, *far)])
     assert all(low < point < high for point in others)
     assert not any(low < point < high for point in far)
 
 
-@pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])
-def test_no_text_overlaps_or_leaves_the_figure(keys):
-    assert_legible(effects_figure(make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), keys))
-    assert_legible(effects_figure(unlearned(), keys))
-
-
-def many(better, count):
+def many(better: str, count: int) -> tuple[Table, Histories]:
     """A table of rows that have their number as loss, the baseline "lazy" and one without a cell; histories of all."""
     names = ["lazy", *map(str, range(1, count))]
     losses = {"unfinished": [{"status": "waiting"}]} | {name: [{"loss": float(i)}] for i, name in enumerate(names)}
@@ -90,7 +148,9 @@ def many(better, count):
 
 
 @pytest.mark.parametrize(("better", "kept", "which"), [("lower", "1234", "lowest"), ("higher", "6789", "highest")])
-def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, monkeypatch):
+def test_of_many_rows_the_baseline_and_the_best_are_shown(
+    better: str, kept: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(selection, "MOST_ROWS", 5)
     table, histories = many(better, 10)
     effects, tau = effects_figure(table, ["loss"]), parameter_over_training(table, histories)
@@ -103,13 +163,109 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, m
         assert_legible(figure)
 
 
-def test_a_figure_of_any_number_of_rows_fits_into_an_image():
-    table, _ = many("lower", 1000)
-    assert effects_figure(table, ["loss"]).get_figheight() * DPI < WEBP_LIMIT
+def test_unknown_columns_are_named() -> None:
+    with pytest.raises(ValueError, match=r"columns: 'los' .* choose from loss, recall, sparsity"):
+        effects_figure(make_effects(), ["los"])
+    with pytest.raises(ValueError, match="columns: none given"):
+        effects_figure(make_effects(), [])
 
 
-def test_the_panels_over_training_are_fitted_together(monkeypatch):
-    """Fitted for each line, each time with all panels, 150 took half a minute."""
+# Extremes
+
+
+def undefine_first_layer(arrays: Arrays) -> Arrays:
+    for value in arrays.values():
+        if value.dtype.kind == "f":
+            value[0] = np.nan
+    return arrays
+
+
+def draw_over_training(names: list[str], n_seeds: int) -> list[Figure | None]:
+    table, trained = make_study(1, names, baseline=names[0]), make_trainings(names, n_seeds)
+    return [parameter_over_training(table, trained), sink_over_training(table, trained)]
+
+
+def draw_arrays(arrays: Arrays) -> list[Figure]:
+    return [*draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
+
+
+EXTREMES = {
+    "one head": lambda: draw_arrays(make_arrays(layers=1, heads=1, maps=1)),
+    "eight tokens": lambda: draw_arrays(make_arrays(length=8, init=False, maps=5)),
+    "partly undefined": lambda: draw_arrays(undefine_first_layer(make_arrays(layers=3))),
+    "deep": lambda: draw_arrays(make_arrays(layers=24, heads=16, length=300, maps=6, lengths=(600,))),
+    "one variant": lambda: [*draw_over_training(["lazy"], 1), loss_against_sparsity(make_study(1, ["lazy"]))],
+    "long names": lambda: draw_over_training([f"a variant with a rather long name {i}" for i in range(17)], 5),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "deep" else ()) for name in EXTREMES]
+)
+def test_all_text_is_inside_and_nothing_warns(name: str) -> None:
+    for figure in EXTREMES[name]():
+        assert figure is not None
+        assert_legible(figure)
+
+
+# Files, images and imports
+
+
+def test_files_are_alike_whatever_the_users_own_style(tmp_path: Path) -> None:
+    """Their background is opaque white, so that they are readable on a dark page."""
+    arrays, table = make_arrays(init=False), make_study(variants=VARIANTS[:4])
+    for folder, own in (("a", {}), ("b", {"font.size": 20.0, "axes.labelcolor": "red", "svg.hashsalt": "other"})):
+        (tmp_path / folder).mkdir()
+        with mpl.rc_context(own):
+            for name, figure in (("v1.5", heads.sink_heatmap(arrays)), ("scatter", loss_against_sparsity(table))):
+                assert figure is not None
+                save_figure(figure, tmp_path / folder / name)
+    written = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert written == ["scatter.png", "scatter.svg", "v1.5.png", "v1.5.svg"]
+    for name in written:
+        content = (tmp_path / "a" / name).read_bytes()
+        assert content == (tmp_path / "b" / name).read_bytes()
+        assert b"<dc:date>" not in content
+        assert name.endswith("png") or b'style="fill: #ffffff"' in content
+    pixels = imread(tmp_path / "a" / "scatter.png")
+    assert pixels.shape[-1] == 3 or (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0, :3] == 1).all()
+
+
+def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
+    """The committed figure in docs/ is up to date, too."""
+    scores = np.random.default_rng(1).normal(size=9)
+    module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
+    rows = Rows(torch.ones(1, 1, 1, 9, dtype=torch.bool), torch.full((1, 1, 1, 1), 9.0), torch.full((1, 1, 1, 1), 9))
+    expected = module.weights(torch.tensor(scores, dtype=torch.float32).view(1, 1, 1, -1), rows)
+    np.testing.assert_allclose(weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
+    figure = mechanism_figure()
+    assert_legible(figure)
+    _, svg = save_figure(figure, tmp_path / "mechanism")
+    assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()
+
+
+def test_an_image_is_laid_out_once_and_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
+    assert drawn is not None
+    counts = Counter[str]()
+    for owner, name in ((ConstrainedLayoutEngine, "execute"), (Figure, "draw")):
+        method = getattr(owner, name)
+
+        def counted(*words: object, name: str = name, method: object = method) -> object:
+            counts[name] += 1
+            return method(*words)  # type: ignore[operator]
+
+        monkeypatch.setattr(owner, name, counted)
+    figures.render_image(drawn)
+    assert counts == {"execute": 1, "draw": 1}
+    assert isinstance(drawn.get_layout_engine(), ConstrainedLayoutEngine), "files need layouts of their own"
+
+
+def test_any_number_of_rows_is_drawn_in_time_into_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted for each line, each time with all panels, 150 panels took half a minute."""
+    assert effects_figure(many("lower", 1000)[0], ["loss"]).get_figheight() * DPI < WEBP_LIMIT
     fitted, set_bound = [], Axes.set_ybound
     monkeypatch.setattr(
         Axes, "set_ybound", lambda axes, *bound, **more: fitted.append(axes) or set_bound(axes, *bound, **more)
@@ -118,13 +274,6 @@ def test_the_panels_over_training_are_fitted_together(monkeypatch):
     assert len(fitted) <= 2
 
 
-def test_unknown_columns_are_named():
-    with pytest.raises(ValueError, match=r"columns: 'los' .* choose from loss, recall, sparsity"):
-        effects_figure(make_effects(), ["los"])
-    with pytest.raises(ValueError, match="columns: none given"):
-        effects_figure(make_effects(), [])
-
-
-def test_no_global_figure_state_and_no_heavy_import():
+def test_no_global_figure_state_and_no_heavy_import() -> None:
     code = "import sys, lit_lazy.figures; print({'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -30,12 +30,6 @@ def test_it_is_the_effect_of_an_additive_table_whatever_is_missing():
         assert effects == pytest.approx({"a: q - p": 2, "a: r - p": 6, "b: y - x": 10, "b: z - x": 30})
 
 
-def test_levels_that_share_no_point_have_no_contrast():
-    nested = {name: at for name, at in design(("p", "q"), ("x", "y")).items() if name in ("p x", "q y")}
-    assert main_effects(nested) == ()
-    assert main_effects({}) == ()
-
-
 def test_an_interaction_is_how_an_effect_depends_on_another_factor():
     contrasts = {c.name: c.weights for c in interactions(design(("p", "q"), ("x", "y", "z")))}
     assert contrasts == {
@@ -57,7 +51,9 @@ def test_interactions_are_zero_in_an_additive_table_and_found_where_they_are():
     assert effects == {"a x b": 10, "a x c": 0, "b x c": 0}
 
 
-def test_a_factor_of_many_levels_has_main_effects_alone():
+def test_where_there_is_no_contrast():
+    """Of levels that share no point, and of interactions of many levels."""
+    nested = {name: at for name, at in design(("p", "q"), ("x", "y")).items() if name in ("p x", "q y")}
+    assert main_effects(nested) == main_effects({}) == ()
     many = design([f"{i}" for i in range(MOST_LEVELS + 1)], ("x", "y"))
-    assert interactions(many) == ()
-    assert len(main_effects(many)) == MOST_LEVELS + 1
+    assert (interactions(many), len(main_effects(many))) == ((), MOST_LEVELS + 1)

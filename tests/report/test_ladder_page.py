@@ -32,14 +32,6 @@ def test_another_loss_is_another_difference(ladder) -> None:
     assert page.describe(changed)[1:4] == page.describe(ladder)[1:4]
 
 
-def test_two_seeds_have_a_mean_and_no_interval(ladder) -> None:
-    place = ladder.usual[0]
-    two = dict(list(ladder.cells[place]["lazy"].items())[:2])
-    found = page.Ladder({place: {"lazy": two}}).estimate(place, "lazy", "loss/val")
-    assert "±" not in page.format_interval(found, 3)
-    assert "±" in page.format_interval(ladder.estimate(place, "lazy", "loss/val"), 3)
-
-
 def test_every_rule_and_size_is_drawn(ladder) -> None:
     figure = page.draw(ladder)
     sizes = len(ladder.usual)

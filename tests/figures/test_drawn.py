@@ -212,6 +212,7 @@ OF_EFFECTS = {
     "no row learned": lambda: effects_figure(
         replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
     ),
+    "effects of the rivals": lambda: effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
     "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
     "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
 }

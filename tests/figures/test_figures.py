@@ -1,9 +1,11 @@
-"""What is left out, limits, rows, labels, bins, extremes, files and imports of figures."""
+"""What is left out of figures, limits, rows, labels, bins, extremes, colours, files and imports."""
 
 import subprocess
 import sys
-from collections import Counter
+from itertools import combinations
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import matplotlib as mpl
 import numpy as np
@@ -11,16 +13,19 @@ import pytest
 import torch
 from legible import assert_legible
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 from samples import VARIANTS, Arrays, make_arrays, make_effects, make_study, make_trainings, tabulate
-from test_drawn import RUN_FIGURES, draw_run, read
+from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
 from flash_lazy import Rows
 from lit_lazy import figures
-from lit_lazy.attention import Elastic, LayerShape
+from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
+from lit_lazy.config.serialisation import find_leaf_classes, replace_at
+from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.figures import (
     draw_run_figures,
     effects_figure,
@@ -34,12 +39,19 @@ from lit_lazy.figures import (
     verdict_figure,
 )
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.canvas import WIDTH, average_log_bins
+from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
 from lit_lazy.figures.effects import compute_limits
 from lit_lazy.figures.images import DPI
 from lit_lazy.figures.mechanism import mechanism_figure, weights
+from lit_lazy.figures.palette import SPARE, Colours, choose_colours
+from lit_lazy.grid.search.definition import define
 from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
+from lit_lazy.report.page import draw_table_figures
+from lit_lazy.report.search import SearchReport
+from lit_lazy.support.named_files import find
 from lit_lazy.table.records import Column, Table
+from lit_lazy.table.search_points import Point
+from lit_lazy.table.stored import read_table
 
 ROOT = Path(__file__).parents[2]
 WEBP_LIMIT = 16383
@@ -161,6 +173,7 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(
         said = f"; shown of {count}: the 5 with the {which} loss, baseline included"
         assert said in figure.get_suptitle().replace("\n", " ")
         assert_legible(figure)
+    assert effects_figure(many("lower", 1000)[0], ["loss"]).get_figheight() * DPI < WEBP_LIMIT
 
 
 def test_unknown_columns_are_named() -> None:
@@ -185,6 +198,20 @@ def draw_over_training(names: list[str], n_seeds: int) -> list[Figure | None]:
     return [parameter_over_training(table, trained), sink_over_training(table, trained)]
 
 
+def draw_search() -> list[Figure]:
+    asked = load_attribute(find("ablations", "lazy_search"), "search")
+    definition = define(asked, replace_at(experiment("backcopy_tiny"), asked.common))
+    rng = np.random.default_rng(0)
+    points = []
+    for i in range(20):
+        params = {path: axis.low + (axis.high - axis.low) * rng.random() for path, axis in definition.axes.items()}
+        points.append(Point(i, str(i), params, "complete", float(rng.random()), {}, ""))
+    importances = {path: 1 / len(definition.axes) for path in definition.axes}
+    drawn = SearchReport("lazy_search-backcopy", definition, points, importances, [], "").draw_figures()
+    assert len(drawn) == 3
+    return [*drawn.values()]
+
+
 def draw_arrays(arrays: Arrays) -> list[Figure]:
     return [*draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
 
@@ -196,6 +223,8 @@ EXTREMES = {
     "deep": lambda: draw_arrays(make_arrays(layers=24, heads=16, length=300, maps=6, lengths=(600,))),
     "one variant": lambda: [*draw_over_training(["lazy"], 1), loss_against_sparsity(make_study(1, ["lazy"]))],
     "long names": lambda: draw_over_training([f"a variant with a rather long name {i}" for i in range(17)], 5),
+    "sixty rows": lambda: [effects_figure(many("lower", 60)[0], ["loss"]), parameter_over_training(*many("lower", 60))],
+    "a search": draw_search,
 }
 
 
@@ -207,6 +236,49 @@ def test_all_text_is_inside_and_nothing_warns(name: str) -> None:
     for figure in EXTREMES[name]():
         assert figure is not None
         assert_legible(figure)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
+def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
+    for figure in draw_table_figures(read_table(path)).values():
+        assert_legible(figure)
+
+
+# Colours
+
+
+def list_own_colours(*bases: type) -> list[str]:
+    """The colours that the project's classes under these bases have."""
+    leaves = [cls for base in bases for cls in find_leaf_classes(base).values()]
+    found = [cls for cls in leaves if cls.__module__.startswith("lit_lazy.") and not getattr(cls, "attends", False)]
+    return [vars(cls).get("colour", f"{cls.__name__} has none") for cls in found]
+
+
+def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
+    rules, positions = list_own_colours(Normaliser, Mixer), list_own_colours(Position)
+    for palette in (rules, positions):
+        for a, b in combinations([*palette, *SPARE, NEUTRAL], 2):
+            assert np.abs(np.subtract(to_rgb(a), to_rgb(b))).sum() > 0.2, (a, b)
+    assert not {*rules} & {*positions}
+    assert choose_colours(["Elastic", "Softmax"]) == {"Elastic": FIRST, "Softmax": SECOND}
+    assert not {BETTER, WORSE} & {FIRST, SECOND}
+
+
+def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:
+    """Custom classes have colours that no figure of some rows changes; no class is grey."""
+    rows = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("Elastic", "NoPosition")}
+    custom = {"x": ("", ""), "m": ("MyRule", "Rope"), "n": ("MyOther", "Rope"), "o": ("MyRule", "Rope")}
+    table, _ = of_parts(**rows, **custom)
+    by_normaliser, by_position = Colours(table, "abcxmno"), Colours(table, "bc")
+    expected = [SECOND, FIRST, FIRST, NEUTRAL, SPARE[0], SPARE[1], SPARE[0]]
+    assert [by_normaliser[row] for row in "abcxmno"] == expected
+    labels = [handle.get_label() for handle in by_normaliser.make_legend_handles()]
+    assert labels == ["Softmax", "Elastic", "MyRule", "MyOther"]
+    assert Colours(table, "bn")["n"] == SPARE[1]
+    assert [by_position[row] for row in "bc"] == [*choose_colours(["Rope", "NoPosition"]).values()]
+    assert by_position["a"] == NEUTRAL, "is not in the figure"
+    assert Colours(table, "x").make_legend_handles() == []
 
 
 # Files, images and imports
@@ -246,32 +318,21 @@ def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
     assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()
 
 
-def test_an_image_is_laid_out_once_and_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_laid_out_once_and_panels_over_training_are_fitted_together() -> None:
+    """Fitted for each line, each time with all panels, 150 panels took half a minute."""
     drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
     assert drawn is not None
-    counts = Counter[str]()
-    for owner, name in ((ConstrainedLayoutEngine, "execute"), (Figure, "draw")):
-        method = getattr(owner, name)
-
-        def counted(*words: object, name: str = name, method: object = method) -> object:
-            counts[name] += 1
-            return method(*words)  # type: ignore[operator]
-
-        monkeypatch.setattr(owner, name, counted)
-    figures.render_image(drawn)
-    assert counts == {"execute": 1, "draw": 1}
+    with count(Figure, "draw") as draws, count(ConstrainedLayoutEngine, "execute") as layouts:
+        figures.render_image(drawn)
+    assert (draws.call_count, layouts.call_count) == (1, 1)
     assert isinstance(drawn.get_layout_engine(), ConstrainedLayoutEngine), "files need layouts of their own"
+    with count(Axes, "set_ybound") as fits:
+        parameter_over_training(*many("lower", 10))
+    assert fits.call_count <= 2
 
 
-def test_any_number_of_rows_is_drawn_in_time_into_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitted for each line, each time with all panels, 150 panels took half a minute."""
-    assert effects_figure(many("lower", 1000)[0], ["loss"]).get_figheight() * DPI < WEBP_LIMIT
-    fitted, set_bound = [], Axes.set_ybound
-    monkeypatch.setattr(
-        Axes, "set_ybound", lambda axes, *bound, **more: fitted.append(axes) or set_bound(axes, *bound, **more)
-    )
-    parameter_over_training(*many("lower", 10))
-    assert len(fitted) <= 2
+def count(owner: type, name: str) -> Any:
+    return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 def test_no_global_figure_state_and_no_heavy_import() -> None:

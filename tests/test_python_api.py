@@ -124,14 +124,12 @@ WEIGHTS = np.tril(np.full((2, 3, 10, 10), 0.1, np.float32))
         (lambda _: train("bckcopy"), "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
         (lambda _: train(3), "config=3: must be a RunConfig, or the name or .py file of one"),
         (lambda _: train(TINY, name="a/b"), "name 'a/b': is used as a folder name; use letters, digits"),
-        (lambda _: train(TINY, name=""), "name '': is used as a folder name"),
-        (lambda _: train(TINY, runs=None), "runs=None: must be a path"),
         (lambda _: train(TINY, runs=""), "runs='': must be a path"),
-        (lambda _: train(TINY, threads=0), "threads=0: must be a whole number of at least 1 and at most 1024"),
-        (lambda _: train(TINY, threads=100_000), "threads=100000: must be a whole number"),
-        (lambda _: train(TINY, threads=1.5), "threads=1.5: must be a whole number"),
+        (
+            lambda _: train(TINY, threads=100_000),
+            "threads=100000: must be a whole number of at least 1 and at most 1024",
+        ),
         (lambda _: train(TINY, loggers="csv"), "loggers='csv': must be a list or tuple, also of one name"),
-        (lambda _: train(TINY, loggers=["neptune"]), "loggers neptune: unknown; there are csv"),
         (lambda _: train(TINY, loggers=[["csv"]]), "loggers ['csv']: unknown; there are csv"),
         (lambda _: load(3), "checkpoint=3: must be a path"),
         (lambda _: load("final.ckpt", imports="mine.py"), "imports='mine.py': must be a list or tuple, also of one"),
@@ -139,22 +137,18 @@ WEIGHTS = np.tril(np.full((2, 3, 10, 10), 0.1, np.float32))
         (lambda _: results("table2", None), "runs=None: must be a path"),
         *(
             (lambda model, tokens=tokens: model.weights(tokens), TOKENS.format(tokens))
-            for tokens in ([], [99], [-1], [0.5, 1], [[0, 1]], 5, None, torch.tensor([0.5]))
+            for tokens in ([], [99], [-1], [[0, 1]], None, torch.tensor([0.5]))
         ),
         (lambda model: model.generate([99]), "prompt=[99]: must be one list of whole numbers, each from 0 to 16"),
-        (lambda model: model.generate("0", tokens=0), "tokens=0: must be a whole number of at least 1"),
         (lambda model: model.generate("0", tokens=2.5), "tokens=2.5: must be a whole number of at least 1"),
         (lambda model: model.generate("0", temperature="1"), "temperature='1': must be a finite number of at least 0"),
-        (lambda model: model.generate("0", temperature=-1), "temperature=-1: must be a finite number of at least 0"),
-        (lambda model: model.generate("0", top_p=0), "top_p=0: must be a finite number above 0 and at most 1"),
         (lambda model: model.generate("0", seed=0.5), "seed=0.5: must be a whole number"),
         (lambda model: model.generate("0", eviction=64), "eviction=64: must be an Eviction or None"),
         (lambda model: model.diagnose(0), "sequences=0: must be a whole number of at least 1"),
-        (lambda model: model.diagnose(2.5), "sequences=2.5: must be a whole number of at least 1"),
         (lambda _: load_retnet().weights([1]), "weights='RetNet': has no attention"),
         *(
             (lambda _, shape=shape: show(np.zeros(shape)), f"weights={[*shape]}: must have the shape [L, L]")
-            for shape in ((3,), (2, 3), (1, 1, 1, 2, 2), (0, 0))
+            for shape in ((2, 3), (1, 1, 1, 2, 2), (0, 0))
         ),
         (lambda _: show(WEIGHTS, ["a"] * 9), "labels='9 texts': must be a text for each of the 10 positions"),
         (lambda _: show("some text"), "weights='some text': must be an array, as `model.weights"),
@@ -263,16 +257,6 @@ def test_what_was_edited_after_its_import_is_not_trained(
     with pytest.raises(ValueError, match=r"^/.*/rule\.py: was edited after it was imported; start a new process"):
         train(config, runs=runs)
     assert not runs.exists()
-
-
-def test_a_remark_trains_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, runs = tmp_path / "rule.py", tmp_path / "runs"
-    file.write_text(EDITED.replace("EditedRule", "RemarkedRule"))
-    first = train(str(file), runs=runs)
-    file.write_text(file.read_text().replace("        return", "        # a remark\n        return"))
-    assert train(str(file), runs=runs).folder == first.folder
-    load(first.checkpoint)
-    assert "changed" not in caplog.text
 
 
 def test_a_class_that_comes_from_no_file_is_refused(tmp_path: Path) -> None:

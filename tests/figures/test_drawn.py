@@ -10,52 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 from description import describe
 from legible import assert_legible
 from matplotlib.figure import Figure
-from samples import (
-    BASELINE,
-    EFFECT_COLUMNS,
-    EFFECTS,
-    KINDS,
-    VARIANTS,
-    Arrays,
-    around,
-    make_arrays,
-    make_effects,
-    make_question,
-    make_study,
-    make_trainings,
-    tabulate,
-)
+from samples import VARIANTS, Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
 
-from lit_lazy.figures import (
-    draw_run_figures,
-    effects_figure,
-    heads,
-    loss_against_sparsity,
-    loss_over_training,
-    parameter_over_training,
-    sink_over_training,
-    verdict_figure,
-)
+from lit_lazy import figures
+from lit_lazy.figures import heads
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.stored import read_table
 
 RUN_FIGURES = [
-    "attention_maps",
-    "sink_heatmap",
-    "mass_by_position",
-    "sparsity_by_layer",
-    "tau_by_layer",
-    "parameters_by_head",
-    "bias_curves",
-    "value_norms",
-    "sink_kinds",
-    "rank_profile",
-    "loss_by_length",
+    *("attention_maps", "sink_heatmap", "mass_by_position", "sparsity_by_layer", "tau_by_layer", "parameters_by_head"),
+    *("bias_curves", "value_norms", "sink_kinds", "rank_profile", "loss_by_length"),
 ]
 """All figures of a run, in reading order."""
 ARRAYS = make_arrays()
@@ -84,7 +54,7 @@ def read(name: str) -> Table:
 
 @functools.cache
 def draw_run() -> dict[str, Figure]:
-    return draw_run_figures(ARRAYS, "lazy, seed 3")
+    return figures.draw_run_figures(ARRAYS, "lazy, seed 3")
 
 
 def make_masses(*mass: float) -> Arrays:
@@ -109,6 +79,7 @@ def make_alibi() -> Arrays:
     return {"bias/curve": 3 - slopes[..., None] * np.arange(20), "bias/alibi_slope": slopes}
 
 
+SINKS = [f"sink/{kind}" for kind in samples.KINDS]
 OF_HEADS = {
     "zeros, tiny and small weights": lambda: draw_map(make_map(10, w52=0, w62=1e-7, w72=1e-4)),
     "weights below zero": lambda: draw_map(make_map(4, w30=-0.25, w20=-0.01)),
@@ -130,7 +101,11 @@ OF_HEADS = {
     ),
     "lengths with a cache": lambda: heads.loss_by_length(make_lengths()),
     "no sinks": lambda: heads.sink_kinds(
-        without(without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"), 0, *(f"sink/{kind}" for kind in KINDS))
+        without(
+            without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"),
+            0,
+            *SINKS,
+        )
     ),
 }
 
@@ -168,29 +143,35 @@ def make_losses(metric: str, level: float = 0.0) -> list[dict]:
 
 
 PARTS = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("MyRule", "Rope"), "d": ("Elastic", "NoPosition")}
+
+
+def make_trained() -> tuple[Table, dict]:
+    return make_study(baseline=samples.BASELINE), samples.make_trainings()
+
+
 ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0, 9.0), (1.0, 4.0))] + [{}]}
 UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
 OF_VARIANTS = {
-    "losses and sparsities": lambda: loss_against_sparsity(make_study()),
-    "wide intervals": lambda: loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
-    "intervals beyond a bound": lambda: loss_against_sparsity(bounded()),
-    "bits per byte": lambda: loss_against_sparsity(make_study(loss="loss/bits_per_byte", variants=VARIANTS[:3])),
-    "tau over training": lambda: parameter_over_training(make_study(baseline=BASELINE), make_trainings()),
-    "sinks over training": lambda: sink_over_training(make_study(baseline=BASELINE), make_trainings()),
-    "a training that ended early": lambda: parameter_over_training(make_study(), ENDED),
-    "a share that was undefined": lambda: sink_over_training(make_study(), UNDEFINED),
-    "the 10 lowest of many": lambda: loss_against_sparsity(read("rivals_rates-backcopy")),
-    "losses over training": lambda: loss_over_training(*of_parts(**PARTS)),
-    "losses above the optimum": lambda: loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
-    "colours of normalisers": lambda: loss_against_sparsity(of_parts(**PARTS)[0]),
-    "colours of positions": lambda: loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
+    "losses and sparsities": lambda: figures.loss_against_sparsity(make_study()),
+    "wide intervals": lambda: figures.loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
+    "intervals beyond a bound": lambda: figures.loss_against_sparsity(bounded()),
+    "bits per byte": lambda: figures.loss_against_sparsity(make_study(3, VARIANTS[:3], "loss/bits_per_byte")),
+    "tau over training": lambda: figures.parameter_over_training(*make_trained()),
+    "sinks over training": lambda: figures.sink_over_training(*make_trained()),
+    "a training that ended early": lambda: figures.parameter_over_training(make_study(), ENDED),
+    "a share that was undefined": lambda: figures.sink_over_training(make_study(), UNDEFINED),
+    "the 10 lowest of many": lambda: figures.loss_against_sparsity(read("rivals_rates-backcopy")),
+    "losses over training": lambda: figures.loss_over_training(*of_parts(**PARTS)),
+    "losses above the optimum": lambda: figures.loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
+    "colours of normalisers": lambda: figures.loss_against_sparsity(of_parts(**PARTS)[0]),
+    "colours of positions": lambda: figures.loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
 }
 
 
 def unlearned() -> Table:
     """One row did not learn: its losses are beyond the mark."""
     table = make_effects()
-    dead, measures = EFFECTS[3], table.collect_measures("loss")
+    dead, measures = samples.EFFECTS[3], table.collect_measures("loss")
     bound = 1 + max(max(m.values.values()) for name, m in measures.items() if m.n and name != dead)
     beyond = replace(measures[dead], values=dict.fromkeys("01234", bound))
     rows = [replace(r, metrics=r.metrics | {"loss": beyond}) if r.variant == dead else r for r in table.rows]
@@ -198,21 +179,21 @@ def unlearned() -> Table:
 
 
 def three(**values: tuple[float, float, float]) -> Figure:
-    return effects_figure(tabulate(values, baseline="base"), ["loss"])
+    return figures.effects_figure(tabulate(values, baseline="base"), ["loss"])
 
 
 OF_EFFECTS = {
-    "effects": lambda: effects_figure(make_effects(), ["recall", "loss"]),
-    "effects of one column": lambda: effects_figure(
+    "effects": lambda: figures.effects_figure(make_effects(), ["recall", "loss"]),
+    "effects of one column": lambda: figures.effects_figure(
         make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), ["loss"]
     ),
-    "effects without a value": lambda: effects_figure(make_effects(), [column.key for column in EFFECT_COLUMNS]),
-    "effects cut": lambda: effects_figure(make_effects(n_seeds=2), ["loss"]),
-    "one row did not learn": lambda: effects_figure(unlearned(), ["loss", "recall"]),
-    "no row learned": lambda: effects_figure(
+    "effects without a value": lambda: figures.effects_figure(make_effects(), ["loss", "recall", "sparsity"]),
+    "effects cut": lambda: figures.effects_figure(make_effects(n_seeds=2), ["loss"]),
+    "one row did not learn": lambda: figures.effects_figure(unlearned(), ["loss", "recall"]),
+    "no row learned": lambda: figures.effects_figure(
         replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
     ),
-    "effects of the rivals": lambda: effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
+    "effects of the rivals": lambda: figures.effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
     "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
     "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
 }
@@ -264,7 +245,7 @@ SCENES: dict[str, Callable[[], Figure | None]] = {
     **OF_HEADS,
     **OF_VARIANTS,
     **OF_EFFECTS,
-    **{f"verdict: {name}": lambda make=make: verdict_figure(make()) for name, make in OF_VERDICTS.items()},
+    **{f"verdict: {name}": lambda make=make: figures.verdict_figure(make()) for name, make in OF_VERDICTS.items()},
 }
 
 

@@ -362,12 +362,6 @@ def test_cells_from_python_are_those_of_the_folder(store: Path) -> None:
     assert row.metrics["loss/excess"].mean == pytest.approx(cells.loc[[ODD], "loss/excess"].mean())
 
 
-def test_a_grid_that_is_not_there_is_named(store: Path) -> None:
-    said = rf"results='doo': .* holds no such ablation .did you mean duo..; it has {ID}; "
-    with pytest.raises(ValueError, match=said):
-        results("doo", runs=store)
-
-
 def test_the_examples_of_the_function_and_of_the_readme_run(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run on this grid and on the tiny probe."""
     monkeypatch.chdir(store.parent)

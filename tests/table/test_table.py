@@ -354,14 +354,6 @@ def test_json_is_strict_and_comes_back_whole(make: Callable[[], Table]) -> None:
     assert parse_table(json.dumps(former), "it") == found
 
 
-def test_a_table_is_restated_by_what_is_declared_now() -> None:
-    found = make_wide()
-    contrasts = [*found.contrasts, Contrast("x", {"absent": 1, "variant_00": -1})]
-    now = recompute_statistics(found, [replace(found.columns[1], margin=3.0)], contrasts, ("m1",))
-    assert (now.primary, now.columns[1].margin, now.columns[0]) == ("m1", 3.0, found.columns[0])
-    assert [contrast.name for contrast in now.contrasts] == ["interaction"]
-
-
 @pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠"])
 def test_csv_holds_no_formula(sign: str) -> None:
     """Spreadsheets would execute it; numbers, also negative ones, are not text."""

@@ -1,6 +1,10 @@
 """Colours by meaning: each normaliser, mixer and position has the same colour in every figure."""
 
+import ast
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 from matplotlib.lines import Line2D
 
@@ -25,11 +29,27 @@ def speak(name: str) -> str:
 
 def _read(name: str, attribute: str) -> str:
     """An attribute that a class of this name has itself: what it inherits is another's."""
-    from lit_lazy.attention.drawn import Drawn  # these import torch, which most figures do without
+    if "lit_lazy.attention" not in sys.modules:
+        return _read_source().get(name, {}).get(attribute, "")
+    from lit_lazy.attention.drawn import Drawn
     from lit_lazy.config.serialisation import find_leaf_classes
 
     cls = find_leaf_classes(Drawn).get(name, Drawn)
     return vars(cls).get(attribute, "")
+
+
+@cache
+def _read_source() -> dict[str, dict[str, str]]:
+    """The same of the project's classes, from their files: their import takes torch, which most figures do without."""
+    found = {}
+    for file in sorted((Path(__file__).parents[1] / "attention").glob("*.py")):
+        for cls in ast.walk(ast.parse(file.read_text("utf-8"))):
+            for line in cls.body if isinstance(cls, ast.ClassDef) else ():
+                names = ast.unparse(line.targets[0]).strip("()").split(", ") if isinstance(line, ast.Assign) else []
+                if {"colour", "spoken"} & {*names} and isinstance(line, ast.Assign):
+                    value = ast.literal_eval(line.value)
+                    found[cls.name] = dict(zip(names, value if isinstance(value, tuple) else [value], strict=True))
+    return found
 
 
 class Colours:

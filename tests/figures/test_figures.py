@@ -1,5 +1,6 @@
 """What is left out of figures, limits, rows, labels, bins, extremes, colours, files and imports."""
 
+import json
 import subprocess
 import sys
 from itertools import combinations
@@ -24,6 +25,7 @@ from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 from flash_lazy import Rows
 from lit_lazy import figures
 from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
+from lit_lazy.attention.drawn import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.figures import heads, selection
@@ -330,5 +332,12 @@ def count(owner: type, name: str) -> Any:
 
 
 def test_no_global_figure_state_and_no_heavy_import() -> None:
-    code = "import sys, lit_lazy.figures; print({'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+    """Colours are read from the files of their classes."""
+    code = (
+        "import sys; from lit_lazy.figures.palette import choose_colours; import lit_lazy.figures, json;"
+        "absent = {'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules);"
+        "print(json.dumps([*absent, choose_colours(sys.argv[1:])]))"
+    )
+    names = [*find_leaf_classes(Drawn), "MyRule"]
+    said = json.loads(subprocess.check_output([sys.executable, "-c", code, *names], text=True))
+    assert said == [choose_colours(names)]

@@ -252,8 +252,9 @@ SCENES: dict[str, Callable[[], Figure | None]] = {
 def draw(name: str) -> str:
     figure = SCENES[name]()
     assert figure is not None
+    described = "\n".join([f"== {name}", *describe(figure), ""])
     assert_legible(figure)
-    return "\n".join([f"== {name}", *describe(figure), ""])
+    return described
 
 
 @pytest.mark.filterwarnings("error")

@@ -280,9 +280,13 @@ def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(
     assert text in capsys.readouterr().out
     assert "| nonsense | 32 | no | not run: KeyError: 'nonsense' |" in text
     assert f"`python3 -m timings.gpu_step --out {out}`" in text
-    assert [len(gpu_step.make_cases(FULL.lengths, kinds)) for kinds in ((False, True), (True,))] == [12, 6]
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
     assert in_process(Case("lazy, W = L", 32, False), TINY, "cpu")["not_run"] == "TimeoutError: no result within 0 s"
+    monkeypatch.setattr(gpu_step, "measure_in_process", lambda case, *_: {**case._asdict(), "not_run": "no"})
+    for compiled, count in ((False, 12), (True, 6)):
+        gpu_step.bench_gpu_step(out, TINY, "cpu", lambda _: None, compiled=compiled)
+        result = json.loads((out / "gpu-step.json").read_text())
+        assert (len(result["rows"]), result["command"].endswith("--compiled")) == (count, compiled)
 
 
 # Diagnostics and grids

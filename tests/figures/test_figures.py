@@ -222,7 +222,7 @@ EXTREMES = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "deep" else ()) for name in EXTREMES]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("deep", "sixty rows") else ()) for name in EXTREMES]
 )
 def test_all_text_is_inside_and_nothing_warns(name: str) -> None:
     for figure in EXTREMES[name]():

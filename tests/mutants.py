@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from difflib import unified_diff
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,9 @@ def sample() -> list[dict[str, str]]:
             text = (ROOT / module).read_text()
             operator = cosmic_ray.plugins.get_operator(name)()
             mutated = MutationVisitor.mutate_code(text, operator, number)
-            drawn.append({"group": group, "operator": name, "patch": _diff(module, text, mutated)})
+            before, after = (code.splitlines(keepends=True) for code in (text, mutated))
+            patch = "".join(unified_diff(before, after, f"a/{module}", f"b/{module}"))
+            drawn.append({"group": group, "operator": name, "patch": patch})
     return drawn
 
 
@@ -75,15 +79,6 @@ def _walk(node: Any) -> Any:
     yield node
     for child in getattr(node, "children", ()):
         yield from _walk(child)
-
-
-def _diff(module: str, before: str, after: str) -> str:
-    from difflib import unified_diff
-
-    lines = unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{module}", f"b/{module}"
-    )
-    return "".join(lines)
 
 
 def run(clone: Path, commit: str) -> None:
@@ -139,8 +134,6 @@ if __name__ == "__main__":
     said = subprocess.run(["git", "rev-parse", "--short=8", options.commit], capture_output=True, text=True, cwd=ROOT)
     commit = said.stdout.strip()
     if options.action == "sample":
-        from importlib.metadata import version
-
         made = {"command": "python tests/mutants.py sample", "commit": commit, "cosmic_ray": version("cosmic-ray")}
         FILE.write_text(json.dumps({**made, "seed": SEED, "mutants": sample()}, indent=1) + "\n")
     else:

@@ -25,61 +25,33 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "partial_rotary_factor": 0.5,
-    "factor": 4.0,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 5.0],
-    "original_max_position_embeddings": 16,
-}
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **more}
+
+
+SIXTEEN = {"original_max_position_embeddings": 16}
+LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **SIXTEEN)
+LONGROPE = rope("longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.5], long_factor=[2.0, 5.0], **SIXTEEN)
 """Half of the dimensions of a head of eight are rotated."""
+GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "Llama": (transformers.LlamaConfig, {"rms_norm_eps": 1e-3, "tie_word_embeddings": False}),
     "Llama 3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "Llama, linear": (
-        transformers.LlamaConfig,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
+    "Llama, linear": (transformers.LlamaConfig, {"rope_parameters": rope("linear", rope_theta=1e4)}),
     "Llama, biases, yarn": (
         transformers.LlamaConfig,
-        {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": rope("yarn", **SIXTEEN), "attention_bias": True, "mlp_bias": True},
     ),
-    "Llama, dynamic": (
-        transformers.LlamaConfig,
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
-            "max_position_embeddings": 16,
-        },
-    ),
-    "Phi-3": (transformers.Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
-    "Granite": (
-        transformers.GraniteConfig,
-        {
-            "tie_word_embeddings": True,
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.7,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-        },
-    ),
+    "Llama, dynamic": (transformers.LlamaConfig, {"rope_parameters": rope("dynamic"), "max_position_embeddings": 16}),
+    "Phi-3": (transformers.Phi3Config, {"rope_parameters": LONGROPE, **SIXTEEN}),
+    "Granite": (transformers.GraniteConfig, {"tie_word_embeddings": True, **GRANITE}),
     "Mistral": (transformers.MistralConfig, {"sliding_window": 9, "head_dim": 16}),
     "SmolLM3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "Qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "Qwen2, windows": (
-        transformers.Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    ),
+    "Qwen2, windows": (transformers.Qwen2Config, WINDOWS),
     "Qwen3": (transformers.Qwen3Config, {"head_dim": 16, "rms_norm_eps": 1e-2}),
 }
 

@@ -1,4 +1,4 @@
-"""Compares the rooms and their imports, including late ones, with docs/architecture.md."""
+"""Compares the rooms and their imports, including late ones, with docs/architecture.md; names of functions."""
 
 import ast
 import re
@@ -29,12 +29,7 @@ ONLY = {
     "transformers": ("lit_lazy/model/import_/", "lit_lazy/model/export/", "kernels/examples/"),
     "safetensors": ("lit_lazy/model/export/", "lit_lazy/model/import_/"),
     "torchmetrics": ("lit_lazy/measure/",),
-    "matplotlib": (
-        "lit_lazy/figures/",
-        "lit_lazy/report/",
-        "lit_lazy/api.py",
-        "kernels/bench/",
-    ),
+    "matplotlib": ("lit_lazy/figures/", "lit_lazy/report/", "lit_lazy/api.py", "kernels/bench/"),
     "lm_eval": ("lit_lazy/measure/lm_eval.py", "lit_lazy/measure/harness/"),
     "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "timings/"),
 }
@@ -42,6 +37,15 @@ ONLY = {
 BACKENDS = ("reference", "chunked", "fused", "rules")
 SHARED = {"call", "scores", "tiling", "vmap"}
 """Modules of their room that the backends may import."""
+WAYS = {"A query tensor": 7, "A cell": 12, "A verdict": 6, "An override": 5, "A weight": 8}
+"""The most files of each."""
+PARTICIPLE = re.compile(
+    "begun|bound|built|chosen|cut|drawn|found|given|held|hidden|kept|known|left|lost|made|meant|sent|shown|spent|split"
+    "|spread|struck|taken|told|thrown|worn|written|[a-z]{2,}ed"
+)
+BASE_FORMS = {"bed", "embed", "feed", "need", "seed", "shed", "speed", "cut", "split", "spread"}
+"""Verbs and nouns that only look like participles."""
+MOST_PARTICIPLES = 20
 
 
 @cache
@@ -62,10 +66,15 @@ def module_name(path: Path) -> str:
 
 
 @cache
+def walk(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def read_imports(path: Path) -> set[str]:
     """Dotted names that the import statements anywhere in a file may refer to."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -141,24 +150,18 @@ def test_no_circle() -> None:
 
 
 def test_every_folder_is_a_room() -> None:
-    folders = {path.name for path in (ROOT / "lit_lazy").iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(ROOMS) - {"api", "flash_lazy", "testing"}
-    loose = {path.name for path in (ROOT / "lit_lazy").glob("*.py")}
-    assert loose == {"__init__.py", "__main__.py", "api.py", "testing.py"}
+    found = {path.name for path in (ROOT / "lit_lazy").iterdir() if (path / "__init__.py").exists()}
+    found |= {path.name for path in (ROOT / "lit_lazy").glob("*.py")}
+    assert found == set(ROOMS) - {"api", "flash_lazy", "testing"} | {
+        *("__init__.py", "__main__.py", "api.py", "testing.py")
+    }
 
 
 def test_no_arrow_upwards() -> None:
-    upwards = [
-        f"{here} -> {there}"
-        for here, others in arrows().items()
-        for there in others
-        if ROOMS.index(there) > ROOMS.index(here)
-    ]
-    assert not upwards
-    measuring = {"bench", "timings"}
-    assert not [
-        module for module, others in graph().items() if room(module) and measuring & {o.split(".")[0] for o in others}
-    ]
+    pairs = [(here, there) for here, others in arrows().items() for there in others]
+    assert [(here, there) for here, there in pairs if ROOMS.index(there) > ROOMS.index(here)] == []
+    product = {other.split(".")[0] for module, others in graph().items() if room(module) for other in others}
+    assert not product & {"bench", "timings"}
 
 
 def test_rooms_named_by_a_string_are_on_the_page() -> None:
@@ -166,7 +169,7 @@ def test_rooms_named_by_a_string_are_on_the_page() -> None:
     named = {
         (str(path.relative_to(ROOT)), node.value.value)
         for path in files().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in walk(path)
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LEAVES_IN"
     }
     assert named == set(re.findall(r"^- `([\w/.]+)` names `([\w.]+)`", PAGE.read_text(), re.MULTILINE))
@@ -217,27 +220,14 @@ def test_the_picture_shows_the_imports() -> None:
     assert read_drawn_arrows() == wanted, "docs/architecture.md should draw:\n" + "\n".join(lines)
 
 
-def ways() -> dict[str, tuple[int, list[str]]]:
-    """The limit of files and the files in order, by the title of each path on the page."""
-    found = {}
-    for title, most, body in re.findall(
-        r"^### (.+?) \(at most (\d+) files\)\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.M | re.S
-    ):
-        found[title] = (int(most), re.findall(r"^\d+\. `([\w/.]+)`", body, re.MULTILINE))
-    return found
-
-
-def test_there_are_five_ways() -> None:
-    assert {title: most for title, (most, _) in ways().items()} == {
-        "A query tensor": 7, "A cell": 12, "A verdict": 6, "An override": 5, "A weight": 8,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("title", ["A query tensor", "A cell", "A verdict", "An override", "A weight"])
+@pytest.mark.parametrize("title", WAYS)
 def test_a_way_leads_from_file_to_file(title: str) -> None:
     """Each file imports the next or vice versa: one side must refer to what is passed on."""
-    most, way = ways()[title]
-    assert 2 < len(way) <= most
+    pattern = r"^### (.+?) \(at most (\d+) files\)\n(.*?)(?=^#|\Z)"
+    ways = {name: (int(most), body) for name, most, body in re.findall(pattern, PAGE.read_text(), re.M | re.S)}
+    assert {name: most for name, (most, _) in ways.items()} == WAYS
+    way = re.findall(r"^\d+\. `([\w/.]+)`", ways[title][1], re.MULTILINE)
+    assert 2 < len(way) <= WAYS[title]
     known = graph()
 
     def knows(module: str, other: str) -> bool:
@@ -247,3 +237,17 @@ def test_a_way_leads_from_file_to_file(title: str) -> None:
     for here, there in pairwise(way):
         a, b = (module_name(ROOT / path) for path in (here, there))
         assert knows(a, b) or knows(b, a), f"{here} and {there} do not know each other"
+
+
+def test_functions_are_verbs() -> None:
+    """Few of them begin with a past participle, such as `made` or `loaded_once`; properties may."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in files().values()
+        for node in walk(path)
+        if isinstance(node, ast.FunctionDef)
+        and (first := node.name.lstrip("_").partition("_")[0]) not in BASE_FORMS
+        and PARTICIPLE.fullmatch(first)
+        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert len(found) <= MOST_PARTICIPLES, "\n".join(found)

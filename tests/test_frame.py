@@ -11,6 +11,7 @@ import forked
 import pytest
 import torch
 import yaml
+from two_rows import two_rows
 
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.model.decoder import DecoderLM
@@ -38,19 +39,13 @@ MOST_WORDS[tuple(str(path.relative_to(ROOT)) for pattern in PAGES for path in so
 BIN = Path(sys.executable).parent
 
 
-def test_conda_installs_what_pip_installs() -> None:
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    pip = next(item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
-    assert pip == ["-r requirements.txt"]
-    assert "python=3.11" in environment["dependencies"]
-
-
 def test_every_requirement_is_pinned_and_every_dependency_has_a_pin() -> None:
-    files = [ROOT / "requirements.txt", ROOT / "requirements-test.txt"]
-    lines = [line for file in files for line in file.read_text().splitlines()]
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert {"pip": ["-r requirements.txt"]} in environment
+    assert "python=3.11" in environment
+    lines = [line for name in ("", "-test") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
     pinned = {m[1].lower().split("[")[0] for line in lines if (m := re.match(r"([\w.\[\]-]+)==", line))}
-    loose = [line for line in lines if not re.match(r"#|-c |-e |-r |[\w.\[\]-]+==", line)]
-    assert loose == []
+    assert [line for line in lines if not re.match(r"#|-c |-e |-r |[\w.\[\]-]+==", line)] == []
     project = (ROOT / "pyproject.toml").read_text()
     wanted = re.findall(r'^  "([\w-]+)', project.split("dependencies = [")[1].split("]\n\n")[0], re.M)
     assert set(wanted) - {"flash-lazy"} <= pinned
@@ -66,13 +61,16 @@ def find_commands() -> list[str]:
     return list(dict.fromkeys([*made, *spans]))
 
 
-# `make install` has nothing to do here, `make test` runs this file, and the dashboard, tested elsewhere, does not end.
-EXEMPT = {"make install", "make test", "make dashboard"}
-
-
-def test_the_pages_have_the_commands_that_are_tested() -> None:
-    assert {"make install", "make table2", "make test", "make table2-text", "make dashboard"} <= set(find_commands())
-    assert len(find_commands()) >= 9
+EXEMPT = {"make install", "make test", "make dashboard", "make table2"}
+"""The first has nothing to do here, the second runs this file, the third, tested elsewhere, does not end."""
+LONG = {
+    "make table2-text",
+    "lit-lazy ablate run my_ablation.py",
+    "lit-lazy ablate run rivals --base backcopy",
+    "lit-lazy ablate run table1 --base stdlib",
+}
+"""They take the path of `make table2` with other data or all rows, or in real processes."""
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def shrink_command(command: str, runs: Path) -> list[str]:
@@ -90,23 +88,6 @@ def shrink_command(command: str, runs: Path) -> list[str]:
     return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
 
 
-def expand_make(words: list[str]) -> list[str]:
-    """The only command that `make` would run, since `make` itself starts real processes."""
-    (line,) = subprocess.run(
-        [*words, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return shlex.split(line)
-
-
-# They take the path of `make table2` with other data or rows, or in real processes.
-LONG = {
-    "make table2-text",
-    "lit-lazy ablate run my_ablation.py",
-    "lit-lazy ablate run rivals --base backcopy",
-    "lit-lazy ablate run table1 --base stdlib",
-}
-
-
 @pytest.mark.parametrize(
     "command",
     [pytest.param(c, marks=pytest.mark.long if c in LONG else ()) for c in find_commands() if c not in EXEMPT],
@@ -114,38 +95,48 @@ LONG = {
 def test_a_command_of_the_pages(command: str, runs: Path, tmp_path: Path) -> None:
     write_examples(tmp_path)
     words = shrink_command(command, runs)
-    where = ROOT if words[0] == "make" else tmp_path
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if command in LONG and words[0] == "make":
-        done = subprocess.run(words, cwd=where, capture_output=True, text=True, check=False, env=environment)
+    if words[0] == "make":
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     else:
-        done = forked.run(expand_make(words) if words[0] == "make" else words, cwd=where, env=environment)
+        done = forked.run(words, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
-    if command == "make table2":
-        table = runs / "table2-backcopy_small" / "table.md"
-        first = table.read_text()
-        again = forked.run(expand_make(words), cwd=where, env=environment)
-        assert again.returncode == 0, again.stderr
-        assert "17 cells, all finished: nothing to do" in again.stdout
-        end = done.stdout[done.stdout.index("Excess loss against lazy") :]
-        said = " ".join(done.stdout.split())
-        assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in said
-        assert re.search(r"First-key weight \(n = 1\): lazy has \S+ at one seed, .* softmax \(0\.\d+\)", said)
-        assert "\nlazy tau_init 2 " in end
-        assert again.stdout.endswith(end)
-        assert table.read_text() == first
-        rows = {row.variant: row.metrics for row in read_table(table.with_suffix(".json")).rows}
-        sink = {name: rows[name]["sink/first_key_weight_non_trigger"].mean for name in ("softmax", "lazy")}
-        assert (sink["softmax"] or 0.0) > 0.3 > 0.01 > (sink["lazy"] or 0.0)
+
+
+def test_the_pages_have_the_commands_that_are_tested() -> None:
+    assert set(find_commands()) >= EXEMPT | LONG
+
+
+def test_make_table2_trains_its_rows_once(runs: Path) -> None:
+    """Three of them, by the only command that `make` would run, since `make` itself starts real processes."""
+    words = [*shrink_command("make table2", runs), "--dry-run", "--no-print-directory"]
+    (line,) = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = [*shlex.split(line), "--rows", "softmax,lazy,lazy tau_init 2"]
+    table = runs / "table2-backcopy_small" / "table.md"
+    done = forked.run(command, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = table.read_text()
+    again = forked.run(command, cwd=ROOT, env=ENVIRONMENT)
+    assert again.returncode == 0, again.stderr
+    assert "3 cells, all finished: nothing to do" in again.stdout
+    said = " ".join(done.stdout.split())
+    assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in said
+    assert re.search(r"First-key weight \(n = 1\): lazy has \S+ at one seed, .* softmax \(0\.\d+\)", said)
+    end = done.stdout[done.stdout.index("Excess loss against lazy") :]
+    assert "\nlazy tau_init 2 " in end
+    assert again.stdout.endswith(end)
+    assert table.read_text() == first
+    rows = {row.variant: row.metrics for row in read_table(table.with_suffix(".json")).rows}
+    sink = {name: rows[name]["sink/first_key_weight_non_trigger"].mean for name in ("softmax", "lazy")}
+    assert (sink["softmax"] or 0.0) > 0.3 > 0.01 > (sink["lazy"] or 0.0)
 
 
 def write_examples(folder: Path) -> list[Path]:
-    """The pages' Python examples, each under the file name in its first comment."""
+    """The pages' Python examples on a tiny experiment, each under the file name in its first comment."""
     written = []
     for number, code in enumerate(dict.fromkeys(re.findall(r"^```python\n(.*?)^```", RUN, re.M | re.S))):
         named = re.match(r"# (my_\w+\.py)", code)
         path = folder / (named[1] if named else f"example_{number}.py")
-        path.write_text(code)
+        path.write_text(code.replace("backcopy_small", "backcopy_tiny"))
         written.append(path)
     return written
 
@@ -160,51 +151,39 @@ def test_examples_of_the_pages_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("runs")
 def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
     """The pages' Softpick trains, has its sparsity measured, decodes, and is a row of a table."""
     write_examples(tmp_path)
-    lines = (tmp_path / "my_softpick.py").read_text().splitlines()
-    assert len(lines[1:]) <= 20  # the first line names the file
-    (tmp_path / "both.py").write_text(
-        "from lit_lazy.attention import Softmax\n"
-        "from lit_lazy.grid.ablation import Ablation, Row\n"
-        "from lit_lazy.table.columns import COLUMNS\n"
-        "from my_softpick import MySoftpick\n"
-        "at = 'model.attention.normaliser'\n"
-        "rows = Row('softmax', {at: Softmax()}, source='ours'), Row('mine', {at: MySoftpick()}, source='ours')\n"
-        "ablation = Ablation('both', 'softmax', (0,), COLUMNS, base='backcopy_tiny', rows=rows)\n"
-    )
-    run = [str(BIN / "lit-lazy"), "ablate", "run", "both.py", "--runs", "runs", "--workers", "1"]
-    done = forked.run(run, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert len((tmp_path / "my_softpick.py").read_text().splitlines()[1:]) <= 20  # the first line names the file
+    row = "Row('mine', {'model.attention.normaliser': MySoftpick()}, source='ours'),"
+    code = two_rows("both", code="sys.path.append('.')\nfrom my_softpick import MySoftpick", more=row)
+    (tmp_path / "both.py").write_text(code)
+    words = "ablate run both.py --runs runs --workers 1 --rows softmax,mine --seeds 0"
+    done = forked.run([str(BIN / "lit-lazy"), *words.split()], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     table = read_table(tmp_path / "runs" / "both-backcopy_tiny" / "table.json")
     sparsity = {name: measure.mean for name, measure in table.collect_measures("sparsity/zero").items()}
     assert 0.1 < sparsity["mine"] < 0.9
     assert sparsity["softmax"] is None
-    forked.run_in_fork(lambda: check_the_example_of_a_normaliser(tmp_path / "my_softpick.py"))
+
+    def check() -> None:
+        cfg = load_experiment(tmp_path / "my_softpick.py")
+        model, tokens = DecoderLM(cfg.model, 64, 64, seed=0).double(), torch.arange(20)[None]
+        cache = model.new_cache()
+        decoded = torch.cat([model(token, cache) for token in tokens.split(1, 1)], 1)
+        torch.testing.assert_close(decoded, model(tokens))
+        check_normaliser(cfg.model.attention.normaliser)
+
+    forked.run_in_fork(check)
 
 
-def check_the_example_of_a_normaliser(file: Path) -> None:
-    cfg = load_experiment(file)
-    model = DecoderLM(cfg.model, 64, 64, seed=0).double()
-    tokens = torch.arange(20)[None]
-    cache = model.new_cache()
-    decoded = torch.cat([model(token, cache) for token in tokens.split(1, 1)], 1)
-    torch.testing.assert_close(decoded, model(tokens))
-    check_normaliser(cfg.model.attention.normaliser)
-
-
-def test_links_of_the_documents_lead_somewhere() -> None:
+def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:
     for page in (page for folder in (*PAGES, "docs/results/*/*.md") for page in ROOT.glob(folder)):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page}: {target}"
-
-
-def test_documents_name_tests_that_exist() -> None:
-    for page in (ROOT / "docs" / "method.md", ROOT / "tests" / "README.md"):
-        for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
-            assert (ROOT / path).exists(), f"{page}: {path}"
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        lost = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+        lost += [test for test in re.findall(r"`(tests/[\w/.]+)`", page.read_text()) if not (ROOT / test).exists()]
+        assert lost == [], page
 
 
 def test_every_public_name_imports(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.training.head_monitor import HeadMonitor
 
+TINY = "backcopy_tiny"
 IMPORT = """
 import sys, time
 before = set(sys.modules)
@@ -73,215 +73,143 @@ def folder(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
         yield folder
 
 
-def examples() -> list[doctest.DocTest]:
-    return [test for test in doctest.DocTestFinder(exclude_empty=False).find(api) if test.docstring]
-
-
-NAMED = [
-    test
-    for test in examples()
-    if test.name.rpartition(".")[2] in (*lit_lazy.__all__, "generate", "weights", "diagnose")
-]
-
-
-@pytest.mark.parametrize(
-    "test", [test for test in NAMED if not test.name.endswith("results")], ids=lambda test: test.name
-)
-@pytest.mark.usefixtures("folder")
-def test_the_example_runs(test: doctest.DocTest) -> None:
-    """The example of `results` needs a grid: tests/report/test_report.py."""
-    assert test.examples, "has no example"
-    said: list[str] = []
-    found = doctest.DocTestRunner().run(test, out=said.append)
-    assert found.failed == 0, "".join(said)
+NAMED = {
+    test.name.rpartition(".")[2]: test
+    for test in doctest.DocTestFinder(exclude_empty=False).find(api)
+    if test.docstring and test.examples
+}
 
 
 def test_everything_public_has_an_example() -> None:
-    assert {test.name.rpartition(".")[2] for test in NAMED} == {*lit_lazy.__all__, "generate", "weights", "diagnose"}
+    assert NAMED.keys() >= {*lit_lazy.__all__, "generate", "weights", "diagnose", "with_", "raise_thresholds"}
 
 
-class TestTrain:
-    def test_a_config_is_trained_once(self, folder: Path) -> None:
-        cfg = replace_at(experiment("backcopy_tiny"), {"seed": 5})
-        first, again = train(cfg), train(cfg)
-        assert first.folder.parent == Path("runs/train-notebook")
-        assert (first.first_step, again.first_step, first.steps) == (0, 6, 6)
-        assert first.result == again.result
-        assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
-        loss = f"{first.metrics['loss/val']:.4f}"
-        assert repr(first) == f"<train-notebook: 6 steps, from the beginning; loss/val {loss}; {first.checkpoint}>"
-        assert repr(again).startswith("<train-notebook: all 6 steps were trained before; loss/val ")
-        (folder / first.checkpoint).unlink()
-        assert repr(first).endswith(f"; {first.folder}>")
-        with pytest.raises(ValueError, match="was not kept; remove that folder to train it again"):
-            _ = again.checkpoint
-
-    @pytest.mark.parametrize(
-        ("config", "options", "said"),
-        [
-            ("bckcopy", {}, "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
-            (3, {}, "config=3: must be a RunConfig, or the name or .py file of one"),
-            ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': is used as a folder name; use letters, digits"),
-            ("backcopy_tiny", {"name": ""}, "name '': is used as a folder name"),
-            ("backcopy_tiny", {"runs": None}, "runs=None: must be a path"),
-            ("backcopy_tiny", {"runs": ""}, "runs='': must be a path"),
-            ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number of at least 1 and at most 1024"),
-            ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number"),
-            ("backcopy_tiny", {"threads": 1.5}, "threads=1.5: must be a whole number"),
-            ("backcopy_tiny", {"loggers": "csv"}, "loggers='csv': must be a list or tuple, also of one name"),
-            ("backcopy_tiny", {"loggers": ["neptune"]}, "loggers neptune: unknown; there are csv"),
-            ("backcopy_tiny", {"loggers": [["csv"]]}, "loggers ['csv']: unknown; there are csv"),
-        ],
-    )
-    def test_mistakes(self, config: Any, options: dict[str, Any], said: str, folder: Path) -> None:
-        before = snapshot_tree(folder)
-        with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-            train(config, **options)
-        assert snapshot_tree(folder) == before
-
-
-@pytest.mark.parametrize("checkpoint", [3, None])
-def test_a_checkpoint_is_a_path(checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match=f"^checkpoint={checkpoint}: must be a path$"):
-        load(checkpoint)
-
-
-def test_files_to_import_are_a_list() -> None:
-    with pytest.raises(ValueError, match=r"^imports='mine.py': must be a list or tuple, also of one name$"):
-        load("final.ckpt", imports="mine.py")
-
-
-class TestModel:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def model(folder: Path) -> api.Model:
-        changes = {"model.attention.normaliser": Elastic(), "model.n_heads": 2, "model.n_layers": 2}
-        return load(save(folder / "lazy.ckpt", replace_at(experiment("backcopy_tiny"), changes)))
-
-    def test_it_says_what_it_is(self, model: api.Model, folder: Path) -> None:
-        numbers = sum(parameter.numel() for parameter in model.decoder.parameters())
-        assert repr(model) == f"<Model: Elastic, NoBias; 2 layers, {numbers:,} parameters; {folder / 'lazy.ckpt'}>"
-
-    @torch.no_grad()
-    def test_weights_are_those_that_make_the_output(self, model: api.Model) -> None:
-        """In every layer and head, weights times values equal attention's output, and future keys have weight 0."""
-        tokens = list(range(1, 13))
-        weights = model.weights(tokens)
-        assert weights.shape == (2, 2, 12, 12)
-        attention, seen = model.decoder.attentions[0], []
-        attention.out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        x = model.decoder.blocks[0].attention_norm(model.decoder.embedding(torch.tensor([tokens])))
-        model.decoder(torch.tensor([tokens]))
-        v = attention.v(x).unflatten(-1, (2, -1)).transpose(1, 2)[0]
-        torch.testing.assert_close((weights[0] @ v).transpose(0, 1).flatten(1), seen[0][0], rtol=1e-4, atol=1e-6)
-        assert torch.equal(weights, model.weights(torch.tensor(tokens)))
-        assert torch.equal(weights, model.weights(" ".join(map(str, tokens))))
-
-    def test_diagnosis_is_of_the_sequences_that_are_asked_for(self, model: api.Model) -> None:
-        assert model.diagnose(sequences=5).arrays["sample"].tolist() == [5, 16, 2]
-
-    @pytest.mark.parametrize("tokens", [[], [99], [-1], [0.5, 1], [[0, 1]], 5, None, torch.tensor([0.5])])
-    def test_tokens_that_are_none_are_named(self, model: api.Model, tokens: Any) -> None:
-        fix = r"must be one list of whole numbers, each from 0 to 16$"
-        with pytest.raises(ValueError, match=rf"^tokens={re.escape(str(tokens))}: {fix}"):
-            model.weights(tokens)
-        with pytest.raises(ValueError, match=rf"^prompt={re.escape(str(tokens))}: {fix}"):
-            model.generate(tokens)
-
-    @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-    def test_tokens_may_be_of_any_kind_of_list(self, model: api.Model, kind: Callable[[list[int]], Any]) -> None:
-        assert torch.equal(model.weights(kind([0, 5, 3])), model.weights([0, 5, 3]))
-
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({"tokens": 0}, "tokens=0: must be a whole number of at least 1"),
-            ({"tokens": 2.5}, "tokens=2.5: must be a whole number of at least 1"),
-            ({"temperature": "1"}, "temperature='1': must be a finite number of at least 0"),
-            ({"temperature": -1}, "temperature=-1: must be a finite number of at least 0"),
-            ({"top_p": 0}, "top_p=0: must be a finite number above 0 and at most 1"),
-            ({"seed": 0.5}, "seed=0.5: must be a whole number"),
-            ({"eviction": 64}, "eviction=64: must be an Eviction or None"),
-        ],
-    )
-    def test_what_cannot_be_drawn_is_named(self, model: api.Model, options: dict[str, Any], said: str) -> None:
-        with pytest.raises(ValueError, match=f"{said}$"):
-            model.generate("0 5", **options)
-
-    def test_a_cache_that_evicts_is_that_of_the_command(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        changes = {"model.init_std": 0.3, "model.attention.normaliser": Elastic()}
-        checkpoint = save(tmp_path / "lively.ckpt", replace_at(experiment("backcopy_tiny"), changes))
-        prompt, drawn = "0 5 3 7 2 9 5 3", {"tokens": 20, "temperature": 0.5}
-        words = ["--prompt", prompt, "--tokens", "20", "--temperature", "0.5", "--window", "2", "--first", "1"]
-        assert main(["generate", checkpoint, *words]) == 0
-        model = load(checkpoint)
-        found = model.generate(prompt, **drawn, eviction=Eviction(first=1, window=2))
-        assert capsys.readouterr().out.split() == found.split() != model.generate(prompt, **drawn).split()
-
-    @pytest.mark.parametrize("sequences", [0, 2.5])
-    def test_sequences_are_counted(self, model: api.Model, sequences: Any) -> None:
-        with pytest.raises(ValueError, match=f"^sequences={sequences}: must be a whole number of at least 1$"):
-            model.diagnose(sequences)
-
-    def test_a_model_without_attention_has_no_weights(self, folder: Path) -> None:
-        cfg = replace_at(experiment("backcopy_tiny"), {"model.mixer": RetNet()})
-        model = load(save(folder / "retnet.ckpt", cfg))
-        with pytest.raises(ValueError, match="weights='RetNet': has no attention"):
-            model.weights([1])
-
-
-class TestShow:
-    WEIGHTS = np.tril(np.full((2, 3, 10, 10), 0.1, np.float32))
-
-    @pytest.mark.parametrize(
-        ("weights", "titles"),
-        [
-            (WEIGHTS, [f"layer {layer}, head {head}" for layer in (0, 1) for head in (0, 1, 2)]),
-            (torch.from_numpy(WEIGHTS[1]), [f"layer 0, head {head}" for head in (0, 1, 2)]),
-            (WEIGHTS[0, 0], ["layer 0, head 0"]),
-        ],
-        ids=["layers", "heads", "one"],
-    )
-    def test_a_map_for_each_head(self, weights: object, titles: list[str]) -> None:
-        axes = show(weights).axes  # type: ignore[arg-type]
-        assert [one.get_title() for one in axes if one.get_title()] == titles
-
-    def test_positions_have_the_texts_that_are_given(self) -> None:
-        texts = ["the", " $x$", "\n", *"abcdefg"]
-        full, first = show(self.WEIGHTS[0, 0], texts).axes[:2]
-        written = [r"the", r" \$x\$", r"\n", *"abcdefg"]
-        for axis, count in ((full.xaxis, 10), (full.yaxis, 10), (first.xaxis, 8), (first.yaxis, 10)):
-            assert [label.get_text() for label in axis.get_ticklabels()] == written[:count]
-        with pytest.raises(ValueError, match=r"^labels='9 texts': must be a text for each of the 10 positions"):
-            show(self.WEIGHTS, texts[:9])
-
-    @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 1, 1, 2, 2), (0, 0)])
-    def test_another_shape_is_refused(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match=r"weights=\[.*\]: must have the shape \[L, L\]"):
-            show(np.zeros(shape))
-
-    def test_what_is_no_array_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"^weights='some text': must be an array, as `model.weights"):
-            show("some text")  # type: ignore[arg-type]
-
-    def test_what_is_not_finite_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="must be finite"):
-            show(np.full((3, 3), np.nan))
-
-
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "results"])
 @pytest.mark.usefixtures("folder")
+def test_the_example_runs(name: str) -> None:
+    """The example of `results` needs a grid: tests/report/test_report.py."""
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(NAMED[name], out=said.append).failed == 0, "".join(said)
+
+
+def test_a_config_is_trained_once(folder: Path) -> None:
+    cfg = replace_at(experiment("backcopy_tiny"), {"seed": 5})
+    first, again = train(cfg), train(cfg)
+    assert first.folder.parent == Path("runs/train-notebook")
+    assert (first.first_step, again.first_step, first.steps) == (0, 6, 6)
+    assert first.result == again.result
+    assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
+    loss = f"{first.metrics['loss/val']:.4f}"
+    assert repr(first) == f"<train-notebook: 6 steps, from the beginning; loss/val {loss}; {first.checkpoint}>"
+    assert repr(again).startswith("<train-notebook: all 6 steps were trained before; loss/val ")
+    (folder / first.checkpoint).unlink()
+    assert repr(first).endswith(f"; {first.folder}>")
+    with pytest.raises(ValueError, match="was not kept; remove that folder to train it again"):
+        _ = again.checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> api.Model:
+    changes = {"model.attention.normaliser": Elastic(), "model.n_heads": 2, "model.n_layers": 2}
+    return load(save(folder / "lazy.ckpt", replace_at(experiment("backcopy_tiny"), changes)))
+
+
+TOKENS = "tokens={}: must be one list of whole numbers, each from 0 to 16"
+WEIGHTS = np.tril(np.full((2, 3, 10, 10), 0.1, np.float32))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("call", "said"),
     [
-        (("table9",), "results='table9': runs holds no such ablation; it has none"),
-        (("table2", None), "runs=None: must be a path"),
+        (lambda _: train("bckcopy"), "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
+        (lambda _: train(3), "config=3: must be a RunConfig, or the name or .py file of one"),
+        (lambda _: train(TINY, name="a/b"), "name 'a/b': is used as a folder name; use letters, digits"),
+        (lambda _: train(TINY, runs=""), "runs='': must be a path"),
+        (
+            lambda _: train(TINY, threads=100_000),
+            "threads=100000: must be a whole number of at least 1 and at",
+        ),
+        (lambda _: train(TINY, loggers="csv"), "loggers='csv': must be a list or tuple, also of one name"),
+        (lambda _: train(TINY, loggers=[["csv"]]), "loggers ['csv']: unknown; there are csv"),
+        (lambda _: load(3), "checkpoint=3: must be a path"),
+        (lambda _: load("final.ckpt", imports="mine.py"), "imports='mine.py': must be a list or tuple, also of one"),
+        (lambda _: results("table9"), "results='table9': runs holds no such ablation; it has none"),
+        (lambda _: results("table2", None), "runs=None: must be a path"),
+        *(
+            (lambda model, tokens=tokens: model.weights(tokens), TOKENS.format(tokens))
+            for tokens in ([], [99], [-1], [[0, 1]], None, torch.tensor([0.5]))
+        ),
+        (lambda model: model.generate([99]), "prompt=[99]: must be one list of whole numbers, each from 0 to 16"),
+        (lambda model: model.generate("0", tokens=2.5), "tokens=2.5: must be a whole number of at least 1"),
+        (lambda model: model.generate("0", temperature="1"), "temperature='1': must be a finite number of at least 0"),
+        (lambda model: model.generate("0", seed=0.5), "seed=0.5: must be a whole number"),
+        (lambda model: model.generate("0", eviction=64), "eviction=64: must be an Eviction or None"),
+        (lambda model: model.diagnose(0), "sequences=0: must be a whole number of at least 1"),
+        (lambda _: load_retnet().weights([1]), "weights='RetNet': has no attention"),
+        *(
+            (lambda _, shape=shape: show(np.zeros(shape)), f"weights={[*shape]}: must have the shape [L, L]")
+            for shape in ((2, 3), (1, 1, 1, 2, 2), (0, 0))
+        ),
+        (lambda _: show(WEIGHTS, ["a"] * 9), "labels='9 texts': must be a text for each of the 10 positions"),
+        (lambda _: show("some text"), "weights='some text': must be an array, as `model.weights"),
+        (lambda _: show(np.full((3, 3), np.nan)), "must be finite"),
     ],
 )
-def test_results_of_what_is_not_there(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
-        results(*arguments)
+def test_mistakes_are_named_and_create_nothing(
+    call: Callable[[api.Model], object], said: str, model: api.Model, folder: Path
+) -> None:
+    before = snapshot_tree(folder / "runs")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        call(model)
+    assert snapshot_tree(folder / "runs") == before
+
+
+def load_retnet() -> api.Model:
+    return load(save(Path("retnet.ckpt"), replace_at(experiment(TINY), {"model.mixer": RetNet()})))
+
+
+@torch.no_grad()
+def test_weights_are_those_that_make_the_output(model: api.Model, folder: Path) -> None:
+    """In every layer and head, weights times values equal attention's output, and future keys have weight 0."""
+    tokens = list(range(1, 13))
+    weights = model.weights(tokens)
+    assert weights.shape == (2, 2, 12, 12)
+    attention, seen = model.decoder.attentions[0], []
+    attention.out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    x = model.decoder.blocks[0].attention_norm(model.decoder.embedding(torch.tensor([tokens])))
+    model.decoder(torch.tensor([tokens]))
+    v = attention.v(x).unflatten(-1, (2, -1)).transpose(1, 2)[0]
+    torch.testing.assert_close((weights[0] @ v).transpose(0, 1).flatten(1), seen[0][0], rtol=1e-4, atol=1e-6)
+    for given in (tuple(tokens), np.array(tokens), torch.tensor(tokens), " ".join(map(str, tokens))):
+        assert torch.equal(weights, model.weights(given))
+    numbers = sum(parameter.numel() for parameter in model.decoder.parameters())
+    assert repr(model) == f"<Model: Elastic, NoBias; 2 layers, {numbers:,} parameters; {folder / 'lazy.ckpt'}>"
+    assert model.diagnose(sequences=5).arrays["sample"].tolist() == [5, 16, 2]
+
+
+def test_a_cache_that_evicts_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"model.init_std": 0.3, "model.attention.normaliser": Elastic()}
+    checkpoint = save(tmp_path / "lively.ckpt", replace_at(experiment("backcopy_tiny"), changes))
+    prompt, drawn = "0 5 3 7 2 9 5 3", {"tokens": 20, "temperature": 0.5}
+    words = ["--prompt", prompt, "--tokens", "20", "--temperature", "0.5", "--window", "2", "--first", "1"]
+    assert main(["generate", checkpoint, *words]) == 0
+    model = load(checkpoint)
+    found = model.generate(prompt, **drawn, eviction=Eviction(first=1, window=2))
+    assert capsys.readouterr().out.split() == found.split() != model.generate(prompt, **drawn).split()
+
+
+def test_a_map_is_shown_for_each_head_with_the_texts_of_its_positions() -> None:
+    heads = [f"head {head}" for head in (0, 1, 2)]
+    for weights, titles in (
+        (WEIGHTS, [f"layer {layer}, {head}" for layer in (0, 1) for head in heads]),
+        (torch.from_numpy(WEIGHTS[1]), [f"layer 0, {head}" for head in heads]),
+        (WEIGHTS[0, 0], ["layer 0, head 0"]),
+    ):
+        assert [axes.get_title() for axes in show(weights).axes if axes.get_title()] == titles
+    full, first = show(WEIGHTS[0, 0], ["the", " $x$", "\n", *"abcdefg"]).axes[:2]
+    written = [r"the", r" \$x\$", r"\n", *"abcdefg"]
+    for axis, count in ((full.xaxis, 10), (full.yaxis, 10), (first.xaxis, 8), (first.yaxis, 10)):
+        assert [label.get_text() for label in axis.get_ticklabels()] == written[:count]
 
 
 def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
@@ -318,30 +246,17 @@ def config():
     ],
 )
 def test_what_was_edited_after_its_import_is_not_trained(
-    name: str, given: Callable[[Path], Any], text: str | None, tmp_path: Path
+    name: str, given: Callable[[Path], object], text: str | None, tmp_path: Path
 ) -> None:
     """The numbers of one rule would stand under the key of another, also for later sessions."""
     file, runs = tmp_path / "rule.py", tmp_path / "runs"
     file.write_text(EDITED.replace("EditedRule", name))
     load_experiment(file)
     config = given(file)
-    if text is None:
-        file.unlink()
-    else:
-        file.write_text(text)
+    file.unlink() if text is None else file.write_text(text)
     with pytest.raises(ValueError, match=r"^/.*/rule\.py: was edited after it was imported; start a new process"):
         train(config, runs=runs)
     assert not runs.exists()
-
-
-def test_a_remark_trains_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, runs = tmp_path / "rule.py", tmp_path / "runs"
-    file.write_text(EDITED.replace("EditedRule", "RemarkedRule"))
-    first = train(str(file), runs=runs)
-    file.write_text(file.read_text().replace("        return", "        # a remark\n        return"))
-    assert train(str(file), runs=runs).folder == first.folder
-    load(first.checkpoint)
-    assert "changed" not in caplog.text
 
 
 def test_a_class_that_comes_from_no_file_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""Model, attention, loss, parameter groups and the step benchmark (tests/timings/test_step.py) need only torch."""
+"""Model, attention, loss, parameter groups and the step benchmark (tests/timings) need only torch."""
 
 from pathlib import Path
 
 from torch_alone import run_alone
 
 TRAINS = """
+import importlib.util
+names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "triton")
+assert not [name for name in names if importlib.util.find_spec(name)]
+
 import torch
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config import ModelConfig, TrainConfig
@@ -29,11 +33,5 @@ assert generate(model, [[1, 2], [3]], 3) == [[3, 4, 5], [4, 5, 6]]
 """
 
 
-def test_nothing_else_is_there(torch_site: Path) -> None:
-    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "triton")
-    find = f"import importlib.util; print(*[name for name in {names} if importlib.util.find_spec(name)])"
-    assert run_alone(find, torch_site) == "\n"
-
-
-def test_a_model_trains(torch_site: Path) -> None:
+def test_a_model_trains_where_nothing_else_is(torch_site: Path) -> None:
     run_alone(TRAINS, torch_site)

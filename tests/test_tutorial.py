@@ -11,10 +11,7 @@ from torch_alone import ROOT
 from lit_lazy.config.user_files import load_module
 
 made = load_module(ROOT / "docs" / "notebook.py")
-TINY = {
-    '"backcopy"': '"backcopy_tiny"',
-    "my_question-backcopy": "my_question-backcopy_tiny",
-}
+TINY = {'"backcopy"': '"backcopy_tiny"', "my_question-backcopy": "my_question-backcopy_tiny"}
 MOST_BYTES = 200_000
 
 
@@ -24,9 +21,8 @@ def test_it_can_be_followed(tmp_path: Path) -> None:
     for known, tiny in TINY.items():
         assert known in text
         text = text.replace(known, tiny)
-    run_in_fork(
-        lambda: follow(text, tmp_path)
-    )  # in a fork: its rule has the name of the README's, and a process can register only one
+    # In a fork: its rule has the name of the README's, and a process can register only one.
+    run_in_fork(lambda: follow(text, tmp_path))
 
 
 def follow(text: str, folder: Path) -> None:
@@ -42,7 +38,6 @@ def follow(text: str, folder: Path) -> None:
 
 
 def prints_output(cell: dict) -> bool:
-    """Whether a cell prints something."""
     source = "".join(cell["source"])
     return cell["cell_type"] == "code" and ("print(" in source or source.startswith("!"))
 

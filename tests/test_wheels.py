@@ -31,12 +31,10 @@ def config():
 
 @pytest.mark.long
 def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
-    requirements = [
-        re.match(r"[\w.-]+", line)[0] for line in distribution("lit-lazy").requires if "extra ==" not in line
-    ]
     site = tmp_path / "site"
     site.mkdir()
-    link_packages(site, set(), *(name for name in requirements if name != "flash-lazy"))
+    needed = [re.match(r"[\w.-]+", line)[0] for line in distribution("lit-lazy").requires if "extra ==" not in line]
+    link_packages(site, set(), *(name for name in needed if name != "flash-lazy"))
     for name, source in (("lit_lazy", ROOT), ("flash_lazy", ROOT / "kernels")):
         (folder := tmp_path / name).mkdir()
         with ZipFile(build_wheel(source, folder, *BESIDE)) as wheel:

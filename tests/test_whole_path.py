@@ -71,7 +71,6 @@ def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(
     assert measured["execution"]["devices"] == 2
     assert "tokens" in said["tokenise"]
     assert len(json.loads((tmp_path / "scores.json").read_text())["tasks"]) == 9
-    loaded = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "stdlib-10m")], capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", LOADS, str(tmp_path / "stdlib-10m")]
+    loaded = subprocess.run(words, capture_output=True, text=True, check=True)
     assert loaded.stdout.rstrip("\n") == said["generate"].rstrip("\n")

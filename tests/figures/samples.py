@@ -12,13 +12,8 @@ from lit_lazy.table.verdicts import add_verdict
 Arrays = dict[str, np.ndarray]
 SPARSITIES = ("zero", "small", "block_64", "null")
 KINDS = ("no_operation", "broadcast", "neither")
-VARIANTS = [
-    "lazy",
-    "softmax",
-    "softmax + learned bias",
-    "diverged",
-    *(f"lazy with another part {i:02d}" for i in range(13)),
-]
+NAMED = ["lazy", "softmax", "softmax + learned bias", "diverged"]
+VARIANTS = [*NAMED, *(f"lazy with another part {i:02d}" for i in range(13))]
 BASELINE = VARIANTS[5]
 EFFECTS = ["lazy", *(f"a-rather-long-variant-{i:02d}" for i in range(1, 17))]
 LOSS = Column("loss", "validation loss", "lower", unit="nats")
@@ -44,10 +39,7 @@ def make_arrays(layers=2, heads=4, length=64, maps=2, init=True, lengths=()) -> 
             f"{prefix}sink/stable_rank": 1 + 3 * rng.random((layers, heads)),
             f"{prefix}mass/row": rng.random((layers, heads, n)),
             f"{prefix}mass/first_key": rng.random((layers, heads, n)) / 2,
-            **{
-                f"{prefix}sparsity/{name}": rng.random((layers, heads))
-                for name in ("zero", "small", "block_64", "null")
-            },
+            **{f"{prefix}sparsity/{name}": rng.random((layers, heads)) for name in SPARSITIES},
             f"{prefix}tau": 1 + rng.normal(size=(layers, heads)),
             f"{prefix}hidden/effective_rank": 30 * rng.random(layers + 1),
             f"{prefix}hidden/max_over_median": 10 + 300 * rng.random(layers + 1),

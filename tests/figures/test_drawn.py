@@ -1,4 +1,4 @@
-"""Every figure draws these inputs as it did: its texts, limits, numbers and colours.
+"""Every figure draws these inputs as it did, its texts, limits, numbers and colours, and is legible.
 
 `python tests/figures/test_drawn.py` writes `drawn.txt` anew; read its differences before committing them.
 """
@@ -10,49 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 from description import describe
+from legible import assert_legible
 from matplotlib.figure import Figure
-from samples import (
-    BASELINE,
-    EFFECT_COLUMNS,
-    EFFECTS,
-    KINDS,
-    VARIANTS,
-    Arrays,
-    around,
-    make_arrays,
-    make_effects,
-    make_question,
-    make_study,
-    make_trainings,
-    tabulate,
-)
+from samples import VARIANTS, Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
 
-from lit_lazy.figures import (
-    draw_run_figures,
-    effects_figure,
-    heads,
-    loss_against_sparsity,
-    parameter_over_training,
-    sink_over_training,
-    verdict_figure,
-)
-from lit_lazy.table.declaration import Comparison, Statement
-from lit_lazy.table.records import Column, Table, Yardstick
+from lit_lazy import figures
+from lit_lazy.figures import heads
+from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
+from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.stored import read_table
 
 RUN_FIGURES = [
-    "attention_maps",
-    "sink_heatmap",
-    "mass_by_position",
-    "sparsity_by_layer",
-    "tau_by_layer",
-    "parameters_by_head",
-    "bias_curves",
-    "value_norms",
-    "sink_kinds",
-    "rank_profile",
-    "loss_by_length",
+    *("attention_maps", "sink_heatmap", "mass_by_position", "sparsity_by_layer", "tau_by_layer", "parameters_by_head"),
+    *("bias_curves", "value_norms", "sink_kinds", "rank_profile", "loss_by_length"),
 ]
 """All figures of a run, in reading order."""
 ARRAYS = make_arrays()
@@ -75,9 +48,13 @@ def without(arrays: Arrays, value: float, *names: str) -> Arrays:
     return arrays | {name: np.full_like(arrays[name], value) for name in names}
 
 
+def read(name: str) -> Table:
+    return read_table(RESULTS / name / "table.json")
+
+
 @functools.cache
 def draw_run() -> dict[str, Figure]:
-    return draw_run_figures(ARRAYS, "lazy, seed 3")
+    return figures.draw_run_figures(ARRAYS, "lazy, seed 3")
 
 
 def make_masses(*mass: float) -> Arrays:
@@ -102,6 +79,7 @@ def make_alibi() -> Arrays:
     return {"bias/curve": 3 - slopes[..., None] * np.arange(20), "bias/alibi_slope": slopes}
 
 
+SINKS = [f"sink/{kind}" for kind in samples.KINDS]
 OF_HEADS = {
     "zeros, tiny and small weights": lambda: draw_map(make_map(10, w52=0, w62=1e-7, w72=1e-4)),
     "weights below zero": lambda: draw_map(make_map(4, w30=-0.25, w20=-0.01)),
@@ -123,7 +101,11 @@ OF_HEADS = {
     ),
     "lengths with a cache": lambda: heads.loss_by_length(make_lengths()),
     "no sinks": lambda: heads.sink_kinds(
-        without(without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"), 0, *(f"sink/{kind}" for kind in KINDS))
+        without(
+            without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"),
+            0,
+            *SINKS,
+        )
     ),
 }
 
@@ -144,24 +126,52 @@ def bounded() -> Table:
     )
 
 
+def of_parts(**parts: tuple[str, str]) -> tuple[Table, dict]:
+    """Rows of normalisers and positions of these classes, and their losses over training."""
+    cells = [
+        Observation(name, 0, "complete", {"loss/val": 1.0, "sparsity/zero": 0.5}, normaliser=rule, position=position)
+        for name, (rule, position) in parts.items()
+    ]
+    rows = [RowInfo(name, "ours", (0,), "tiny") for name in parts]
+    columns = Column("loss/val", "loss"), Column("sparsity/zero", "sparsity")
+    spec = TableSpec("study", "tiny", next(iter(parts)), rows, columns, (), "make")
+    return build_table(spec, cells), {name: make_losses("val/loss", i) for i, name in enumerate(parts)}
+
+
+def make_losses(metric: str, level: float = 0.0) -> list[dict]:
+    return [{metric: [(8, 4.0), (16, last + level)]} for last in (1.0, 3.0)]
+
+
+PARTS = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("MyRule", "Rope"), "d": ("Elastic", "NoPosition")}
+
+
+def make_trained() -> tuple[Table, dict]:
+    return make_study(baseline=samples.BASELINE), samples.make_trainings()
+
+
 ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0, 9.0), (1.0, 4.0))] + [{}]}
 UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
 OF_VARIANTS = {
-    "losses and sparsities": lambda: loss_against_sparsity(make_study()),
-    "wide intervals": lambda: loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
-    "intervals beyond a bound": lambda: loss_against_sparsity(bounded()),
-    "bits per byte": lambda: loss_against_sparsity(make_study(loss="loss/bits_per_byte", variants=VARIANTS[:3])),
-    "tau over training": lambda: parameter_over_training(make_study(baseline=BASELINE), make_trainings()),
-    "sinks over training": lambda: sink_over_training(make_study(baseline=BASELINE), make_trainings()),
-    "a training that ended early": lambda: parameter_over_training(make_study(), ENDED),
-    "a share that was undefined": lambda: sink_over_training(make_study(), UNDEFINED),
+    "losses and sparsities": lambda: figures.loss_against_sparsity(make_study()),
+    "wide intervals": lambda: figures.loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
+    "intervals beyond a bound": lambda: figures.loss_against_sparsity(bounded()),
+    "bits per byte": lambda: figures.loss_against_sparsity(make_study(3, VARIANTS[:3], "loss/bits_per_byte")),
+    "tau over training": lambda: figures.parameter_over_training(*make_trained()),
+    "sinks over training": lambda: figures.sink_over_training(*make_trained()),
+    "a training that ended early": lambda: figures.parameter_over_training(make_study(), ENDED),
+    "a share that was undefined": lambda: figures.sink_over_training(make_study(), UNDEFINED),
+    "the 10 lowest of many": lambda: figures.loss_against_sparsity(read("rivals_rates-backcopy")),
+    "losses over training": lambda: figures.loss_over_training(*of_parts(**PARTS)),
+    "losses above the optimum": lambda: figures.loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
+    "colours of normalisers": lambda: figures.loss_against_sparsity(of_parts(**PARTS)[0]),
+    "colours of positions": lambda: figures.loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
 }
 
 
 def unlearned() -> Table:
     """One row did not learn: its losses are beyond the mark."""
     table = make_effects()
-    dead, measures = EFFECTS[3], table.collect_measures("loss")
+    dead, measures = samples.EFFECTS[3], table.collect_measures("loss")
     bound = 1 + max(max(m.values.values()) for name, m in measures.items() if m.n and name != dead)
     beyond = replace(measures[dead], values=dict.fromkeys("01234", bound))
     rows = [replace(r, metrics=r.metrics | {"loss": beyond}) if r.variant == dead else r for r in table.rows]
@@ -169,20 +179,21 @@ def unlearned() -> Table:
 
 
 def three(**values: tuple[float, float, float]) -> Figure:
-    return effects_figure(tabulate(values, baseline="base"), ["loss"])
+    return figures.effects_figure(tabulate(values, baseline="base"), ["loss"])
 
 
 OF_EFFECTS = {
-    "effects": lambda: effects_figure(make_effects(), ["recall", "loss"]),
-    "effects of one column": lambda: effects_figure(
+    "effects": lambda: figures.effects_figure(make_effects(), ["recall", "loss"]),
+    "effects of one column": lambda: figures.effects_figure(
         make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), ["loss"]
     ),
-    "effects without a value": lambda: effects_figure(make_effects(), [column.key for column in EFFECT_COLUMNS]),
-    "effects cut": lambda: effects_figure(make_effects(n_seeds=2), ["loss"]),
-    "one row did not learn": lambda: effects_figure(unlearned(), ["loss", "recall"]),
-    "no row learned": lambda: effects_figure(
+    "effects without a value": lambda: figures.effects_figure(make_effects(), ["loss", "recall", "sparsity"]),
+    "effects cut": lambda: figures.effects_figure(make_effects(n_seeds=2), ["loss"]),
+    "one row did not learn": lambda: figures.effects_figure(unlearned(), ["loss", "recall"]),
+    "no row learned": lambda: figures.effects_figure(
         replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
     ),
+    "effects of the rivals": lambda: figures.effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
     "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
     "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
 }
@@ -190,7 +201,7 @@ OF_EFFECTS = {
 
 def far_apart() -> Table:
     """A contrast beyond the edge would be an arrow without a value."""
-    table = read_table(RESULTS / "q_position_2-distractors" / "table.json")
+    table = read("q_position_2-distractors")
     assert table.verdict is not None
     parts = tuple(
         replace(part, mean=mean, low=mean - 0.01, high=mean + 0.01, n=10)
@@ -200,11 +211,28 @@ def far_apart() -> Table:
     return replace(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
 
 
+def first_contrast(name: str) -> Table:
+    table = read(name)
+    assert table.verdict is not None
+    looks = tuple(replace(look, parts=look.parts[:1]) for look in table.verdict.looks)
+    return replace(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
+
+
+def most_contrasts() -> Table:
+    names = [f"new, {i} times as far{' and so on' * 9}" for i in range(MOST_CONTRASTS)]
+    return make_question("lower", {"old": [1.0] * 80} | {name: around(0.9, 0.5, 80) for name in names})
+
+
 MET = Statement("sink", Comparison("new", "<", 0.25, "old"), rivals=("kept",))
 ALONE = {"old": [0.4] * 20, "new": [0.01] * 9 + [0.3] + [0.01] * 10, "kept": [0.4] * 20}
 LOOKS = {"old": [1.0] * 40, "new a": around(0.5, 0.1, 10), "new b": around(0.92, 0.2, 40)}
 OF_VERDICTS = {
     "far apart": far_apart,
+    "most contrasts": most_contrasts,
+    **{
+        f"one contrast of {name}": lambda name=name: first_contrast(name)
+        for name in ("q_cost_2-stdlib_long", "q_mask_2-backcopy", "q_text_2-stdlib_small", "q_sink_2-backcopy")
+    },
     "looks": lambda: make_question("lower", LOOKS),
     "a statement": lambda: make_question("alone", ALONE, statements=(MET,), contrasts={"sink": MET.weights}),
     **{
@@ -217,19 +245,21 @@ SCENES: dict[str, Callable[[], Figure | None]] = {
     **OF_HEADS,
     **OF_VARIANTS,
     **OF_EFFECTS,
-    **{f"verdict: {name}": lambda make=make: verdict_figure(make()) for name, make in OF_VERDICTS.items()},
+    **{f"verdict: {name}": lambda make=make: figures.verdict_figure(make()) for name, make in OF_VERDICTS.items()},
 }
 
 
 def draw(name: str) -> str:
     figure = SCENES[name]()
     assert figure is not None
-    return "\n".join([f"== {name}", *describe(figure), ""])
+    described = "\n".join([f"== {name}", *describe(figure), ""])
+    assert_legible(figure)
+    return described
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SCENES)
-def test_a_figure_is_drawn_as_before(name: str) -> None:
+def test_a_figure_is_drawn_as_before_and_is_legible(name: str) -> None:
     found = draw(name)
     start = f"== {name}\n"
     _, _, expected = DRAWN.read_text().partition(start)

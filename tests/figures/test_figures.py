@@ -1,56 +1,120 @@
-"""The forest plot shows the table's numbers, and is legible with any number of rows."""
+"""What is left out of figures, limits, rows, labels, bins, extremes, colours, files and imports."""
 
+import json
 import subprocess
 import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import matplotlib as mpl
+import numpy as np
 import pytest
+import torch
 from legible import assert_legible
 from matplotlib.axes import Axes
-from samples import EFFECT_COLUMNS, make_effects, tabulate
-from test_drawn import unlearned
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+from samples import VARIANTS, Arrays, make_arrays, make_effects, make_study, make_trainings, tabulate
+from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
-from lit_lazy.figures import effects_figure, palette, parameter_over_training
-from lit_lazy.figures.canvas import DPI
+from flash_lazy import Rows
+from lit_lazy import figures
+from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
+from lit_lazy.attention.parts import Drawn
+from lit_lazy.config.serialisation import find_leaf_classes, replace_at
+from lit_lazy.config.user_files import experiment, load_attribute
+from lit_lazy.figures import heads, palette
+from lit_lazy.figures.ablation import Histories
+from lit_lazy.figures.canvas import BETTER, DPI, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
 from lit_lazy.figures.effects import compute_limits
-from lit_lazy.table.records import Column
+from lit_lazy.figures.mechanism import mechanism_figure, weights
+from lit_lazy.figures.palette import SPARE, Colours, choose_colours
+from lit_lazy.grid.search.definition import define
+from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
+from lit_lazy.report.page import draw_table_figures
+from lit_lazy.report.search import SearchReport
+from lit_lazy.support.named_files import find
+from lit_lazy.table.records import Column, Point, Table
+from lit_lazy.table.stored import read_table
 
+ROOT = Path(__file__).parents[2]
 WEBP_LIMIT = 16383
 """Pixels of a side."""
 
 
-def points(axes):
-    """(y, x, filled) of every plotted row."""
-    drawn = [line for line in axes.lines if line.get_marker() in ("o", "s")]
-    return {int(line.get_ydata()[0]): (line.get_xdata()[0], line.get_markerfacecolor() != "white") for line in drawn}
+def test_every_figure_of_a_run_is_there_and_small_enough_for_a_page() -> None:
+    assert list(draw_run()) == RUN_FIGURES
+    assert all(figure.get_figwidth() <= WIDTH for figure in draw_run().values())
 
 
-def test_points_intervals_and_fill_are_the_tables():
-    table = make_effects(n_seeds=2)
-    figure = effects_figure(table, ["recall", "loss"])
-    cut = set()
-    for axes, column in zip(figure.axes, (EFFECT_COLUMNS[1], EFFECT_COLUMNS[0]), strict=True):
-        effects = [row.metrics[column.key].difference for row in table.rows]
-        expected = {y: (e.mean * column.scale, e.separated) for y, e in enumerate(effects) if e.mean is not None}
-        assert points(axes) == expected
-        bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
-        low, high = axes.get_xlim()
-        beyond = set()
-        for y, (x, _) in expected.items():
-            half = effects[y].ci95 * column.scale
-            assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
-            beyond |= {
-                (y, m, edge) for m, edge, out in (("<", low, x - half < low), (">", high, x + half > high)) if out
-            }
-        arrows = [line for line in axes.lines if line.get_marker() in ("<", ">")]
-        assert {(int(a.get_ydata()[0]), a.get_marker(), a.get_xdata()[0]) for a in arrows} == beyond
-        cut |= beyond
-    assert cut
-    worse = {int(line.get_ydata()[0]) for line in figure.axes[1].lines if line.get_marker() == "s"}
-    losses = [row.metrics["loss"].difference for row in table.rows]
-    assert worse == {y for y, e in enumerate(losses) if e.separated and e.mean > 0}, "told apart in grey too"
+def test_nothing_is_drawn_of_nothing() -> None:
+    arrays = make_arrays()
+    undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
+    for name in RUN_FIGURES:
+        assert getattr(heads, name)({}) is None
+        assert getattr(heads, name)(undefined) is None
+    softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
+    assert {*RUN_FIGURES} - figures.draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
+    for columns, metrics in (
+        ("loss/val sparsity/zero", {"loss/val": 1.0}),
+        ("loss/val sparsity/zero", {"sparsity/zero": 0.5}),
+        ("loss/val", {"loss/val": 1.0, "sparsity/zero": 0.5}),
+    ):
+        table = tabulate({"lazy": [metrics]}, [Column(key, key) for key in columns.split()])
+        assert figures.loss_against_sparsity(table) is None
+    assert figures.parameter_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    for draw in (figures.parameter_over_training, figures.sink_over_training, figures.loss_over_training):
+        assert draw(make_study(), {"softmax": [{}], "lazy": []}) is None
+    assert figures.verdict_figure(read("table2-backcopy")) is None
 
 
-def test_intervals_are_whole_where_most_would_be_cut():
+def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
+    own = heads.SMALL_WEIGHT, heads.SINK_WEIGHT, heads.FIRST_KEYS
+    assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
+    bounds = heads.NO_OPERATION_RATIO, heads.BROADCAST_RATIO, heads.BROADCAST_RANK
+    assert bounds == (sink_kinds.NO_OPERATION_RATIO, sink_kinds.BROADCAST_RATIO, sink_kinds.BROADCAST_RANK)
+
+
+def test_long_lines_are_means_over_bins() -> None:
+    x = np.arange(1, 1001)
+    values = np.random.default_rng(0).random((2, 1000))
+    centres, means = average_log_bins(x, np.stack([x, *values]), most=50)
+    np.testing.assert_allclose(means[0], centres)
+    assert len(centres) <= 50
+    assert list(centres[:3]) == [1, 2, 3]
+    # A bin is symmetric around its centre, which gives the number of its points.
+    ends = [0.0]
+    for centre in centres:
+        ends.append(2 * centre - 1 - ends[-1])
+    assert ends[-1] == 1000
+    np.testing.assert_allclose((means[1:] * np.diff(ends)).sum(axis=1), values.sum(axis=1))
+    short = average_log_bins(x[:50], values[:, :50], most=50)
+    np.testing.assert_array_equal(short[1], values[:, :50])
+
+
+@pytest.mark.parametrize("n_seeds", [1, 5])
+def test_no_label_covers_a_marker_or_leaves_the_panel(n_seeds: int) -> None:
+    figure = figures.loss_against_sparsity(make_study(n_seeds))
+    assert figure is not None
+    assert_legible(figure)
+    axes = figure.axes[0]
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == len(VARIANTS)
+    for line in axes.lines:
+        if line.get_marker() in ("o", "D"):
+            assert not any(box.contains(*axes.transData.transform(line.get_xydata()[0])) for box in boxes)
+    assert all(axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) for box in boxes)
+
+
+# Limits and rows
+
+
+def test_intervals_are_whole_where_most_would_be_cut() -> None:
     points, half = (-0.01, 0.02, 0.03), 0.08
     wide = [(x, x - half, x + half) for x in points]
     low, high = compute_limits([*wide, (0.0, -9.0, 9.0)])
@@ -69,19 +133,13 @@ def test_intervals_are_whole_where_most_would_be_cut():
         ((0.0, 0.0, 0.0, 9.0), ()),  # no scale to compare with
     ],
 )
-def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):
+def test_few_rows_that_are_far_off_do_not_flatten_the_others(others: tuple[float, ...], far: tuple[float, ...]) -> None:
     low, high = compute_limits([(point, point - 0.1, point + 0.1) for point in (*others, *far)])
     assert all(low < point < high for point in others)
     assert not any(low < point < high for point in far)
 
 
-@pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])
-def test_no_text_overlaps_or_leaves_the_figure(keys):
-    assert_legible(effects_figure(make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), keys))
-    assert_legible(effects_figure(unlearned(), keys))
-
-
-def many(better, count):
+def many(better: str, count: int) -> tuple[Table, Histories]:
     """A table of rows that have their number as loss, the baseline "lazy" and one without a cell; histories of all."""
     names = ["lazy", *map(str, range(1, count))]
     losses = {"unfinished": [{"status": "waiting"}]} | {name: [{"loss": float(i)}] for i, name in enumerate(names)}
@@ -90,10 +148,12 @@ def many(better, count):
 
 
 @pytest.mark.parametrize(("better", "kept", "which"), [("lower", "1234", "lowest"), ("higher", "6789", "highest")])
-def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, monkeypatch):
+def test_of_many_rows_the_baseline_and_the_best_are_shown(
+    better: str, kept: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(palette, "MOST_ROWS", 5)
     table, histories = many(better, 10)
-    effects, tau = effects_figure(table, ["loss"]), parameter_over_training(table, histories)
+    effects, tau = figures.effects_figure(table, ["loss"]), figures.parameter_over_training(table, histories)
     assert tau is not None
     assert [label.get_text() for label in effects.axes[0].get_yticklabels()] == ["lazy", *kept]
     assert [axes.get_title() for axes in tau.axes if axes.axison] == ["lazy", *kept]
@@ -101,30 +161,181 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(better, kept, which, m
         said = f"; shown of {count}: the 5 with the {which} loss, baseline included"
         assert said in figure.get_suptitle().replace("\n", " ")
         assert_legible(figure)
+    assert figures.effects_figure(many("lower", 1000)[0], ["loss"]).get_figheight() * DPI < WEBP_LIMIT
 
 
-def test_a_figure_of_any_number_of_rows_fits_into_an_image():
-    table, _ = many("lower", 1000)
-    assert effects_figure(table, ["loss"]).get_figheight() * DPI < WEBP_LIMIT
-
-
-def test_the_panels_over_training_are_fitted_together(monkeypatch):
-    """Fitted for each line, each time with all panels, 150 took half a minute."""
-    fitted, set_bound = [], Axes.set_ybound
-    monkeypatch.setattr(
-        Axes, "set_ybound", lambda axes, *bound, **more: fitted.append(axes) or set_bound(axes, *bound, **more)
-    )
-    parameter_over_training(*many("lower", 10))
-    assert len(fitted) <= 2
-
-
-def test_unknown_columns_are_named():
+def test_unknown_columns_are_named() -> None:
     with pytest.raises(ValueError, match=r"columns: 'los' .* choose from loss, recall, sparsity"):
-        effects_figure(make_effects(), ["los"])
+        figures.effects_figure(make_effects(), ["los"])
     with pytest.raises(ValueError, match="columns: none given"):
-        effects_figure(make_effects(), [])
+        figures.effects_figure(make_effects(), [])
 
 
-def test_no_global_figure_state_and_no_heavy_import():
-    code = "import sys, lit_lazy.figures; print({'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+# Extremes
+
+
+def undefine_first_layer(arrays: Arrays) -> Arrays:
+    for value in arrays.values():
+        if value.dtype.kind == "f":
+            value[0] = np.nan
+    return arrays
+
+
+def draw_over_training(names: list[str], n_seeds: int) -> list[Figure | None]:
+    table, trained = make_study(1, names, baseline=names[0]), make_trainings(names, n_seeds)
+    return [figures.parameter_over_training(table, trained), figures.sink_over_training(table, trained)]
+
+
+def draw_search() -> list[Figure]:
+    asked = load_attribute(find("ablations", "lazy_search"), "search")
+    definition = define(asked, replace_at(experiment("backcopy_tiny"), asked.common))
+    rng = np.random.default_rng(0)
+    points = []
+    for i in range(20):
+        params = {path: axis.low + (axis.high - axis.low) * rng.random() for path, axis in definition.axes.items()}
+        points.append(Point(i, str(i), params, "complete", float(rng.random()), {}, ""))
+    importances = {path: 1 / len(definition.axes) for path in definition.axes}
+    drawn = SearchReport("lazy_search-backcopy", definition, points, importances, [], "").draw_figures()
+    assert len(drawn) == 3
+    return [*drawn.values()]
+
+
+def draw_arrays(arrays: Arrays) -> list[Figure]:
+    return [*figures.draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
+
+
+EXTREMES = {
+    "one head": lambda: draw_arrays(make_arrays(layers=1, heads=1, maps=1)),
+    "eight tokens": lambda: draw_arrays(make_arrays(length=8, init=False, maps=5)),
+    "partly undefined": lambda: draw_arrays(undefine_first_layer(make_arrays(layers=3))),
+    "deep": lambda: draw_arrays(make_arrays(layers=24, heads=16, length=300, maps=6, lengths=(600,))),
+    "one variant": lambda: [*draw_over_training(["lazy"], 1), figures.loss_against_sparsity(make_study(1, ["lazy"]))],
+    "long names": lambda: draw_over_training([f"a variant with a rather long name {i}" for i in range(17)], 5),
+    "sixty rows": lambda: [
+        figures.parameter_over_training(*many("lower", 60)),
+    ],
+    "a search": draw_search,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("deep", "sixty rows") else ()) for name in EXTREMES]
+)
+def test_all_text_is_inside_and_nothing_warns(name: str) -> None:
+    for figure in EXTREMES[name]():
+        assert figure is not None
+        assert_legible(figure)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
+def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
+    for figure in draw_table_figures(read_table(path)).values():
+        assert_legible(figure)
+
+
+# Colours
+
+
+def list_own_colours(*bases: type) -> list[str]:
+    """The colours that the project's classes under these bases have."""
+    leaves = [cls for base in bases for cls in find_leaf_classes(base).values()]
+    found = [cls for cls in leaves if cls.__module__.startswith("lit_lazy.") and not getattr(cls, "attends", False)]
+    return [vars(cls).get("colour", f"{cls.__name__} has none") for cls in found]
+
+
+def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
+    rules, positions = list_own_colours(Normaliser, Mixer), list_own_colours(Position)
+    for palette in (rules, positions):
+        for a, b in combinations([*palette, *SPARE, NEUTRAL], 2):
+            assert np.abs(np.subtract(to_rgb(a), to_rgb(b))).sum() > 0.2, (a, b)
+    assert not {*rules} & {*positions}
+    assert choose_colours(["Elastic", "Softmax"]) == {"Elastic": FIRST, "Softmax": SECOND}
+    assert not {BETTER, WORSE} & {FIRST, SECOND}
+
+
+def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:
+    """Custom classes have colours that no figure of some rows changes; no class is grey."""
+    rows = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("Elastic", "NoPosition")}
+    custom = {"x": ("", ""), "m": ("MyRule", "Rope"), "n": ("MyOther", "Rope"), "o": ("MyRule", "Rope")}
+    table, _ = of_parts(**rows, **custom)
+    by_normaliser, by_position = Colours(table, "abcxmno"), Colours(table, "bc")
+    expected = [SECOND, FIRST, FIRST, NEUTRAL, SPARE[0], SPARE[1], SPARE[0]]
+    assert [by_normaliser[row] for row in "abcxmno"] == expected
+    labels = [handle.get_label() for handle in by_normaliser.make_legend_handles()]
+    assert labels == ["Softmax", "Elastic", "MyRule", "MyOther"]
+    assert Colours(table, "bn")["n"] == SPARE[1]
+    assert [by_position[row] for row in "bc"] == [*choose_colours(["Rope", "NoPosition"]).values()]
+    assert by_position["a"] == NEUTRAL, "is not in the figure"
+    assert Colours(table, "x").make_legend_handles() == []
+
+
+# Files, images and imports
+
+
+def test_files_are_alike_whatever_the_users_own_style(tmp_path: Path) -> None:
+    """Their background is opaque white, so that they are readable on a dark page."""
+    arrays, table = make_arrays(init=False), make_study(variants=VARIANTS[:4])
+    for folder, own in (("a", {}), ("b", {"font.size": 20.0, "axes.labelcolor": "red", "svg.hashsalt": "other"})):
+        (tmp_path / folder).mkdir()
+        with mpl.rc_context(own):
+            scatter = figures.loss_against_sparsity(table)
+            for name, figure in (
+                ("v1.5", heads.sink_heatmap(arrays)),
+                ("scatter", scatter),
+            ):
+                assert figure is not None
+                figures.save_figure(figure, tmp_path / folder / name)
+    written = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert written == ["scatter.png", "scatter.svg", "v1.5.png", "v1.5.svg"]
+    for name in written:
+        content = (tmp_path / "a" / name).read_bytes()
+        assert content == (tmp_path / "b" / name).read_bytes()
+        assert b"<dc:date>" not in content
+        assert name.endswith("png") or b'style="fill: #ffffff"' in content
+    pixels = imread(tmp_path / "a" / "scatter.png")
+    assert pixels.shape[-1] == 3 or (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0, :3] == 1).all()
+
+
+def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
+    """The committed figure in docs/ is up to date, too."""
+    scores = np.random.default_rng(1).normal(size=9)
+    module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
+    rows = Rows(torch.ones(1, 1, 1, 9, dtype=torch.bool), torch.full((1, 1, 1, 1), 9.0), torch.full((1, 1, 1, 1), 9))
+    expected = module.weights(torch.tensor(scores, dtype=torch.float32).view(1, 1, 1, -1), rows)
+    np.testing.assert_allclose(weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
+    figure = mechanism_figure()
+    assert_legible(figure)
+    _, svg = figures.save_figure(figure, tmp_path / "mechanism")
+    assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()
+
+
+def test_an_image_is_laid_out_once_and_panels_over_training_are_fitted_together() -> None:
+    """Fitted for each line, each time with all panels, 150 panels took half a minute."""
+    drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
+    assert drawn is not None
+    with count(Figure, "draw") as draws, count(ConstrainedLayoutEngine, "execute") as layouts:
+        figures.render_image(drawn)
+    assert (draws.call_count, layouts.call_count) == (1, 1)
+    assert isinstance(drawn.get_layout_engine(), ConstrainedLayoutEngine), "files need layouts of their own"
+    with count(Axes, "set_ybound") as fits:
+        figures.parameter_over_training(*many("lower", 10))
+    assert fits.call_count <= 2
+
+
+def count(owner: type, name: str) -> Any:
+    return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def test_no_global_figure_state_and_no_heavy_import() -> None:
+    """Colours are read from the files of their classes."""
+    code = (
+        "import sys; from lit_lazy.figures.palette import choose_colours; import lit_lazy.figures, json;"
+        "absent = {'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules);"
+        "print(json.dumps([*absent, choose_colours(sys.argv[1:])]))"
+    )
+    names = [*find_leaf_classes(Drawn), "MyRule"]
+    said = json.loads(subprocess.check_output([sys.executable, "-c", code, *names], text=True))
+    assert said == [choose_colours(names)]

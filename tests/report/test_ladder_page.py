@@ -30,20 +30,3 @@ def test_another_loss_is_another_difference(ladder) -> None:
     assert changed.compare(place, "lazy", "softmax", "loss/val").mean == pytest.approx(before.mean + 0.5)
     assert page.describe(changed)[0] != page.describe(ladder)[0]
     assert page.describe(changed)[1:4] == page.describe(ladder)[1:4]
-
-
-def test_two_seeds_have_a_mean_and_no_interval(ladder) -> None:
-    place = ladder.usual[0]
-    two = dict(list(ladder.cells[place]["lazy"].items())[:2])
-    found = page.Ladder({place: {"lazy": two}}).estimate(place, "lazy", "loss/val")
-    assert "±" not in page.format_interval(found, 3)
-    assert "±" in page.format_interval(ladder.estimate(place, "lazy", "loss/val"), 3)
-
-
-def test_every_rule_and_size_is_drawn(ladder) -> None:
-    figure = page.draw(ladder)
-    sizes = len(ladder.usual)
-    for axes in figure.axes:
-        assert len(axes.get_xticks()) == sizes
-        assert axes.get_xlabel() == "parameters"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*page.COLOURS]

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,8 +27,7 @@ from lit_lazy.command.main import main
 from lit_lazy.grid.plan import read_grid
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report
-from lit_lazy.report.publish import draw_report
-from lit_lazy.table.render import DETAILS, FILES, render_brief, render_html_parts, render_markdown
+from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking import serve
 from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.serve import find_experiment_links
@@ -47,7 +46,7 @@ CLONE_NEWNS = 0x20000
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """A runs folder that holds a finished grid, whose folder has no table or report."""
+    """A runs folder with a finished grid, whose report has figures of no variant; `first.html` is a copy of it."""
     folder = tmp_path_factory.mktemp("report")
     runs, ablation = folder / "runs", folder / "duo.py"
     runs.mkdir()
@@ -56,36 +55,17 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0
-    remove_pages(runs / ID)
+    names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
+    drawn = {path.name for path in (runs / ID).iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size}
+    assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    shutil.copy(runs / ID / REPORT, folder / "first.html")
     return runs
-
-
-def remove_pages(grid: Path) -> None:
-    """Remove what is made of the cells of a grid."""
-    for path in [grid / REPORT, *(grid / name for name in FILES), *grid.glob("*.png"), *grid.glob("*.svg")]:
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def figures_of_variants(most: int) -> Iterator[None]:
-    """Reports draw these many variants; elsewhere in these tests none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_lazy.report.page.SHOWN_VARIANTS", most)
-        yield
 
 
 @pytest.fixture(scope="module")
 def page(store: Path) -> str:
-    folder = store / ID
-    with figures_of_variants(30):
-        draw_report(folder, read_grid(folder).build_table())
-    names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
-    assert {path.name for path in folder.iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size} == {
-        f"{name}.{kind}" for name in names for kind in ("png", "svg")
-    }
-    page = (folder / REPORT).read_text()
-    remove_pages(folder)
-    return page
+    """The report with figures of both variants."""
+    return render_report(read_grid(store / ID), drawn=["all"])
 
 
 class Reader(HTMLParser):
@@ -93,21 +73,15 @@ class Reader(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
-        self.images: list[dict[str, str | None]] = []
-        self.links: list[str] = []
-        self.ids: set[str] = set()
-        self.text = ""
+        self.tags, self.images, self.links, self.ids, self.text = [], [], [], set[str | None](), ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         given = dict(attrs)
-        self.ids |= {given.get("id") or ""}
-        if tag == "img":
-            self.images.append(given)
-        if tag == "a":
-            self.links.append(given["href"] or "")
+        self.ids.add(given.get("id"))
+        self.images += [given] * (tag == "img")
+        self.links += [given["href"] or ""] if tag == "a" else []
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -131,22 +105,15 @@ def test_it_holds_table_command_cells_versions_and_commit(store: Path, page: str
     assert f"0, 1: softmax, {ODD}" in text
 
 
-def test_it_needs_nothing_but_itself(page: str) -> None:
+def test_it_needs_nothing_but_itself_and_names_are_text(page: str) -> None:
     assert page.isascii()
     read = Reader(page)
-    assert not {"script", "link", "iframe", "object", "base"} & set(read.tags)
-    assert read.images
+    assert not {"script", "link", "iframe", "object", "base", "i"} & set(read.tags)
     assert all(image["src"].startswith("data:image/") and image["alt"] for image in read.images)
     assert not re.search(r"url\(|@import", page)
     assert read.links
     assert all(link.startswith("#") and link[1:] in read.ids for link in read.links)
-
-
-def test_names_are_text(page: str) -> None:
-    read = Reader(page)
-    assert "i" not in read.tags
     assert ODD in read.text
-    assert any(image["alt"].endswith(f": {ODD}, seed 0") for image in read.images)
 
 
 def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
@@ -166,34 +133,30 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
     softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]
     tau = {"Offset parameter by layer", "Learned parameters over training, by head"}
     assert set(lazy) - set(softmax) == {*tau, "Bias by distance"}
-    assert {"Attention maps", "Sinks by layer and head", "Row mass by position", "Rank through the layers"} <= {
-        *softmax
-    }
+    assert {"Attention maps", "Sinks by layer and head", "Row mass by position"} <= {*softmax}
 
 
-def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with figures_of_variants(30):
-        assert main(["report", ID, "--runs", str(store)]) == 0
+def test_the_command_rebuilds_it_to_the_byte(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = store / ID / "report.html"
-    assert str(path) in capsys.readouterr().out
-    assert path.read_text() == page
     path.unlink()
+    assert main(["report", ID, "--runs", str(store)]) == 0
+    assert str(path) in capsys.readouterr().out
+    assert path.read_bytes() == (store.parent / "first.html").read_bytes()
 
 
 @pytest.mark.long
-def test_ui_url_links_the_run_of_every_cell(store: Path, page: str, tmp_path: Path) -> None:
+def test_ui_url_links_the_run_of_every_cell(store: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "linked.html"
-    with figures_of_variants(30):
-        assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
+    assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
-    found = [link for link in Reader(linked).links if not link.startswith("#")]
     tracker = Tracker(default_uri(store), store, ID)
-    assert sorted(found) == sorted(
+    expected = sorted(
         f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
         for run in tracker.find({"kind": "cell"})
     )
-    assert len(found) == 4
-    assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == page
+    assert sorted(link for link in Reader(linked).links if not link.startswith("#")) == expected
+    assert len(expected) == 4
+    assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == (store.parent / "first.html").read_text()
 
 
 WRONG = [
@@ -201,11 +164,11 @@ WRONG = [
     (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` creates it"),
     (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
     (["report", ID, "--ui-url", "127.0.0.1:5000"], "--ui-url '127.0.0.1:5000': must be http://HOST:PORT or https://"),
-    (["report", ID, "--ui-url", "javascript:alert(1)"], "must be http://HOST:PORT"),
-    (["report", ID, "--ui-url", "http://"], "must be http://HOST:PORT"),
-    (["report", ID, "--ui-url", "http://host:port"], "must be http://HOST:PORT"),
-    (["report", ID, "--ui-url", f"{UI}/#/experiments"], "must be http://HOST:PORT"),
-    (["report", ID, "--ui-url", "http://me:geheim@host"], "must be http://HOST:PORT"),
+    *(
+        (["report", ID, "--ui-url", url], "must be http://HOST:PORT")
+        for url in ("javascript:alert(1)", "http://", "http://host:port", f"{UI}/#/x", "http://me:geheim@host")
+    ),
+    (["report", ID, "--figures", "softmx"], "--figures 'softmx': is no row of this table (did you mean softmax?); "),
     (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),
     (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
     (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
@@ -244,44 +207,49 @@ def made(tmp_path: Path) -> MadeGrid:
     return MadeGrid(tmp_path)
 
 
-def read_report(made: MadeGrid, most: int = 30) -> str:
-    with figures_of_variants(most):
-        return render_report(made.read())
-
-
-def test_a_cell_without_diagnostics_is_named_and_the_next_seed_drawn(made: MadeGrid) -> None:
+def test_what_has_no_figures_is_named_and_the_next_seed_drawn(made: MadeGrid) -> None:
     made.finish("lazy", 0)
     made.finish("lazy", 1, diagnostics=TAU)
-    read = Reader(read_report(made))
+    read = Reader(render_report(made.read(), drawn=["all"]))
     assert [image["alt"] for image in read.images] == ["Offset parameter by layer: lazy, seed 1"]
     assert f"lazy, seed 0: {made.locate('lazy', 0).name} has no diagnostics.npz" in read.text
     assert "softmax: no cell is complete" in read.text
 
 
 def test_a_failed_cell_is_listed_and_not_drawn(made: MadeGrid) -> None:
+    assert "0 of 4 cells complete" in Reader(render_report(made.read())).text
     made.fail("lazy", 0, "DivergedError: loss is nan")
     made.train("lazy", 1, range(1, 2))
     made.finish("softmax", 0)
-    read = Reader(read_report(made))
+    read = Reader(render_report(made.read()))
     assert not read.images
     for cell in ("lazy0failed", "lazy1waiting", "softmax0complete", "softmax1waiting"):
         assert cell in read.text
     assert "Not complete: 1 of 4 cells have a result" in read.text
 
 
-def test_with_nothing_complete_it_says_so(made: MadeGrid) -> None:
-    read = Reader(read_report(made))
-    assert not read.images
-    assert "0 of 4 cells complete" in read.text
-
-
-def test_a_warning_of_the_table_comes_before_all_else(made: MadeGrid) -> None:
-    made.change_plan(facts={"trigram_bits_per_byte": 2.5})
-    text = Reader(read_report(made)).text
-    assert text.index("no softmax row to hold against the byte-trigram baseline") < text.index("What was run")
+def test_variants_have_figures_that_are_asked_for_and_many_are_folded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["softmax", ODD, "a", "b"]
+    made = MadeGrid(tmp_path, rows=names)
+    for name in names:
+        made.finish(name, 0, diagnostics=TAU)
+    monkeypatch.setattr("lit_lazy.report.page.SHOWN_VARIANTS", 1)
+    asked = f"<code>lit-lazy report {made.folder.name} --figures all</code>, or a list of rows, draws those of "
+    for drawn, shown, others in (
+        ((), ["softmax"], [ODD, "a", "b"]),
+        ((ODD,), [ODD], ["softmax", "a", "b"]),
+        (("all",), names, []),
+    ):
+        page = render_report(made.read(), drawn=drawn)
+        assert re.findall("<summary>(.*) <small>seed 0</small></summary>", page) == [escape(name) for name in shown]
+        assert ("<details open>" in page) == (len(shown) < 4)
+        assert (f"{asked}{', '.join(escape(name) for name in others)}." in page) == bool(others)
 
 
 def test_the_best_softmax_row_is_held_against_the_trigram(tmp_path: Path) -> None:
+    """A warning of the table comes before all else."""
     rows = {
         "softmax at 0.1": ({"attention": {"class": "AttentionSpec", "normaliser": "Softmax"}}, (2.5, 2.4)),
         "softmax at 0.2": ({"attention": {"normaliser": "Softmax"}, "mixer": "SelfAttention"}, (2.2, 2.3)),
@@ -289,27 +257,16 @@ def test_the_best_softmax_row_is_held_against_the_trigram(tmp_path: Path) -> Non
         "retnet": ({"attention": {"normaliser": "Softmax"}, "mixer": "RetNet"}, (1.1, 1.1)),
     }
     made = MadeGrid(tmp_path, rows=tuple(rows))
+    made.change_plan(facts={"trigram_bits_per_byte": 2.5})
+    text = Reader(render_report(made.read())).text
+    assert text.index("no softmax row to hold against the byte-trigram baseline") < text.index("What was run")
     for name, (model, losses) in rows.items():
         for seed, loss in enumerate(losses):
             made.finish(name, seed, {"loss/bits_per_byte": loss}, model)
-
-    def warnings(trigram: float) -> tuple[str, ...]:
-        made.change_plan(facts={"trigram_bits_per_byte": trigram})
-        return made.read().build_table().warnings
-
-    (said,) = warnings(2.5)
+    (said,) = made.read().build_table().warnings
     assert said.startswith("UNDERTRAINED: 'softmax at 0.2' reaches 2.250 bits/byte; 2.200 would be 0.3 below")
-    assert warnings(2.6) == ()
-
-
-def test_many_variants_are_folded(tmp_path: Path) -> None:
-    names = [f"lazy {i}" for i in range(4)]
-    made = MadeGrid(tmp_path, rows=("softmax", *names))
-    for name in names:
-        made.finish(name, 0, diagnostics=TAU)
-    page = read_report(made)
-    assert page.count("<small>seed 0</small></summary>") == 4
-    assert "<details open>" not in page
+    made.change_plan(facts={"trigram_bits_per_byte": 2.6})
+    assert made.read().build_table().warnings == ()
 
 
 IMAGES = "[...document.images].map(image => [image.complete, image.naturalWidth, image.alt])"
@@ -353,10 +310,8 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
         named, labelled = browser.evaluate(f"[{NAMES}, {LABELS}]")
         assert named == labelled, "a card's lines are named after the columns"
         backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-        assert (
-            browser.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundColor")
-            == "rgb(255, 255, 255)"
-        )
+        behind = browser.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundColor")
+        assert behind == "rgb(255, 255, 255)"
     assert len(backgrounds) == 2
     assert browser.errors == []
 
@@ -377,99 +332,49 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
     assert browser.errors == []
 
 
-def test_the_baseline_and_another_variant_have_figures(tmp_path: Path) -> None:
-    made = MadeGrid(tmp_path, rows=("softmax", ODD))
-    for name in ("softmax", ODD):
-        made.finish(name, 0, diagnostics=TAU)
-    page = read_report(made, most=1)
-    assert page.count("</small></summary>") == 1
-    assert "<summary>softmax" in page
-    asked = f"<code>lit-lazy report {made.folder.name} --figures all</code>"
-    assert f"{asked}, or a list of rows, draws those of {escape(ODD)}." in page
+# From Python
 
 
-@pytest.mark.long
-def test_the_variants_that_are_asked_for_have_figures(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["report", ID, "--runs", str(store), "--out", str(tmp_path / "report.html"), "--figures"]
-    assert main([*command, ODD]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("</small></summary>") == 1
-    assert "draws those of softmax." in page
-    assert main([*command, "all"]) == 0
-    assert (tmp_path / "report.html").read_text().count("</small></summary>") == 2
-    assert main([*command, "softmx"]) == 2
-    assert "there are softmax" in capsys.readouterr().err
+def test_cells_from_python_are_those_of_the_folder(store: Path) -> None:
+    found, grid = results("duo", runs=store), read_grid(store / ID)  # its name is enough for its only grid
+    assert found.table == grid.build_table()
+    assert str(found) == found._repr_markdown_() == render_brief(found.table)
+    assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
+    cells = found.cells.set_index(["variant", "seed"])
+    assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
+    for cell in grid.cells:
+        line, result = cells.loc[(cell.variant, cell.seed)], RunResult.peek(cell.folder)
+        assert result is not None
+        assert {name: line[name] for name in result.metrics} == result.metrics
+        assert line["time/train_seconds"] == result.timings["train_seconds"]
+        about = (cell.key, str(cell.folder), result.environment["git_sha"], "complete", None)  # no checkpoint was kept
+        assert tuple(line[["key", "folder", "git_sha", "status", "checkpoint"]]) == about
+        curve = found.curves.query(f"variant == {cell.variant!r} and seed == {cell.seed} and metric == 'val/loss'")
+        logged = [(r.step, r.metrics["val/loss"]) for r in read_lines(cell.folder / METRICS) if "val/loss" in r.metrics]
+        assert list(zip(curve["step"], curve["value"], strict=True)) == logged != []
+    lazy = cells.loc[(ODD, 1)]
+    expected = {"normaliser": "Elastic", "normaliser.tau_init": 1.0}
+    assert {name: lazy[f"model.attention.{name}"] for name in expected} == expected
+    expected = {"model.tie_embeddings": True, "train.betas": [0.9, 0.95], "model.n_kv_heads": None}
+    assert {name: lazy[name] for name in expected} == expected
+    (row,) = [row for row in found.table.rows if row.variant == ODD]
+    assert row.metrics["loss/excess"].mean == pytest.approx(cells.loc[[ODD], "loss/excess"].mean())
 
 
-class TestFromPython:
-    """`lit_lazy.results` and its example in the README."""
-
-    def test_cells_are_those_of_the_folder(self, store: Path) -> None:
-        found, grid = results(ID, runs=store), read_grid(store / ID)
-        assert found.table == grid.build_table()
-        assert str(found) == found._repr_markdown_() == render_brief(found.table)
-        assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
-        cells = found.cells.set_index(["variant", "seed"])
-        assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
-        for cell in grid.cells:
-            line, result = cells.loc[(cell.variant, cell.seed)], RunResult.peek(cell.folder)
-            assert result is not None
-            assert {name: line[name] for name in result.metrics} == result.metrics
-            assert line["time/train_seconds"] == result.timings["train_seconds"]
-            assert (line["key"], line["folder"], line["git_sha"]) == (
-                cell.key,
-                str(cell.folder),
-                result.environment["git_sha"],
-            )
-            assert line["checkpoint"] is None, "none was kept"
-            curve = found.curves.query(f"variant == {cell.variant!r} and seed == {cell.seed} and metric == 'val/loss'")
-            logged = [
-                (r.step, r.metrics["val/loss"]) for r in read_lines(cell.folder / METRICS) if "val/loss" in r.metrics
-            ]
-            assert list(zip(curve["step"], curve["value"], strict=True)) == logged != []
-        assert set(cells["status"]) == {"complete"}
-        lazy = cells.loc[(ODD, 1)]
-        assert (lazy["model.attention.normaliser"], lazy["model.attention.normaliser.tau_init"]) == ("Elastic", 1.0)
-        assert (lazy["model.tie_embeddings"], lazy["train.betas"], lazy["model.n_kv_heads"]) == (
-            True,
-            [0.9, 0.95],
-            None,
-        )
-        (row,) = [row for row in found.table.rows if row.variant == ODD]
-        mean = cells.loc[[ODD], "loss/excess"].mean()
-        assert row.metrics["loss/excess"].mean == pytest.approx(mean)
-
-    def test_a_grid_that_is_not_there_is_named(self, store: Path) -> None:
-        with pytest.raises(
-            ValueError, match=rf"results='doo': .* holds no such ablation .did you mean duo..; it has {ID}; "
-        ):
-            results("doo", runs=store)
-
-    def test_the_ablations_name_is_enough_for_its_only_grid(
-        self, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert results("duo", runs=store).table.ablation == "duo"
-        page = tmp_path / "report.html"
-        assert main(["report", "duo", "--runs", str(store), "--out", str(page)]) == 0
-        assert main(["report", "du", "--runs", str(store), "--out", str(page)]) == 2
-        assert "'du': " in capsys.readouterr().err
-
-    def test_its_example_and_the_readmes_run(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They run on this grid and on the tiny probe."""
-        monkeypatch.chdir(store.parent)
-        readme = (Path(__file__).parents[2] / "README.md").read_text()
-        (shown,) = re.findall(r"^```python\n(from lit_lazy import .*?)^```", readme, re.M | re.S)
-        assert len([line for line in shown.splitlines() if line]) <= 10
-        shown = shown.replace('"backcopy"', '"backcopy_tiny"').replace("table2-backcopy", ID).replace("17", "7")
-        exec(compile(shown, "README.md", "exec"), {})
-        assert Path("heads.png").is_file()
-        (example,) = [test for test in doctest.DocTestFinder().find(results, globs={}) if test.examples]
-        for line in example.examples:
-            line.source = line.source.replace("table2-backcopy", ID)
-        said: list[str] = []
-        assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+def test_the_examples_of_the_function_and_of_the_readme_run(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run on this grid and on the tiny probe."""
+    monkeypatch.chdir(store.parent)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (shown,) = re.findall(r"^```python\n(from lit_lazy import .*?)^```", readme, re.M | re.S)
+    assert len([line for line in shown.splitlines() if line]) <= 10
+    shown = shown.replace('"backcopy"', '"backcopy_tiny"').replace("table2-backcopy", ID).replace("17", "7")
+    exec(compile(shown, "README.md", "exec"), {})
+    assert Path("heads.png").is_file()
+    (example,) = [test for test in doctest.DocTestFinder().find(results, globs={}) if test.examples]
+    for line in example.examples:
+        line.source = line.source.replace("table2-backcopy", ID)
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
 
 
 # A read-only archive
@@ -513,17 +418,20 @@ def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, 
     return forked.run_in_fork(work)
 
 
-@pytest.mark.long
-def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path) -> None:
+def test_a_read_only_archive_is_read_and_needs_a_place_for_what_is_written(
+    store: Path, archive: Path, tmp_path: Path
+) -> None:
     table = render_markdown(read_grid(store / ID).build_table())
     hidden = store.rename(store.with_name("hidden"))
     try:
-        found = run_on_archive(
+        *found, report_here, table_here = run_on_archive(
             archive,
-            ["report", ID, "--runs", str(archive), "--out", str(tmp_path / "report.html")],
+            ["report", "duo", "--runs", str(archive), "--out", str(tmp_path / "report.html")],
             ["ablate", "table", ID, "--runs", str(archive), "--out", str(tmp_path / "table")],
             ["ablate", "status", ID, "--runs", str(archive)],
             ["ablate", "verdicts", str(archive)],
+            ["report", ID, "--runs", str(archive)],
+            ["ablate", "table", ID, "--runs", str(archive)],
         )
     finally:
         hidden.rename(store)
@@ -534,13 +442,8 @@ def test_a_read_only_archive_is_read(store: Path, archive: Path, tmp_path: Path)
     assert (tmp_path / "table" / "effects.png").stat().st_size
     assert f"{ID}: 4/4 cells complete" in found[2][1]
     assert "q_window_2" in found[3][1]
-
-
-def test_a_read_only_archive_needs_a_place_for_what_is_written(archive: Path) -> None:
-    words = ["--runs", str(archive)]
-    for status, _, errors in run_on_archive(archive, ["report", ID, *words], ["ablate", "table", ID, *words]):
-        assert status == 2
-        assert errors == f"lit-lazy: --runs {str(archive)!r}: is read-only; say by --out where to write\n"
+    said = f"lit-lazy: --runs {str(archive)!r}: is read-only; say by --out where to write\n"
+    assert report_here[::2] == table_here[::2] == (2, said)
 
 
 def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,10 +462,3 @@ def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monke
     assert served is not None
     assert not Path(served[1]).parent.exists()
     assert f"--runs {str(archive)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost" in out
-
-
-def test_a_table_is_written_elsewhere_and_nothing_here(store: Path, tmp_path: Path) -> None:
-    before = {path for path in store.rglob("*") if not path.name.endswith(".lock")}
-    assert main(["ablate", "table", ID, "--runs", str(store), "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "table.json").exists()
-    assert {path for path in store.rglob("*") if not path.name.endswith(".lock")} == before

@@ -18,6 +18,7 @@ from lit_lazy.table.stored import read_table
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 KEPT = sorted(RESULTS.glob("*/table.json"))
 MOST_BYTES, MOST_FILES = 12_000_000, 160
+RESTATE = ["ablate", "table", "q_mask_2"]
 QUESTION = RESULTS / "q_mask_2-backcopy"
 
 
@@ -28,7 +29,6 @@ def test_committed_tables_say_what_their_values_and_todays_statistics_give(path:
     assert recompute_statistics(table, ablation.columns, ablation.all_contrasts, ablation.primary) == table
     for file in save(table, tmp_path, ("table.md", "table.json")):
         assert path.with_name(file.name).read_text() == file.read_text(), file.name
-    assert table.primary in ablation.primary
 
 
 def test_the_results_are_small() -> None:
@@ -98,18 +98,10 @@ def doctored(tmp_path: Path, **changes: object) -> Path:
         (["report", "--from", "a", "--from", ".", "--out", "x"], {}, "--out 'x': is one file, --from names 2 folders"),
         (["ablate", "table", "table2"], {}, "is a table of 'q_mask_2', not of 'table2'"),
         (["ablate", "table", "q_mask_2", "--base", "stdlib"], {}, "--base stdlib: a table.json names its experiment"),
-        (
-            ["ablate", "table", "q_mask_2"],
-            {"pilot_seeds": [3]},
-            "declare another pilot_seeds; a verdict is on what was",
-        ),
-        (["ablate", "table", "q_mask_2"], {"margin": 9.0, "claim": "Pigs fly."}, "declare another claim, margin; a"),
-        (["ablate", "table", "q_mask_2"], {"seeds": [10] * 80}, "each must occur once"),
-        (
-            ["ablate", "table", "q_mask_2"],
-            {"declaration": None},
-            "the table declares nothing, the question's file does",
-        ),
+        (RESTATE, {"pilot_seeds": [3]}, "declare another pilot_seeds; a verdict is on what was"),
+        (RESTATE, {"margin": 9.0, "claim": "Pigs fly."}, "declare another claim, margin; a"),
+        (RESTATE, {"seeds": [10] * 80}, "each must occur once"),
+        (RESTATE, {"declaration": None}, "the table declares nothing, the question's file does"),
     ],
 )
 def test_what_is_no_table_of_it_is_named_and_left_as_it_was(

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.special import betainc
 
 from lit_lazy.command.ablate_run import describe_next_look
 from lit_lazy.support.stored_records import make_record
@@ -31,6 +30,7 @@ DECLARED = Declaration(
 )  # fmt: skip
 SINK = Statement("sink", Comparison("new", "<", 0.25, "old"), given=Comparison("old", ">", 0.1))
 COUNTED = replace(DECLARED, rule="mostly", statements=(SINK,), contrasts={"sink": SINK.weights})
+OF_FIRST_ROUND = {name: value for name, value in DECLARED.to_json().items() if name not in ("rules", "looks")}
 
 
 def declare(rule: str, k: int = 1, **changes) -> Declaration:
@@ -61,117 +61,82 @@ def around(mean: float, sd: float, n: int) -> list[float]:
 
 
 def test_the_bounds_are_those_of_the_tables() -> None:
-    """Quantiles of t by bisection of the incomplete beta function, and binomial tails by counting."""
-
-    def t_quantile(df: int, rate: float) -> float:
-        low, high = 0.0, 50.0
-        while high - low > 1e-9:
-            middle = (low + high) / 2
-            tail = 0.5 * betainc(df / 2, 0.5, df / (df + middle**2))
-            low, high = (middle, high) if tail > rate else (low, middle)
-        return low
-
-    def tail(n: int, y: int) -> float:
-        return sum(math.comb(n, i) for i in range(y, n + 1)) / 2**n
-
+    """Quantiles of t at the shares 1/8, 1/8, 1/4 and 1/2 of 0.025, of four claims at a fourth, and binomial tails."""
     found = [compute_critical(declare("lower", k=4), j) for j in range(4)]
-    shares = (1 / 8, 1 / 8, 1 / 4, 1 / 2)
-    for c, n, share in zip(found, LOOKS, shares, strict=True):
-        assert c.t_support == pytest.approx(t_quantile(n - 1, 0.025 * share), abs=1e-3)
-        assert c.t_refute == pytest.approx(t_quantile(n - 1, 0.025 * share / 4), abs=1e-3)
-        assert tail(n, c.fewest_met) <= 0.025 * share < tail(n, c.fewest_met - 1)
     assert [round(c.t_support, 2) for c in found] == [3.55, 3.07, 2.62, 2.28]
     assert [round(c.t_refute, 2) for c in found] == [4.47, 3.69, 3.15, 2.81]
     assert [c.fewest_met for c in found] == [10, 17, 29, 51]
 
 
-@pytest.mark.parametrize(
-    ("rule", "difference", "sd", "status"),
-    [
-        ("lower", -0.2, 0.1, "supported"),
-        ("lower", 0.0, 0.05, "refuted"),
-        ("lower", -0.05, 0.2, "undecided"),
-        ("lower", -0.05, 0.02, "refuted"),  # lower, but not by the margin: both hold, and refutation comes first
-        ("higher", 0.2, 0.1, "supported"),
-        ("higher", -0.2, 0.1, "refuted"),
-        ("same", 0.0, 0.05, "supported"),
-        ("same", 0.2, 0.05, "refuted"),
-        ("same", 0.0, 0.5, "undecided"),
-        ("no_worse", 0.0, 0.05, "supported"),
-        ("no_worse", 0.3, 0.1, "refuted"),
-        ("no_worse", 0.05, 0.3, "undecided"),
-    ],
-)
-def test_each_rule_has_each_outcome(rule: str, difference: float, sd: float, status: str) -> None:
-    rows = {"old": [1.0] * 10, "new 0": around(1 + difference, sd, 10)}
-    found = judge_rows(declare(rule), rows)
-    assert (found.status, found.n, len(found.looks)) == (status, 10, 1)
-    part = found.parts[0]
-    half = compute_critical(declare(rule), 0).t_refute * sd / 10**0.5
-    assert (part.mean, part.low, part.high) == pytest.approx((difference, difference - half, difference + half))
-
-
-@pytest.mark.parametrize(
-    ("new", "old", "status"),
-    [(0.02, 0.5, "supported"), (0.6, 0.5, "refuted"), (0.2, 0.5, "undecided"), (0.02, 0.2, "undecided")],
-)
-def test_removed_is_a_matter_of_levels(new: float, old: float, status: str) -> None:
-    rows = {"old": around(old, 0.01, 10), "new 0": around(new, 0.01, 10)}
-    assert judge_rows(declare("removed"), rows).status == status
-
-
-@pytest.mark.parametrize(
-    ("met", "absent", "status", "n"),
-    [(10, 0, "supported", 10), (0, 0, "refuted", 10), (9, 0, "undecided", 10), (0, 3, "undecided", 10)],
-)
-def test_a_statement_is_counted_by_seeds(met: int, absent: int, status: str, n: int) -> None:
-    old = [0.05] * absent + [0.4] * (n - absent)
-    new = [0.0] * met + [0.3] * (n - met)
-    found = judge_rows(COUNTED, {"old": old, "new": new})
-    assert found.status == status
-    counted = met if not absent else 0
-    assert found.parts[0].why.startswith(f"met in {counted} of {n} seeds")
-    assert (f"what it presumes is absent in {absent}" in found.parts[0].why) == bool(absent)
-
-
-def alone(rivals: tuple[str, ...]) -> Declaration:
+def alone(*rivals: str) -> Declaration:
     statement = replace(SINK, rivals=rivals)
     return replace(COUNTED, rule="alone", statements=(statement,), contrasts={"sink": statement.weights})
 
 
-def test_alone_needs_every_rival_to_be_shown_to_keep_it() -> None:
-    levels = {"old": 0.4, "new": 0.0, "kept": 0.4, "too": 0.4, "also": 0.4, "gone": 0.01}
-    rows = {name: [level] * 20 for name, level in levels.items()} | {"half": [0.01, 0.4] * 10}
-    assert judge_rows(alone(("kept",)), rows).status == "supported"
-    assert judge_rows(alone(("kept", "gone")), rows).n == 10
-    refuted = judge_rows(alone(("kept", "too", "also", "gone")), rows)
-    assert (refuted.status, refuted.n) == ("refuted", 20)
-    assert refuted.looks[0].parts[0].status == "undecided", "2^-10 is above the error rate of one of four rivals"
-    assert judge_rows(alone(("kept", "half")), rows).status == "undecided"
+NULL = [0.05] * 3 + [0.4] * 7
+LEVELS = {"old": 0.4, "new": 0.0, "kept": 0.4, "too": 0.4, "also": 0.4, "gone": 0.01}
+RIVALS = {name: [level] * 20 for name, level in LEVELS.items()} | {"half": [0.01, 0.4] * 10}
+
+
+@pytest.mark.parametrize(
+    ("declared", "rows", "status", "n"),
+    [
+        *(
+            (declare(rule), {"old": [1.0] * 10, "new 0": around(1 + difference, sd, 10)}, status, 10)
+            for rule, difference, sd, status in (
+                ("lower", -0.2, 0.1, "supported"),
+                ("lower", 0.0, 0.05, "refuted"),
+                ("lower", -0.05, 0.2, "undecided"),
+                ("lower", -0.05, 0.02, "refuted"),  # lower, but not by the margin: both hold, refutation comes first
+                ("lower", -0.5, 0.0, "undecided"),  # no seed moves it, so its spread is unknown
+                ("higher", 0.2, 0.1, "supported"),
+                ("higher", -0.2, 0.1, "refuted"),
+                ("same", 0.0, 0.05, "supported"),
+                ("same", 0.2, 0.05, "refuted"),
+                ("same", 0.0, 0.5, "undecided"),
+                ("no_worse", 0.0, 0.05, "supported"),
+                ("no_worse", 0.3, 0.1, "refuted"),
+                ("no_worse", 0.05, 0.3, "undecided"),
+            )
+        ),
+        *(
+            (declare("removed"), {"old": around(old, 0.01, 10), "new 0": around(new, 0.01, 10)}, status, 10)
+            for new, old, status in ((0.02, 0.5, "supported"), (0.6, 0.5, "refuted"), (0.2, 0.5, "undecided"))
+        ),
+        (declare("removed"), {"old": around(0.2, 0.01, 10), "new 0": around(0.02, 0.01, 10)}, "undecided", 10),
+        (COUNTED, {"old": [0.4] * 10, "new": [0.0] * 10}, "supported", 10),
+        (COUNTED, {"old": [0.4] * 10, "new": [0.3] * 10}, "refuted", 10),
+        (COUNTED, {"old": [0.4] * 10, "new": [0.0] * 9 + [0.3]}, "undecided", 10),
+        (COUNTED, {"old": NULL, "new": [0.0] * 10}, "undecided", 10),
+        (alone("kept"), RIVALS, "supported", 10),
+        (alone("kept", "gone"), RIVALS, "refuted", 10),
+        # At 10 seeds 2^-10 is above the error rate of one of four rivals.
+        (alone("kept", "too", "also", "gone"), RIVALS, "refuted", 20),
+        (alone("kept", "half"), RIVALS, "undecided", 20),
+    ],
+)
+def test_each_rule_has_each_outcome(declared: Declaration, rows: dict[str, list[float]], status: str, n: int) -> None:
+    found = judge_rows(declared, rows)
+    assert (found.status, found.n) == (status, n)
+    part = found.parts[0]
+    if declared.rule == "mostly":
+        met = sum(new < 0.25 * old and old > 0.1 for new, old in zip(rows["new"], rows["old"], strict=True))
+        absent = "; what it presumes is absent in 3" if rows["old"] == NULL else ""
+        assert part.why.startswith(f"met in {met} of 10 seeds{absent}")
+    elif declared.rule in ("lower", "higher", "same", "no_worse") and part.low is not None:
+        d = np.subtract(rows["new 0"], rows["old"])
+        half = compute_critical(declared, 0).t_refute * d.std(ddof=1) / 10**0.5
+        assert (part.mean, part.low, part.high) == pytest.approx((d.mean(), d.mean() - half, d.mean() + half))
 
 
 def test_a_rival_that_did_not_learn_decides_nothing() -> None:
-    rows = {"old": [0.4] * 20, "new": [0.0] * 20, "kept": [0.4] * 20, "gone": [0.01] * 20}
-    table = table_of(alone(("kept", "gone")), rows)
-    outcomes = {name: dict(zip(DECLARED.seeds, values, strict=False)) for name, values in rows.items()}
-    statuses = {
-        dead: judge_looks(alone(("kept", "gone")), outcomes, dict.fromkeys(dead, DECLARED.seeds))[-1].parts[0].status
-        for dead in ((), ("gone",), ("kept", "gone"), ("new",))
-    }
-    assert statuses == {
-        (): "refuted",
-        ("gone",): "supported",
-        ("kept", "gone"): "undecided",
-        ("new",): "undecided",
-    }
-    assert table.unlearned == {}
-    weighed = replace(table, yardstick=Yardstick("loss", 0.35, {"chance": 0.7}))
-    assert weighed.unlearned == {"old": "20 of 20", "kept": "20 of 20"}
-
-
-def test_a_contrast_that_no_seed_moves_is_undecided() -> None:
-    found = judge_rows(declare("lower"), {"old": [1.0] * 10, "new 0": [0.5] * 10})
-    assert (found.status, found.parts[0].why) == ("undecided", "no seed moves it, so its spread is unknown")
+    outcomes = {name: dict(zip(DECLARED.seeds, values, strict=False)) for name, values in RIVALS.items()}
+    declared = alone("kept", "gone")
+    for dead, status in ((("gone",), "supported"), (("kept", "gone"), "undecided"), (("new",), "undecided")):
+        looks = judge_looks(declared, outcomes, dict.fromkeys(dead, DECLARED.seeds))
+        assert looks[-1].parts[0].status == status, dead
+    weighed = replace(table_of(declared, RIVALS), yardstick=Yardstick("loss", 0.35, {"chance": 0.7}))
+    assert weighed.unlearned == dict.fromkeys(("old", "kept", "too", "also"), "20 of 20")
 
 
 def test_rows_without_an_open_contrast_stop_and_decided_contrasts_stay() -> None:
@@ -188,21 +153,18 @@ def test_rows_without_an_open_contrast_stop_and_decided_contrasts_stay() -> None
     assert (decided.status, decided.n) == ("supported", 10)
 
 
-def test_a_futile_question_says_so_from_the_second_look_on() -> None:
+def test_a_question_is_futile_from_the_second_look_on_unless_a_later_one_would_decide_it() -> None:
     rows = {"old": [1.0] * 20, "new 0": around(0.95, 0.5, 20)}
     found = judge_rows(declare("lower"), rows)
     assert found.futile
     assert "Futile to continue" in found.sentence
     assert not judge_rows(declare("lower"), {name: x[:10] for name, x in rows.items()}).futile
     assert not judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": around(0.92, 0.25, 20)}).futile
-
-
-def test_a_mean_that_is_rounding_beside_its_interval_is_told_as_zero() -> None:
-    declared = declare("lower")
-    looked = add_verdict(table_of(declared, {"old": [1.0] * 10, "new 0": [0.5, 1.5 + 1e-15] * 5}), declared)
-    assert looked.verdict is not None
-    (told,) = describe_contrasts(declared, looked.verdict, LOSS)
-    assert ": +0.000 [" in told
+    # The look at 81 spends most of the error rate, the last one next to none.
+    declared = declare("lower", looks=(10, 20, 81, 82), seeds=tuple(range(82)), margin=0.5)
+    found = judge_rows(declared, {"old": [1.0] * 20, "new 0": around(0.7, 1.0, 20)})
+    assert not found.futile
+    assert found.chances[0].supported + found.chances[0].refuted > 0.8
 
 
 def test_a_look_whose_rows_did_not_learn_has_no_chance_to_tell() -> None:
@@ -216,15 +178,6 @@ def test_a_look_whose_rows_did_not_learn_has_no_chance_to_tell() -> None:
 
     assert describe(learned=2.0) == ["look 1 of 4", "c0", "Probability that it is decided", "look 2 of 4"]
     assert describe(learned=0.0) == ["look 1 of 4", "c0", "look 2 of 4"]
-
-
-def test_a_question_that_an_earlier_look_would_decide_is_not_futile() -> None:
-    """The look at 81 spends most of the error rate, the last one next to none."""
-    declared = declare("lower", looks=(10, 20, 81, 82), seeds=tuple(range(82)), margin=0.5)
-    rows = {"old": [1.0] * 20, "new 0": around(0.7, 1.0, 20)}
-    found = judge_rows(declared, rows)
-    assert not found.futile
-    assert found.chances[0].supported + found.chances[0].refuted > 0.8
 
 
 @pytest.mark.parametrize("rule", ["lower", "same", "mostly"])
@@ -255,35 +208,17 @@ def test_chances_are_those_of_simulated_futures(rule: str) -> None:
 
 def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> None:
     repeated = replace(COUNTED, after="q", earlier=f"Undecided: {COUNTED.claim}", earlier_seeds=(3,))
-    for declared, rows in (
-        (declare("lower", k=2), {"old": around(1, 0.01, 20), "new 0": around(0.5, 0.1, 10), "new 1": [0.9, 1.0] * 10}),
-        (repeated, {"old": [0.4] * 10, "new": [0.0] * 10}),
+    renamed = replace(repeated, claim="Another.")
+    rows = {"old": [0.4] * 10, "new": [0.0] * 10}
+    for declared, said in (
+        (repeated, f"Second attempt, with other seeds. The first, q: {repeated.earlier}"),
+        (renamed, "Asked with other seeds after q, whose claim reads otherwise: Undecided"),
     ):
         table = add_verdict(table_of(declared, rows), declared)
         again = parse_table(json.dumps(table.to_json()), "it")
         assert (again.declaration, again.verdict) == (declared, table.verdict)
         assert judge(declared, again) == table.verdict
-        text = render_markdown(table)
-        assert table.verdict is not None
-        assert table.verdict.sentence in text
-        assert f"look 1 of 4: n = 10, alpha spent {0.025 / 8:.4g}" in text
-        assert (f"Second attempt, with other seeds. The first, q: {declared.earlier}" in text) == bool(declared.after)
-    other = add_verdict(table_of(replace(declared, claim="Another."), rows), replace(declared, claim="Another."))
-    assert "Asked with other seeds after q, whose claim reads otherwise: Undecided" in render_markdown(other)
-
-
-def test_the_interval_of_support_is_printed_where_it_is_not_that_of_refutation() -> None:
-    rows = {"old": [1.0] * 10, "new 0": around(0.5, 0.1, 10), "new 1": around(1, 0.1, 10)}
-    two, one = declare("lower", k=2), declare("lower")
-    verdict = judge_rows(two, rows)
-    critical = compute_critical(two, 0)
-    wide, short = (
-        f"[{-0.5 - factor * 0.1 / math.sqrt(10):+.3f}, {-0.5 + factor * 0.1 / math.sqrt(10):+.3f}]"
-        for factor in (critical.t_refute, critical.t_support)
-    )
-    supported = f"-0.500 {wide}, for support {short} nats"
-    assert describe_contrasts(two, verdict, LOSS)[0] == f"c0: supported, lower: {supported}"
-    assert "for support" not in describe_contrasts(one, judge_rows(one, rows), LOSS)[0]
+        assert said in render_markdown(table)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +230,11 @@ def test_the_interval_of_support_is_printed_where_it_is_not_that_of_refutation()
         (lambda: Comparison("a", "<", 1.0, "a"), "of='a': must be another row"),
         (lambda: Statement("s", SINK.holds, rivals=("new",)), "statement 's': rivals=['new']: must be rows that"),
         (lambda: Statement("s", SINK.holds, rivals=("old",)), "rivals=['old']"),
+        (lambda: make_record(Declaration, OF_FIRST_ROUND), "which first-round.md's questions lack"),
         *(
             (partial(replace, DECLARED, **changes), message)
             for changes, message in (
+                ({"rules": 1}, "rules=1: must be version 2; docs/results/first-round.md has the questions"),
                 ({"rule": "better"}, "rule='better': must be one of lower, higher, same, no_worse, mostly, removed, a"),
                 ({"margin": 0.0}, "margin=0.0: must be above 0"),
                 ({"removed": 0.4}, "removed=0.4: must be below kept=0.3"),
@@ -325,14 +262,6 @@ def test_mistakes_in_a_declaration_are_named(make: Callable[[], object], message
 OLD_AND_NEW = {"old": around(2, 0.1, 10), "new": around(1, 0.2, 10)}
 
 
-def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open() -> None:
-    rows = {"old": [2.0] * 10, "good": around(1, 0.1, 10), "bad": around(3, 0.1, 10), "vague": around(1.9, 0.5, 10)}
-    statuses = {("good",): "supported", ("good", "vague"): "undecided", ("good", "vague", "bad"): "refuted"}
-    for names, status in statuses.items():
-        declared = replace(DECLARED, contrasts={name: {name: 1.0, "old": -1.0} for name in names})
-        assert judge_rows(declared, rows).status == status
-
-
 def test_there_is_no_verdict_while_a_declared_seed_is_missing() -> None:
     whole = table_of(DECLARED, OLD_AND_NEW)
     assert judge(replace(DECLARED, seeds=(9, *DECLARED.seeds[1:])), whole) is None
@@ -344,31 +273,20 @@ def test_there_is_no_verdict_while_a_declared_seed_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reasons"),
+    ("changes", "reason"),
     [
-        ({}, ()),
-        (
-            {"commit": ""},
-            ("its declaration, its experiment or a file that they import was not committed before its run",),
-        ),
-        ({"changed": True}, ("its declaration changed after its run began",)),
-        ({"pilot_seeds": (3, 112)}, ("some of its seeds were used in a pilot",)),
-        ({"after": "q", "earlier_seeds": (3, 4)}, ()),
-        ({"after": "q", "earlier_seeds": (3, 100)}, ("some of its seeds were used in q",)),
+        ({}, ""),
+        ({"commit": ""}, "its declaration, its experiment or a file that they import was not committed before its run"),
+        ({"changed": True}, "its declaration changed after its run began"),
+        ({"pilot_seeds": (3, 112)}, "some of its seeds were used in a pilot"),
+        ({"after": "q", "earlier_seeds": (3, 4)}, ""),
+        ({"after": "q", "earlier_seeds": (3, 100)}, "some of its seeds were used in q"),
     ],
 )
-def test_what_was_not_declared_before_is_exploratory(changes: dict[str, object], reasons: tuple[str, ...]) -> None:
+def test_what_was_not_declared_before_is_exploratory(changes: dict[str, object], reason: str) -> None:
     found = judge_rows(replace(DECLARED, **changes), OLD_AND_NEW)
-    assert found.exploratory == reasons
-    assert found.sentence.endswith("".join(f" Exploratory: {reason}." for reason in reasons) or DECLARED.claim)
-
-
-def test_a_declaration_of_the_first_round_is_refused() -> None:
-    first = {name: value for name, value in DECLARED.to_json().items() if name not in ("rules", "looks")}
-    with pytest.raises(ValueError, match=r"looks=\(\): .*, which first-round\.md's questions lack$"):
-        make_record(Declaration, first)
-    with pytest.raises(ValueError, match=r"rules=1: must be version 2; docs/results/first-round\.md has the questions"):
-        replace(DECLARED, rules=1)
+    assert found.exploratory == ((reason,) if reason else ())
+    assert found.sentence.endswith(f" Exploratory: {reason}." if reason else DECLARED.claim)
 
 
 def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:
@@ -388,13 +306,23 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:
     assert add_verdict(add_verdict(table, DECLARED), None).verdict is None, "a verdict without a declaration is none"
 
 
-def test_an_interval_below_the_columns_digits_is_given_by_its_half_width() -> None:
-    found = judge_rows(DECLARED, {"old": [2.0] * 10, "new": around(1, 1e-5, 10)})
-    (line,), (part,) = describe_contrasts(DECLARED, found, LOSS), found.parts
-    assert line == f"new - old: supported, lower: -1.000 ± {(part.high - part.low) / 2:.1g} nats"
+def test_intervals_and_bounds_are_told_in_the_unit_of_the_column() -> None:
+    """The interval of support is printed where it is not that of refutation."""
 
+    def tell(declared: Declaration, column: Column = LOSS, **rows: list[float]) -> str:
+        verdict = judge_rows(declared, {"old": [1.0] * 10} | {name.replace("_", " "): x for name, x in rows.items()})
+        return describe_contrasts(declared, verdict, column)[0]
 
-def test_bounds_have_the_unit_of_what_they_are_compared_with() -> None:
+    new, critical = around(0.5, 0.1, 10), compute_critical(declare("lower", k=2), 0)
+    wide, short = (
+        f"[{-0.5 - factor * 0.1 / math.sqrt(10):+.3f}, {-0.5 + factor * 0.1 / math.sqrt(10):+.3f}]"
+        for factor in (critical.t_refute, critical.t_support)
+    )
+    told = tell(declare("lower", k=2), new_0=new, new_1=around(1, 0.1, 10))
+    assert told == f"c0: supported, lower: -0.500 {wide}, for support {short} nats"
+    assert "for support" not in tell(declare("lower"), new_0=new)
+    assert ": +0.000 [" in tell(declare("lower"), new_0=[0.5, 1.5 + 1e-15] * 5), "rounding beside its interval"
+    assert re.search(r"lower: -1\.000 ± \de-05 nats$", tell(declare("lower"), new_0=around(0, 1e-5, 10)))
     share = replace(LOSS, unit="%", scale=100)
     assert describe_bounds(DECLARED, share) == ("margin 10 points",)
     assert describe_bounds(replace(DECLARED, rule="removed"), share) == ("removed below 10 %", "there above 30 %")

@@ -15,7 +15,15 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.findings import THEMES, Words, collect_answers, fill_page, read_questions, read_words
+from lit_lazy.report.findings import (
+    THEMES,
+    QuestionResult,
+    Words,
+    collect_answers,
+    fill_page,
+    read_questions,
+    read_words,
+)
 from lit_lazy.support.named_files import list_available
 from lit_lazy.table.stored import read_table
 
@@ -23,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 first_round = SimpleNamespace(**runpy.run_path(str(RESULTS / "first_round.py")))
 TABLES = [path for path in sorted(RESULTS.glob("*/table.json")) if json.loads(path.read_text()).get("declaration")]
-QUESTIONS = [name for name in list_available("ablations") if name.startswith("q_")]
 MARKED = """
 <!-- findings -->
 <!-- end -->
@@ -35,9 +42,14 @@ MARKED = """
 """
 
 
-def test_the_pages_are_made_of_the_committed_tables() -> None:
+@pytest.fixture(scope="module")
+def found() -> list[QuestionResult]:
+    return read_questions(RESULTS)
+
+
+def test_the_pages_are_made_of_the_committed_tables(found: list[QuestionResult]) -> None:
     """Written by `lit-lazy ablate verdicts docs/results --insert README.md --insert docs/results/README.md`."""
-    answers = collect_answers(read_questions(RESULTS), RESULTS)
+    answers = collect_answers(found, RESULTS)
     for page in (ROOT / "README.md", RESULTS / "README.md"):
         assert fill_page(page.read_text(), answers, RESULTS, page.parent) == page.read_text()
     assert {answer.words.finding for answer in answers} == {"", *THEMES}
@@ -83,44 +95,33 @@ def test_a_changed_value_changes_every_page(
         assert re.fullmatch(rf"the loss \[{re.escape(f'{mean:+.4f}')} ±\S+, p\S+\]{re.escape(links[1])}", difference)
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_words_hold_no_result(name: str) -> None:
+def test_words_hold_no_result() -> None:
     """A number stands in the declaration, or is filled in from the table."""
-    words = read_words(name)
-    assert words.subject != "Other"
-    assert words.claim
-    declared = (ROOT / "ablations" / f"{name}.py").read_text() + "SmolLM2-135M"
-    typed = re.sub(r"\{[^{}]*\}", "", f"{words.claim} {words.effect} {words.scope}")
-    for number in re.findall(r"\d[\d,.]*", typed):
-        assert number.rstrip(",.") in declared, number
+    for name in (name for name in list_available("ablations") if name.startswith("q_")):
+        words = read_words(name)
+        assert words.subject != "Other"
+        assert words.claim
+        declared = (ROOT / "ablations" / f"{name}.py").read_text() + "SmolLM2-135M"
+        typed = re.sub(r"\{[^{}]*\}", "", f"{words.claim} {words.effect} {words.scope}")
+        assert [x for x in re.findall(r"\d[\d,.]*", typed) if x.rstrip(",.") not in declared] == [], name
 
 
-def test_mistakes_in_words_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_words_are_named(
+    found: list[QuestionResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ablations").mkdir()
-    path, found = tmp_path / "ablations" / "q_text_2.toml", read_questions(RESULTS)
+    asked = [result for result in found if result.table.ablation == "q_text_2"]
     for text, said in (
-        (
-            'subject = "The sinc"',
-            "q_text_2.toml: has no words of a question .*subject='The sinc': must be one of The sink",
-        ),
-        ("topic = 1", "q_text_2.toml: has no words of a question .*topic"),
-        ("subject =", "q_text_2.toml: has no words of a question"),
-        ('effect = "{row: lasy}"', "q_text_2.toml: effect: the table has no 'row: lasy'; it has row: softmax"),
+        ('subject = "The sinc"', "has no words of a question .*subject='The sinc': must be one of The sink"),
+        ("topic = 1", "has no words of a question .*topic"),
+        ("subject =", "has no words of a question"),
+        ('effect = "{row: lasy}"', "effect: the table has no 'row: lasy'; it has row: softmax"),
     ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=said):
-            collect_answers(found, RESULTS)
+        (tmp_path / "ablations" / "q_text_2.toml").write_text(text)
+        with pytest.raises(ValueError, match=f"q_text_2.toml: {said}"):
+            collect_answers(asked, RESULTS)
     assert read_words("q_of_mine") == Words()
-
-
-def test_a_question_without_words_is_listed_by_its_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_lazy.report.findings.find_words", lambda _: None)
-    (result,) = (result for result in read_questions(RESULTS) if result.table.ablation == "q_scale")
-    (answer,) = collect_answers([result], tmp_path)
-    assert answer.claim == result.declared.claim
-    assert answer.effect.startswith("slope of elastic - softmax: -0.0708 [")
-    assert answer.scope == "stdlib_small, 10 seeds"
 
 
 def test_the_first_round_s_page_is_made_of_its_values() -> None:
@@ -131,38 +132,40 @@ def test_the_first_round_s_page_is_made_of_its_values() -> None:
         [first_round.compute_mean(question, contrast) for contrast in question["contrasts"]]
 
 
-def test_a_first_attempt_is_listed_until_it_is_repeated() -> None:
-    found = read_questions(RESULTS)
+def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repeated(
+    found: list[QuestionResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = {answer.question for answer in collect_answers(found, RESULTS)}
     assert listed == {result.table.ablation for result in found} | {"q_null", "q_length"}
-    again = [
-        result._replace(table=replace(result.table, declaration=replace(result.declared, after="q_null")))
-        for result in found[:1]
-    ]
-    assert "q_null" not in {answer.question for answer in collect_answers(again, RESULTS)}
+    (scale,) = (result for result in found if result.table.ablation == "q_scale")
+    again = scale._replace(table=replace(scale.table, declaration=replace(scale.declared, after="q_null")))
+    assert "q_null" not in {answer.question for answer in collect_answers([again], RESULTS)}
+    monkeypatch.setattr("lit_lazy.report.findings.find_words", lambda _: None)
+    (answer,) = collect_answers([scale], tmp_path)
+    assert answer.claim == scale.declared.claim
+    assert answer.effect.startswith("slope of elastic - softmax: -0.0708 [")
+    assert answer.scope == "stdlib_small, 10 seeds"
 
 
 def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "README.md"
-    command = ["ablate", "verdicts", str(RESULTS), "--insert", str(page)]
+    page, folder = tmp_path / "README.md", tmp_path / "results" / "q_text_2-stdlib_small"
+    shutil.copytree(RESULTS / folder.name, folder)
+    command = ["ablate", "verdicts", str(folder.parent), "--insert", str(page)]
     assert main(command) == 2
     assert "README.md': cannot be read (No such file or directory); name a file with a pair" in capsys.readouterr().err
-    page.write_text("<!-- verdicts -->\n")
-    assert main(command) == 2
-    assert "--insert: the file lacks <!-- verdicts -->, <!-- findings -->" in capsys.readouterr().err
-    assert page.read_text() == "<!-- verdicts -->\n"
-    folder = RESULTS / "q_text_2-stdlib_small"
-    for link, said in (
+    for text, said in (
+        ("<!-- verdicts -->", "--insert: the file lacks <!-- verdicts -->, <!-- findings -->"),
         (f'{folder}/table.md "lasy: loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
         (f'{folder}/table.md "lazy: Δ los"', "q_text_2: the table has no 'los'; it has validation loss, "),
         (f'{folder}/table.md "lazy: mass"', "q_text_2: table.md does not show 'mass'; link its table.json"),
         (f'{folder}/table.md "lazy: Δ sparsity"', "q_text_2: table.md does not show 'Δ sparsity'; link its table.json"),
         (f'{tmp_path}/none/table.md "lazy: loss"', "none/table.json': is no table.json"),
     ):
-        page.write_text(f"[0.1]({link})\n")
+        content = text if text.startswith("<") else f"[0.1]({text})\n"
+        page.write_text(content)
         assert main(command) == 2
         assert said in capsys.readouterr().err
-        assert page.read_text() == f"[0.1]({link})\n"
+        assert page.read_text() == content
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_run import config
 
-from lit_lazy.training import progress
+from lit_lazy.training import trainer
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.trainer import StepProgress, build_module, fit, make_trainer
 
@@ -30,7 +30,7 @@ def shown(folder: Path, terminal: bool) -> str:
 def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none of a training that is soon over."""
     assert shown(tmp_path / "short", terminal=False) == ""
-    monkeypatch.setattr(progress, "PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "PLAIN_EVERY_SECONDS", 0.0)
     found = [LINE.fullmatch(line) for line in shown(tmp_path / "whole", terminal=False).splitlines()]
     assert [line and int(line[1]) for line in found] == list(range(1, 13))
     assert [line and bool(line[4]) for line in found] == [False] * 4 + [True] * 8

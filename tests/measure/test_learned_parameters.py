@@ -20,6 +20,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.learned_parameters import (
     MOST_NUMBERS,
     average_by_head,
@@ -28,6 +29,7 @@ from lit_lazy.measure.learned_parameters import (
     fit_alibi,
 )
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.table.columns import list_learned_columns
 
 LAYERS, HEADS, CONTEXT = 3, 4, 24
 
@@ -91,6 +93,13 @@ class TestLearned:
         for layer in made.attentions:
             layer.bias, layer.gate.strength = _Scheduled(), torch.nn.Parameter(torch.ones(HEADS))
         assert set(collect_learned(made)) == {"bias/learned.strength", "bias/learned.progress", "learned/gate.strength"}
+
+    def test_a_bias_s_parameter_has_columns_and_a_mean_like_any_other(self):
+        names = "bias/learned.slope", "learned/gate.strength", "learned/cut"
+        arrays = {name: np.full((LAYERS, HEADS), 2.0) for name in names} | {"sample": np.zeros(3)}
+        assert {f"{name}/mean": 2.0 for name in names}.items() <= Diagnostics(arrays).metrics().items()
+        columns = list_learned_columns([f"{name}/{what}" for name in (*names, "tau") for what in ("mean", "max")])
+        assert [column.title for column in columns[::3]] == ["bias.slope, mean", "cut, mean", "gate.strength, mean"]
 
     def test_what_is_left_out(self):
         made = model()

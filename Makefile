@@ -8,6 +8,8 @@ LIT := $(BIN)/lit-lazy
 # Set in many containers: each process would compile anew what it imports, eight seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
+PROBE := _tuned
+
 ifdef TINY
 PROBE := _small
 TEXT := _tiny

@@ -151,6 +151,30 @@ def test_examples_of_the_pages_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None:
+    """Its block of commands, one by one: the learned parameter is drawn, and transformers loads the model."""
+    write_examples(tmp_path)
+    (block,) = re.findall(r"^```\n(lit-lazy train my_relu.py\n.*?)^```", README, re.M | re.S)
+    for line in block.splitlines():
+        words = [word for given in line.split() for word in expand_glob(given, tmp_path)]
+        done = forked.run([str(BIN / words[0]), *words[1:]], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.glob("runs/diagnose-*/parameters_by_head.png"))
+    (tmp_path / "use.py").write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('my_model', trust_remote_code=True)\n"
+        "assert any(name.endswith('.cut') and x.any() for name, x in model.named_parameters())\n"
+        "model.generate(max_new_tokens=4)\n"
+    )
+    done = forked.run([sys.executable, "use.py"], cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expand_glob(word: str, folder: Path) -> list[str]:
+    """As a shell does."""
+    return [str(path.relative_to(folder)) for path in folder.glob(word)] if "*" in word else [word]
+
+
 @pytest.mark.usefixtures("runs")
 def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
     """The pages' Softpick trains, has its sparsity measured, decodes, and is a row of a table."""

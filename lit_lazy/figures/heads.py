@@ -231,8 +231,8 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def parameters_by_head(arrays: Arrays) -> Figure | None:
-    """Draw each learned parameter over training, a line per head in the colour of its layer; biases are curves."""
-    own = sorted(name for name in arrays if name.startswith("watch/learned/"))
+    """Draw each learned parameter over training, a line per head in the colour of its layer."""
+    own = sorted(name for name in arrays if name.startswith(("watch/learned/", "watch/bias/learned.")))
     drawn = {name: values for name in ("watch/tau", *own) if (values := _read_finite(arrays, name)) is not None}
     if not drawn:
         return None
@@ -246,7 +246,8 @@ def parameters_by_head(arrays: Arrays) -> Figure | None:
     for axes, (name, values) in zip(panels, drawn.items(), strict=True):
         for layer, colour in enumerate(_make_sequential_colours(layers)):
             axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
-        axes.set_ylabel("offset parameter τ" if name == "watch/tau" else name.removeprefix("watch/learned/"))
+        title = name.removeprefix("watch/learned/").replace("watch/bias/learned.", "bias.")
+        axes.set_ylabel("offset parameter τ" if name == "watch/tau" else title)
         axes.grid(axis="y")
     set_log_axis(panels[-1], max(1, steps[-1]), zero=True)
     panels[-1].set_xlabel("step")

@@ -1,5 +1,6 @@
 """`Diagnostics`, the arrays measured on a model. Imports no torch, which those who read them do not need."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +68,11 @@ class Diagnostics:
     `sparsity/*` (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
-    `tau` `[layers, H]` or `[layers, H, N]`, `learned/*` `[layers, ...]` (`collect_learned`), `bias/curve`
-    `[layers, H, T]` by distance, `bias/alibi_slope` and `bias/alibi_distance` `[layers, H]` (`fit_alibi`); absent
-    without tau or bias.
-    `watch/tau` and `watch/learned/*` `[S, layers, H]`, or `[S, layers, 1]` of what heads share: their means at the
-    training's S steps `watch/step` (int64); absent without training.
+    `tau` `[layers, H]` or `[layers, H, N]`, `learned/*` and `bias/learned.*` `[layers, ...]` (`collect_learned`),
+    `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and `bias/alibi_distance` `[layers, H]` (`fit_alibi`);
+    absent without tau or bias.
+    `watch/tau`, `watch/learned/*` and `watch/bias/learned.*` `[S, layers, H]`, or `[S, layers, 1]` of what heads share:
+    their means at the training's S steps `watch/step` (int64); absent without training.
     `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: rise of the mean loss in nats
     over the rows from position 9 on when the first 1 to 4 keys are hidden in every layer;
     `loss/evicted_n_held` `[]`: the same for 4 keys with unchanged n, and thus unchanged theta.
@@ -116,8 +117,7 @@ class Diagnostics:
 
     def metrics(self) -> dict[str, float]:
         """What `lit-lazy diagnose` prints: `scalars`, and those that a run measures on its full validation set."""
-        names = [name.rpartition("learned/")[2] for name in self.arrays if "learned/" in name]
-        learned = [f"learned/{name}" for name in dict.fromkeys(names)]
+        learned = {found[0] for name in self.arrays if (found := re.search(r"(bias/learned\.|learned/)[\w.]+$", name))}
         return self._average(SCALARS | SAMPLED | {f"{name}/mean": (name, lambda x: x) for name in learned})
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:

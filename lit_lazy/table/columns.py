@@ -92,11 +92,12 @@ COLUMNS = (
 
 
 def list_learned_columns(measured: Iterable[str]) -> list[Column]:
-    """Columns of the learned parameters of normalisers and gates among metrics; those of biases are curves."""
-    names = sorted({name.rpartition("/")[0] for name in measured if name.startswith("learned/")})
+    """Columns of the learned parameters of normalisers, gates and biases among metrics; tau has its own."""
+    names = sorted({name.rpartition("/")[0] for name in measured if name.startswith(("learned/", "bias/learned."))})
+    titles = {name: name.removeprefix("learned/").replace("bias/learned.", "bias.") for name in names}
     return [
-        Column(f"{name}/{what}", f"{name.removeprefix('learned/')}, {what}", digits=".3g", by_construction=OWN)
-        for name in names
+        Column(f"{name}/{what}", f"{title}, {what}", digits=".3g", by_construction=OWN)
+        for name, title in titles.items()
         for what in ("mean", "min", "max")
     ]
 

@@ -247,8 +247,8 @@ def list_own_colours(*bases: type) -> list[str]:
 
 def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
     rules, positions = list_own_colours(Normaliser, Mixer), list_own_colours(Position)
-    for palette in (rules, positions):
-        for a, b in combinations([*palette, *SPARE, NEUTRAL], 2):
+    for chosen in (rules, positions):
+        for a, b in combinations([*chosen, *SPARE, NEUTRAL], 2):
             assert np.abs(np.subtract(to_rgb(a), to_rgb(b))).sum() > 0.2, (a, b)
     assert not {*rules} & {*positions}
     assert choose_colours(["Elastic", "Softmax"]) == {"Elastic": FIRST, "Softmax": SECOND}

@@ -441,6 +441,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
+        base_config=plan.config,
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),

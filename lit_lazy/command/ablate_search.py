@@ -83,6 +83,7 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     return SearchWork(
         id=f"{prefix}-{base.name}",
         cells=[definition.make_placeholder(number) for number in range(trials)],
+        base_config=definition.base,
         runs=options.runs,
         files=(search_path, base.file),
         definition=definition,

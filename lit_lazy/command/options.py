@@ -278,7 +278,8 @@ def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **ch
             told: dict[str, Any] = {"metavar": value[0], "type": kind} if value else {"action": "store_true"}
             told |= {"action": "append"} if value[1:] else {}
             told |= {"default": []} if value[1:] or kind in (name_list, int_list) else {}
-            parser.add_argument(name, **{"help": text, **told, **further, **changes})
+            arguments: dict[str, Any] = {"help": text, **told, **further, **changes}
+            parser.add_argument(name, **arguments)
 
 
 def add_grid(parser: argparse.ArgumentParser, **changes: Any) -> None:

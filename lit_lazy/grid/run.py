@@ -324,18 +324,20 @@ def merge_plan(grid: Grid) -> Plan:
             f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
         )
 
+    former, pairings = known.cells, [*_pair_results(grid, known)]
+
     def find_changes(variant: str) -> str:
         """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
-        begun = [cell.settings for cell in known.cells if cell.variant == variant and cell.settings]
+        begun = [cell.settings for cell in former if cell.variant == variant and cell.settings]
         now = [cell.config for cell in grid.cells if cell.variant == variant]
         if not (begun and now):
             return "its settings, code or data changed"
-        pairs = [(asked, result) for asked, cell, result in _pair_results(grid, known) if cell.variant == variant]
+        pairs = [(asked, result) for asked, cell, result in pairings if cell.variant == variant]
         if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
             return ""
         return describe_changes(begun[0], now[0]) or "its code or data changed"
 
-    finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
+    finished = {cell.key for cell in former if cell.status == "complete"} if grid.changed else None
     return grid.plan.merge(known.plan, grid.row_order, find_changes, finished)
 
 

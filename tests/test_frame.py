@@ -181,7 +181,7 @@ def test_the_example_of_a_normaliser_is_short_and_does_everything(tmp_path: Path
     write_examples(tmp_path)
     assert len((tmp_path / "my_softpick.py").read_text().splitlines()[1:]) <= 20  # the first line names the file
     row = "Row('mine', {'model.attention.normaliser': MySoftpick()}, source='ours'),"
-    code = two_rows("both", code="sys.path.append('.')\nfrom my_softpick import MySoftpick", more=row)
+    code = two_rows("both", code="from my_softpick import MySoftpick", more=row)
     (tmp_path / "both.py").write_text(code)
     words = "ablate run both.py --runs runs --workers 1 --rows softmax,mine --seeds 0"
     done = forked.run([str(BIN / "lit-lazy"), *words.split()], cwd=tmp_path, env=ENVIRONMENT)

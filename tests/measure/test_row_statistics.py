@@ -46,7 +46,7 @@ def draw(length=LENGTH, batch=BATCH, dtype=torch.float64):
 def dense(module, call, counted):
     """Reference summary from the full matrix."""
     whole, rows = module.compute_weights(call), counted[:, None]
-    visible = whole.rows.visible[:, 0]
+    visible = whole.rows.visible[:, :1]
     (batch, heads, length, _), n = call.q.shape, visible.sum(-1)
     found = module.theta(whole.rows)
     thresholded = found is not None and bool((found != 0).any())
@@ -67,7 +67,7 @@ def dense(module, call, counted):
         "squares": shares.square().sum(-1),
         "score_variance": deviation.square().sum(-1) / (n - 1).clamp(min=1),
     }
-    tiles, alive, seen = {}, {}, visible & counted[..., None]
+    tiles, alive, seen = {}, {}, visible[:, 0] & counted[..., None]
     for tile in TILES:
         rest, whole_tiles = -length % tile, counted.sum(-1) >= tile
 
@@ -81,7 +81,7 @@ def dense(module, call, counted):
         **{name: x * rows for name, x in by_row.items()},
         columns=w.sum(-2),
         first=w[..., :8],
-        visible=n[0],
+        visible=n[0, 0],
         counted=counted,
         alive_tiles=alive,
         tiles=tiles,

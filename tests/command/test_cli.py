@@ -259,7 +259,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["tra"], {"train"}),
         (["ablate", "ru"], {"run"}),
-        (["train", "backcopy_t"], {"backcopy_tiny", "backcopy_tuned"}),
+        (["train", "backcopy_ti"], {"backcopy_tiny"}),
         (["train", "backcopy", "--keep"], {"--keep-checkpoint"}),
         (["train", "backcopy", "--logger", "t"], {"tensorboard"}),
         (["ablate", "run", "table2_"], {"table2_grid"}),

@@ -109,6 +109,7 @@ def compute_content_nats(config: Distractors, drawn: AnsweredSequences) -> float
     Each token with the key may be the one that counts, so P(value) is the share of these tokens that hold it.
     """
     pairs = config.lags * config.queries
+    assert drawn.targets is not None
     keys, values = np.divmod(drawn.sequences[:, None, :pairs], config.values)
     query_keys = drawn.sequences[:, pairs:-1, None] - config.vocabulary.encode_query(0)
     right = values == drawn.targets[:, pairs:, None] - config.vocabulary.encode_answer(0)

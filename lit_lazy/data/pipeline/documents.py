@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError
 
 import huggingface_hub
@@ -58,9 +58,14 @@ class Document(NamedTuple):
 class Source(ABC):
     """Source of documents, named by an option: `field` with the value `given`. column: that with the text."""
 
-    field: str
-    given: str
-    column: str
+    if TYPE_CHECKING:
+
+        @property
+        def field(self) -> str: ...
+        @property
+        def given(self) -> str: ...
+        @property
+        def column(self) -> str: ...
 
     @property
     def size(self) -> int:

@@ -21,7 +21,6 @@ from lit_lazy.support.named_files import suggest_file
 
 if TYPE_CHECKING:
     import tokenizers
-    from tokenizers import Tokenizer
 
 BYTES = "bytes"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -296,7 +295,7 @@ def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None
     return begin, tokenizer.id_to_token(ends[0])
 
 
-def parse_tokenizer(content: str) -> "Tokenizer":
+def parse_tokenizer(content: str) -> "tokenizers.Tokenizer":
     """Raises a one-line ValueError for what the library does not read, or not within limits."""
     from tokenizers import Tokenizer
 

@@ -182,11 +182,16 @@ def open_corpus(folder: Path) -> Corpus:
     """Memory-map an intact corpus; reads only its metadata."""
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     parts = {part: np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS}
-    known = ("vocab_size", "fingerprint", "bytes_per_token", "validation_overlap", "lossy_documents")
     return Corpus(
-        **parts,
-        **{name: facts[name] for name in known},
-        **{f"{part}_documents": count for part, count in zip(PARTS, facts["documents"], strict=True)},
+        train=parts["train"],
+        validation=parts["validation"],
+        vocab_size=facts["vocab_size"],
+        fingerprint=facts["fingerprint"],
+        train_documents=facts["documents"][0],
+        validation_documents=facts["documents"][1],
+        bytes_per_token=facts["bytes_per_token"],
+        validation_overlap=facts["validation_overlap"],
+        lossy_documents=facts["lossy_documents"],
         folder=folder,
         checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
     )

@@ -83,9 +83,9 @@ def find_parts(model: "PreTrainedModel") -> dict[str, list[str]]:
 
 def _find_options(names: Container[str]) -> dict[str, Any]:
     """The optional parts of a decoder, by the names of its tensors."""
-    tensors = {"qk_norm": "q_norm.weight", "qkv_bias": "q.bias", "out_bias": "out.bias"}
-    spec = AttentionSpec(**{option: f"blocks.0.attention.{name}" in names for option, name in tensors.items()})
-    return {"attention": spec, "mlp_bias": "blocks.0.mlp.down.bias" in names}
+    tensors = ("attention.q_norm.weight", "attention.q.bias", "attention.out.bias", "mlp.down.bias")
+    qk_norm, qkv_bias, out_bias, mlp_bias = (f"blocks.0.{name}" in names for name in tensors)
+    return {"attention": AttentionSpec(qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias), "mlp_bias": mlp_bias}
 
 
 @torch.no_grad()

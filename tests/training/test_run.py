@@ -218,7 +218,7 @@ def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
     monkeypatch.setattr(devices, "find_obstacle", lambda: obstacle)
     monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
-        run(replace_at(config(steps=3), {"model.backend": asked}), tmp_path)
+        run(replace_at(config(steps=4), {"model.backend": asked}), tmp_path)
     said = list_said(caplog, "lit_lazy.training.run", logging.INFO)
     assert said == [f"attention: {config().model.rule}, runs on chunked{missing}"]
 

@@ -14,6 +14,8 @@ from flash_lazy.fused import configurations
 from flash_lazy.fused.configurations import CONFIGURATIONS
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+SPILLING = "key_gradient"
+"""Its default for widths above 64 spills six words in a loop and is no slower for it on an H200 (passes.md)."""
 REPORT = """
 import json, sys
 from bench.compile_report import Variant, compile_hopper_kernel, report
@@ -46,18 +48,26 @@ def check_row(row: dict[str, Any]) -> None:
         assert INSTRUCTION[row["target"]] in row["instructions"], row
 
 
-@pytest.mark.long
-def test_default_configurations(tmp_path):
-    """On every supported triton: `make test-tritons`.
+@pytest.fixture(scope="module")
+def default_rows(tmp_path_factory):
+    return report(tmp_path_factory.mktemp("default"), widths=[128], dtypes=["bf16"])
 
-    None spills on the generation and the triton for which it is chosen, but one, no slower on an H200 (passes.md).
-    """
-    rows = report(tmp_path, widths=[128], dtypes=["bf16"])
-    assert len(rows) == len(compile_report.KERNELS) * len(compile_report.SHARED_LIMITS)
-    for row in rows:
+
+@pytest.mark.long
+def test_default_configurations(default_rows):
+    """On every supported triton: `make test-tritons`."""
+    assert len(default_rows) == len(compile_report.KERNELS) * len(compile_report.SHARED_LIMITS)
+    for row in default_rows:
         check_row(row)
-    spilling = {row["kernel"] for row in rows if row["target"] == 90 and compile_report.count_loop_spills(row) > 0}
-    assert spilling == {"key_gradient"}
+
+
+@pytest.mark.long
+def test_default_configurations_do_not_spill(default_rows):
+    """On the generation and the triton for which they are chosen, but SPILLING."""
+    spilling = {
+        row["kernel"] for row in default_rows if row["target"] == 90 and compile_report.count_loop_spills(row) > 0
+    }
+    assert spilling == {SPILLING}
 
 
 @pytest.mark.long
@@ -65,7 +75,7 @@ def test_every_configuration(tmp_path):
     """At a width for each list; `python -m bench` compiles all for every target and type."""
     for row in report(tmp_path, widths=[64, 80, 256], every=True, dtypes=["bf16"], targets=[90]):
         check_row(row)
-        if row["width"] <= 128 and is_default(row):
+        if row["width"] <= 128 and is_default(row) and (row["kernel"], row["width"]) != (SPILLING, 80):
             assert compile_report.count_loop_spills(row) == 0, row
 
 

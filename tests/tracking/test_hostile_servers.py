@@ -100,7 +100,7 @@ def test_a_server_that_never_answers(treat, serve, capsys) -> None:
     serve(treat)
     started = time.monotonic()
     assert "rejects requests (no answer in 0.7 s)" in expect_refusal(COMMANDS[0], capsys)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.usefixtures("place")
@@ -119,7 +119,7 @@ def test_a_hub_out_of_reach(serve, monkeypatch, capsys, closed_port) -> None:
         started = time.monotonic()
         said = expect_refusal(["train", "backcopy_tiny", "--data=Text", "--data.hub=nobody/nothing"], capsys)
         assert "data.hub='nobody/nothing': cannot be read (" in said
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
 
 
 def test_within_gives_what_is_given_and_raises_what_is_raised() -> None:

@@ -86,7 +86,7 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
     assert done.stderr.count("--logger wandb: needs the package wandb; pip install 'lit-lazy[wandb]'") == 3
     assert "unknown argument '--runs'; give the folder alone: `lit-lazy ablate verdicts FOLDER`" in done.stderr
-    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-queued, duo-tiny") == 5
+    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-queued, duo-tiny") == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 
 
@@ -105,7 +105,9 @@ def test_every_command_explains_itself(command: tuple[str, ...], capsys: pytest.
 
 def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "list"]) == 0
-    out, _, searches = capsys.readouterr().out.partition("searches:\n")
+    out = capsys.readouterr().out
+    ablations, _, searches = out.partition("searches:\n")
+    assert "  table2_grid " in ablations
     assert all(f"  {name} " in out for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"))
     assert searches.startswith("  lazy_search ")
 

@@ -43,10 +43,10 @@ def _read_source() -> dict[str, dict[str, str]]:
     """The same of the project's classes, from their files: their import takes torch, which most figures do without."""
     found = {}
     for file in sorted((Path(__file__).parents[1] / "attention").glob("*.py")):
-        for cls in ast.walk(ast.parse(file.read_text("utf-8"))):
-            for line in cls.body if isinstance(cls, ast.ClassDef) else ():
-                names = ast.unparse(line.targets[0]).strip("()").split(", ") if isinstance(line, ast.Assign) else []
-                if {"colour", "spoken"} & {*names} and isinstance(line, ast.Assign):
+        for cls in (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef)):
+            for line in (line for line in cls.body if isinstance(line, ast.Assign)):
+                names = ast.unparse(line.targets[0]).strip("()").split(", ")
+                if {"colour", "spoken"} & {*names}:
                     value = ast.literal_eval(line.value)
                     found[cls.name] = dict(zip(names, value if isinstance(value, tuple) else [value], strict=True))
     return found

@@ -367,12 +367,12 @@ def test_the_examples_of_the_function_and_of_the_readme_run(store: Path, monkeyp
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (shown,) = re.findall(r"^```python\n(from lit_lazy import .*?)^```", readme, re.M | re.S)
     assert len([line for line in shown.splitlines() if line]) <= 10
-    shown = shown.replace('"backcopy"', '"backcopy_tiny"').replace("table2-backcopy", ID).replace("17", "7")
+    shown = shown.replace('"backcopy"', '"backcopy_tiny"').replace("table2-backcopy_tuned", ID).replace("17", "7")
     exec(compile(shown, "README.md", "exec"), {})
     assert Path("heads.png").is_file()
     (example,) = [test for test in doctest.DocTestFinder().find(results, globs={}) if test.examples]
     for line in example.examples:
-        line.source = line.source.replace("table2-backcopy", ID)
+        line.source = line.source.replace("table2-backcopy_tuned", ID)
     said: list[str] = []
     assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
 

@@ -104,10 +104,10 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
             there = [(entry.folder / file, text) for text, file in PAGES.items() if (entry.folder / file).exists()]
             links = [_render_link(path, text, place) for path, text in there]
             name = entry.folder.name
-            title = _render_link(there[0][0], name, place) if there else escape_html(name)
+            linked = _render_link(there[0][0], name, place) if there else escape_html(name)
             changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
             words = map(escape_html, (entry.state, entry.finding, entry.cells))
-            rows.append((title, *words, changed, f"<span>{' '.join(links)}</span>" if links else ""))
+            rows.append((linked, *words, changed, f"<span>{' '.join(links)}</span>" if links else ""))
         if rows:
             table = f'<div class="ablation-table">{format_html_table(rows, HEADER, KINDS)}</div>'
             sections.append(Section(kind, title, table))

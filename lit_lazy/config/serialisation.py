@@ -94,14 +94,9 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
     if name not in known:
         raise UnknownClassError(base, name, known)
     current = [cls for cls in _iter_leaf_classes(base) if cls.__name__ == name and _is_current(cls)]
-    if (
-        len(
-            places := sorted(
-                {getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__ for cls in current}
-            )
-        )
-        > 1
-    ):
+    modules = {cls.__module__ for cls in current}
+    places = sorted({getattr(sys.modules.get(module), "__file__", None) or module for module in modules})
+    if len(places) > 1:
         problem = f"two classes have the name {name}, in {' and '.join(places)}"
         raise ValueError(f"{base.__name__}: {problem}; rename a custom one and restart Python")
     return known[name]

@@ -192,7 +192,7 @@ class TestElastic:
         [
             (
                 {},
-                "tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1; give a value below 1",
+                "tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1",
             ),
             ({"tau_init": 0.0, "tau_ramp": 0.5}, "tau_final=1.0: must be below 1 with Elastic.threshold='constant'"),
             (

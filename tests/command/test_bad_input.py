@@ -148,7 +148,7 @@ OPTIONS = [
     ([*TRAIN, "--runs", "/".join([LONG[:200]] * 18)], "nothing can be written there (File name too long)"),
     ([*RUN, "--seed=3"], "--seed: an ablation's seeds are given by --seeds"),
     ([*RUN, f"{BIAS}=Alibi"], f"{BIAS}: row 'softmax' sets model.attention.bias itself; leave one of the two out"),
-    ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=150000: must be at most 100000"),
+    ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=2550000: must be at most 100000"),
     ([*RUN, "--micro-batch", "5"], "--micro-batch=5: must divide the 8 of 8 sequences"),
     ([*TRAIN, "--micro-batch", "3"], "--micro-batch=3: must divide the 8 of 8 sequences"),
     ([*TRAIN, "--devices", "400"], "--devices=400: must be at most the"),

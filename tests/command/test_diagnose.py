@@ -115,6 +115,7 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
     assert scalars.items() <= facts["metrics"].items()
     beside = {name: facts["metrics"][name] for name in facts["metrics"].keys() - scalars.keys()}
     named = {"loss/sample": "loss/by_position", "mass/all": "mass/row", "tau/mean": "tau"}
+    named["bias/learned.table/mean"] = "bias/learned.table"
     named |= {name: name for name in ("sparsity/zero", "sparsity/null")}
     means = {p + name: arrays.arrays[p + array].mean() for p in arrays.prefixes for name, array in named.items()}
     first = {

@@ -1,15 +1,16 @@
 """Folders, experiments and rows whose names mean something to a URL, a terminal, a spreadsheet, LaTeX or HTML."""
 
 import csv
+import io
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from made_grid import MadeGrid
 from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
+from rich.console import Console
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import claim
@@ -104,10 +105,11 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(tmp_path, monkeypatch,
     assert lock is not None
     console = plain_console()
     print_status(made.read(), console)
-    with lock, Progress(dict, console, notes=lambda: ["[/note]"]) as progress:
+    terminal = Console(file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
+    with lock, Progress(dict, terminal, notes=lambda: ["[/note]"]) as progress:
         progress.show_running(["[/x] by process"])
-        console.print(progress._build_panel(Counter()))
-    shown = capsys.readouterr().out
+        progress.update({})
+    shown = capsys.readouterr().out + terminal.file.getvalue()
     for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[h]", "[/note]", "[/x] by process"):
         assert text in shown
 

@@ -343,8 +343,9 @@ def test_the_experiment_s_own_parts_are_listed_first_and_others_on_demand():
     assert apply_overrides(SET, flat)[0] == SET, "what is listed can be given"
 
     def listed() -> list[str]:
-        exec(TYPED, {"__name__": "typed_at_a_prompt"})
-        return list_fields(SET, others=True)
+        prompt = {"__name__": "typed_at_a_prompt"}
+        exec(TYPED, prompt)
+        return [line for line in list_fields(SET, others=True) if prompt["Typed"]]
 
     lines = forked.run_in_fork(listed)  # this process is not to know it
     assert {"--model.attention.normaliser=Typed", "  --model.attention.normaliser.strength=2.0"} <= {*lines}

@@ -262,7 +262,7 @@ def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid, monkeypa
     made.fail("softmax", 0, "the loss is nan")
     for _ in range(2):
         assert sync() == ("FAILED", "failed", "the loss is nan", [1, 2, 3])
-    (made.train("softmax", 0, range(3, 5)) / RESULT).write_text("{")  # damaged, it is no end
+    made.train("softmax", 0, range(3, 5))
     assert sync()[::3] == ("RUNNING", [1, 2, 3, 4])
     assert sync(final=True) == ("KILLED", "failed", "interrupted", [1, 2, 3, 4])
     made.train("softmax", 0, range(5, 6))
@@ -281,6 +281,12 @@ def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid, monkeypa
     tracker.retire(parent.run_id)
     sync(final=True)
     assert describe(default_uri(runs), "made") == whole, "MLflow lost it meanwhile"
+
+
+def test_a_damaged_result_is_not_shown_as_an_end(runs: Path, made: MadeGrid) -> None:
+    (made.train("softmax", 0, range(1, 3)) / RESULT).write_text("{")
+    GridMirror(made.folder).sync()
+    assert find_runs(default_uri(runs), "made")[0].data.tags["kind"] == "ablation"
 
 
 def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid, capsys: pytest.CaptureFixture[str]) -> None:

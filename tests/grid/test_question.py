@@ -324,8 +324,8 @@ def test_what_tables_hold_is_taken_for_measured(path: Path) -> None:
     [
         ("def question():\n    raise ValueError('no table yet')", "line 2: no table yet"),
         ("def question():\n    return {}['abc']", "line 2: KeyError: 'abc'"),
-        ("question = 3", "its `question` is a int; make it a Question"),
-        ("def ablation():\n    return 'rows'", "its `ablation` returns a str; return an Ablation"),
+        ("question = 3", "its `question` is a int; make it a Question(...)"),
+        ("def ablation():\n    return 'rows'", "its `ablation` returns a str; return an Ablation(...)"),
     ],
 )
 def test_a_file_that_makes_none_is_told_with_line_and_kind(body: str, said: str, tmp_path: Path) -> None:

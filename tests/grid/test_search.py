@@ -281,7 +281,8 @@ def test_a_point_goes_on_from_its_checkpoint(victim: str, search_lab: Lab, tmp_p
     assert command.wait() == 0, command.said
     after = points_in(search_lab)[0]
     assert (after.params, after.run, after.state) == (before.params, before.run, "complete")
-    assert set(search_lab.count_steps().values()) == {1}
+    # A worker that ends with its command may have taken a step that is in no checkpoint.
+    assert max(search_lab.count_steps().values()) <= 1 + (victim == "the command")
 
 
 def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:

@@ -372,7 +372,7 @@ def test_the_examples_of_the_function_and_of_the_readme_run(store: Path, monkeyp
     assert Path("heads.png").is_file()
     (example,) = [test for test in doctest.DocTestFinder().find(results, globs={}) if test.examples]
     for line in example.examples:
-        line.source = line.source.replace("table2-backcopy_tuned", ID)
+        line.source = line.source.replace("table2-backcopy", ID)
     said: list[str] = []
     assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
 

@@ -161,10 +161,10 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
         assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.glob("runs/diagnose-*/parameters_by_head.png"))
     (tmp_path / "use.py").write_text(
-        "from transformers import AutoModelForCausalLM\n"
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('my_model', trust_remote_code=True)\n"
         "assert any(name.endswith('.cut') and x.any() for name, x in model.named_parameters())\n"
-        "model.generate(max_new_tokens=4)\n"
+        "model.generate(torch.tensor([[0, 5, 7]]), max_new_tokens=4)\n"
     )
     done = forked.run([sys.executable, "use.py"], cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -224,6 +224,7 @@ SHARED = {
     "another variant, data or schedule",
     "--threads N": "CPU threads (default: torch's choice; 1 is faster for small models beside other work)",
     "--runs FOLDER": "folder of all results (default: runs)",
+    "--out FILE.json": "write the results there, and as tables to a .md next to it",
     "--open": "open the page in the browser",
     "--workers N": "worker processes (default: one per GPU; without GPUs, what cores and memory allow)",
     "--storage URL": "database of the queue, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE "
@@ -270,8 +271,10 @@ def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **ch
     One that ends in ` ...` is repeatable; it and lists are empty by default. changes: what differs in this command.
     """
     for part in given:
-        shared = {usage: text for usage, text in SHARED.items() if usage.split()[0] == part}
-        for usage, about in part.items() if isinstance(part, Mapping) else shared.items():
+        if isinstance(part, str):
+            (usage,) = (usage for usage in SHARED if usage.split()[0] == part)
+            part = {usage: SHARED[usage]}
+        for usage, about in part.items():
             name, *value = usage.split()
             text, further = (about, FURTHER.get(name, {})) if isinstance(about, str) else about
             kind = KINDS.get("".join(value[:1]))

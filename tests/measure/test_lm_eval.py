@@ -255,6 +255,47 @@ def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, 
 # An evaluation of a run
 
 
+def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
+    """Accuracies by task and log-likelihoods of all of the harness's requests."""
+    import lm_eval
+
+    loaded = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
+    found = lm_eval.evaluate(harness, task_dict=loaded, bootstrap_iters=0, log_samples=True)
+    accuracies = {task: scores["acc,none"] for task, scores in found["results"].items() if "acc,none" in scores}
+    samples = [sample for task in found["samples"].values() for sample in task]
+    pairs = [response for sample in samples for (response,) in sample["resps"]]
+    return accuracies, [pair[0] if isinstance(pair, tuple | list) else pair for pair in pairs]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("module_cache")
+def test_of_an_exported_model_the_harness_itself_says_the_same(bpe, task_folder, tmp_path):
+    """With the harness's class for transformers (`--model hf`) on the exported folder."""
+    from lm_eval.models.huggingface import HFLM
+
+    data = Text("gone.txt", tokenizer=str(bpe), begin_of_text="<s>", context_length=CONTEXT)
+    tokenizer = data.load_tokenizer()
+    spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
+    checkpoint = save(config(data, attention=spec), tmp_path / "final.ckpt", tokenizer.vocab_size)
+    names, exported, out = ["boolq", "lambada_openai", "wikitext"], tmp_path / "exported", tmp_path / "scores.json"
+    asked = ["lm-eval", str(checkpoint), "--tasks", ",".join(names), "--task-folder", str(task_folder)]
+    assert main([*asked, "--out", str(out)]) == 0
+    assert main(["export", str(checkpoint), str(exported)]) == 0
+    ours = {task: found["metrics"] for task, found in json.loads(out.read_text())["tasks"].items()}
+
+    theirs = HFLM(str(exported), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
+    tasks = load_tasks(names, find_tasks(names, task_folder))
+    for task in tasks:
+        task.set_config(key="num_fewshot", value=0)
+    accuracies, sums = answers(theirs, tasks)
+    assert accuracies == {task: ours[task]["acc"] for task in ("boolq", "lambada_openai")}
+    model = checkpoints.load(checkpoint).model.eval()
+    again, wanted = answers(LmEvalAdapter(model, tokenizer), tasks)
+    assert again == accuracies
+    assert len(wanted) == len(sums) == 2 * 3 + 2 + 1
+    assert sums == pytest.approx(wanted, rel=1e-4)
+
+
 def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
     asked = LmEval(("boolq", "wikitext"), task_folder=str(task_folder))
     found = run(replace(experiment("stdlib_tiny"), evaluations=(asked,)), tmp_path, keep_checkpoint=True).metrics

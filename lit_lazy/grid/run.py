@@ -281,11 +281,12 @@ def execute_cells(
         compiled,
         monitored,
     )
-    pool: Pool = LocalPool(job, launch.workers, driver.judge)  # starts none yet
     if launch.launcher == "ray":
         from lit_lazy.grid.ray_pool import RayPool
 
-        pool = RayPool(job, launch.workers, launch.gpus)
+        pool: Pool = RayPool(job, launch.workers, launch.gpus)
+    else:
+        pool = LocalPool(job, launch.workers, driver.judge)
     Supervisor(work, launch, driver, console).work(pool, Progress(driver.states, console, notes))
     return True
 

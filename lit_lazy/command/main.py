@@ -24,6 +24,7 @@ from lit_lazy.command import (
     generate,
     import_,
     measure,
+    mirror,
     new,
     report,
     runs,
@@ -60,7 +61,7 @@ def make_parser() -> Parser:
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, runs, doctor):
+    for part in (report, dashboard, mirror, runs, doctor):
         part.add_to(commands)
     _add_completion(commands, parser)
     return parser

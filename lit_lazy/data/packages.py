@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
-from lit_lazy.data.pipeline.documents import Files, Hub
+from lit_lazy.data.pipeline.documents import Files
+from lit_lazy.data.pipeline.hub import Hub
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once

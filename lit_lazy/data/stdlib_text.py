@@ -4,7 +4,8 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.data.pipeline.documents import Files, Hub
+from lit_lazy.data.pipeline.documents import Files
+from lit_lazy.data.pipeline.hub import Hub
 from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.data.stdlib import find_sources, is_validation
 from lit_lazy.data.text import Text

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
-from lit_lazy.data.pipeline.documents import Files, Hub, Source
+from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.files import find_files
+from lit_lazy.data.pipeline.hub import Hub
 from lit_lazy.data.pipeline.shards import LAYOUT, FileJob
 from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import (
@@ -193,7 +194,7 @@ class Text(DataConfig):
         if isinstance(train, Files) and validation is None:
             count, middle = len([*itertools.islice(train.documents(), FEW_DOCUMENTS)]), 1 - self.validation_share
             if count < FEW_DOCUMENTS:
-                parts = [replace(train, part=part).split_parts() for part in ((0.0, middle), (middle, 1.0))]
+                parts = [replace(train, span=span).split_parts() for span in ((0.0, middle), (middle, 1.0))]
                 few = f"{format_count(count, 'document')} are too few to choose from"
                 share = f"the last {self.validation_share:.0%} of each are the validation text"
                 lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")

@@ -25,12 +25,12 @@ from lit_lazy.support.errors import UnfinishedError, describe_exception, one_lin
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.tracking.loggers import train_logged
+from lit_lazy.training.callbacks import AtStart, MissedValidation
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.run import CellBusyError
 from lit_lazy.training.run_folder import locate_cell, write_failure
-from lit_lazy.training.trainer import AtStart, MissedValidation
 
 Judge = Callable[[int, float], str]
 """Why a training is not worth its remaining steps, by its metric at a step; "" if it is."""

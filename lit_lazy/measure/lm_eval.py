@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers, import_datasets_quietly
+from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import Bounds, PositiveInt, require

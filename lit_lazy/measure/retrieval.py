@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch
-from lit_lazy.data.haystack import NAMES, NEEDLE, PASSKEY, Hiding, Wording, hide_in_symbols, hide_in_text
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.measure.diagnostics import TOKENS_AT_ONCE, evaluation_mode
+from lit_lazy.measure.haystack import NAMES, NEEDLE, PASSKEY, Hiding, Wording, hide_in_symbols, hide_in_text
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, Share, require
 

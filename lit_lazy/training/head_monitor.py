@@ -16,8 +16,8 @@ from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.model.compiled import compute_residual
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.training.callbacks import AtStart
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.trainer import AtStart
 
 NAMES = {
     "sink/first_key_weight": "watch/first_key_weight",

@@ -31,6 +31,7 @@ from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
+from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
 from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -40,7 +41,7 @@ from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
 from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
-from lit_lazy.training.trainer import BackendMonitor, MissedValidation, TimeMonitor, build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "

@@ -29,7 +29,7 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import DataConfig, synthetic, text
-from lit_lazy.data.pipeline import documents
+from lit_lazy.data.pipeline import hub
 from lit_lazy.support.errors import LONGEST_MESSAGE
 
 SECONDS = 15
@@ -180,7 +180,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.machine.measure_total_memory", lambda: 2**28)
-    monkeypatch.setattr(documents, "is_hub_reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_hub_reachable", lambda: False)
     monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place

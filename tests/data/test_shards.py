@@ -29,7 +29,8 @@ from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import text
 from lit_lazy.data.pipeline import shards, tokens
-from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
+from lit_lazy.data.pipeline.documents import Files
+from lit_lazy.data.pipeline.hub import Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
 from lit_lazy.support.errors import UnfinishedError
 

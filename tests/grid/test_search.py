@@ -29,11 +29,11 @@ from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.records import Point
+from lit_lazy.training.callbacks import MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import locate_cell
-from lit_lazy.training.trainer import MissedValidation
 
 TAU, LR = "model.attention.normaliser.tau_init", "train.lr"
 ID = "search-rates-backcopy_tiny"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mistakes import PASSWORD, expect_refusal
 
-from lit_lazy.data.pipeline import documents
+from lit_lazy.data.pipeline import hub
 from lit_lazy.support.background import call_with_timeout
 from lit_lazy.tracking import check_store
 from lit_lazy.tracking import serve as dashboard
@@ -112,7 +112,7 @@ def test_a_hub_out_of_reach(serve, monkeypatch, capsys, closed_port) -> None:
     url = serve(silent)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     for address in (f"http://127.0.0.1:{closed_port}", url.replace(f"me:{PASSWORD}@", "")):
-        monkeypatch.setattr(documents, "HUB_SECONDS", 0.5)
+        monkeypatch.setattr(hub, "HUB_SECONDS", 0.5)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

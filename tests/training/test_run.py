@@ -186,9 +186,9 @@ def test_a_run_that_resumes_on_another_backend_says_so(
     assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
     torch.save(content, checkpoint)
     run(cfg, tmp_path / "earlier")
-    assert list_said(caplog, "lit_lazy.training.trainer") == []
+    assert list_said(caplog, "lit_lazy.training.callbacks") == []
     run(cfg, tmp_path / "other")
-    (said,) = list_said(caplog, "lit_lazy.training.trainer")
+    (said,) = list_said(caplog, "lit_lazy.training.callbacks")
     here = describe_backend(label)
     assert said.startswith(f"the attention ran on cpu (rvv) until the checkpoint and runs on {here} now: the result is")
 

@@ -1,4 +1,4 @@
-"""Iterators over the documents of text files, JSON lines, parquet and datasets of the Hugging Face Hub.
+"""Iterators over the documents of text files, JSON lines, parquet and Arrow tables.
 
 A document is its UTF-8 bytes. Memory holds at most one document, one parquet row group, or one batch of a streamed
 dataset. Empty documents and nulls are skipped. Every error is a one-line ValueError that names option and file.
@@ -8,12 +8,8 @@ import codecs
 import dataclasses
 import itertools
 import json
-import logging
-import os
 import re
 import shutil
-import sys
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,12 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.error import HTTPError
-
-import huggingface_hub
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
-from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import explain, one_line
 
@@ -37,13 +29,9 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
 BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 ROWS_AT_ONCE = 256
-HUB_SECONDS = 10.0
-PATIENCE = 60.0
-"""Seconds for the answer of a Hub that was reachable: the library's 10 were once too few on a busy machine."""
 MAX_NAMES = 20
 SMALL_FILES = 16 * 2**20
 """Neighbouring files of up to this many bytes in total share one job: starting a job costs more than such files."""
-HUB_URL = "hf://datasets/"
 UNKNOWN_SIZE = 2**30
 """Assumed size in bytes of a file that is not yet downloaded; large enough to be worth a process."""
 
@@ -51,7 +39,7 @@ UNKNOWN_SIZE = 2**30
 class Document(NamedTuple):
     """A text in UTF-8, and where it was read: option, file and line or row, as an error begins."""
 
-    place: str
+    where: str
     text: bytes
 
 
@@ -95,7 +83,7 @@ class Files(Source):
     column: str
     left_out: str = ""
     """What of the given folder or glob is not read, in words."""
-    part: tuple[float, float] = (0.0, 1.0)
+    span: tuple[float, float] = (0.0, 1.0)
     """Where each document is read from and to, as shares of its length."""
 
     @property
@@ -116,26 +104,26 @@ class Files(Source):
         return [dataclasses.replace(self, paths=tuple(group)) for group in groups]
 
     def read_state(self) -> list[Any]:
-        return [*read_file_states(self.paths), *([self.part] if self.part != (0.0, 1.0) else [])]
+        return [*read_file_states(self.paths), *([self.span] if self.span != (0.0, 1.0) else [])]
 
     def documents(self) -> Iterator[Document]:
         for path in self.paths:
-            place = f"{self.field}={str(path)!r}"
+            where = f"{self.field}={str(path)!r}"
             kind, _ = split_suffixes(path)
-            with explain(f"{place}: cannot be read", "check the file", OSError):
+            with explain(f"{where}: cannot be read", "check the file", OSError):
                 if kind == ".parquet":
-                    found = extract_documents(read_parquet(path, self.column, place), self.column, place)
+                    found = extract_documents(read_parquet(path, self.column, where), self.column, where)
                 elif kind in (".json", ".jsonl"):
-                    found = read_json_lines(path, self.column, place)
+                    found = read_json_lines(path, self.column, where)
                 else:
-                    found = read_text(path, place)
+                    found = read_text(path, where)
                 for document in found:
-                    first, last = (find_cut(document.text, share) for share in self.part)
+                    first, last = (find_cut(document.text, share) for share in self.span)
                     if first < last:
                         yield document._replace(text=document.text[first:last])
 
 
-def read_text(path: Path, place: str) -> Iterator[Document]:
+def read_text(path: Path, where: str) -> Iterator[Document]:
     """A text file as a whole, or in pieces if it is longer than MAX_UNSPLIT."""
     with open_stream(path) as file:
         buffer = file.read(MAX_UNSPLIT + 1)
@@ -146,40 +134,40 @@ def read_text(path: Path, place: str) -> Iterator[Document]:
             end = len(buffer) if is_whole else find_piece_end(buffer)
             piece = buffer[:end]
             if (nul := piece.find(b"\0")) >= 0:
-                raise ValueError(f"{place}: has a NUL at byte {offset + nul}, so it is not text; give a text file")
-            decode(piece, f"{place}: the text", offset)
-            yield Document(f"{place}: the text from byte {offset}", piece)
+                raise ValueError(f"{where}: has a NUL at byte {offset + nul}, so it is not text; give a text file")
+            decode(piece, f"{where}: the text", offset)
+            yield Document(f"{where}: the text from byte {offset}", piece)
             offset += end
             buffer = buffer[end:] + file.read(end)
 
 
-def read_json_lines(path: Path, column: str, place: str) -> Iterator[Document]:
+def read_json_lines(path: Path, column: str, where: str) -> Iterator[Document]:
     """The text in one field of each line's object."""
     with open_stream(path) as file:
         for number in itertools.count(1):
             if not (line := file.readline(MAX_DOCUMENT_BYTES + 1)):
                 return
-            here = f"{place}: line {number}"
+            here = f"{where}: line {number}"
             check_size(line, here)
             text = decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, here).strip()
             if text:
                 yield Document(here, parse_json_line(text, column, here))
 
 
-def parse_json_line(line: str, column: str, place: str) -> bytes:
-    with explain(f"{place} is not JSON", "give one object per line", ValueError, RecursionError):
+def parse_json_line(line: str, column: str, where: str) -> bytes:
+    with explain(f"{where} is not JSON", "give one object per line", ValueError, RecursionError):
         row = json.loads(line)
     if not isinstance(row, dict):
-        raise ValueError(f"{place} is a JSON {type(row).__name__}; give one object per line")
-    require(column in row, "data.column", column, f"{place} has only {format_names(row)}; choose one with text")
+        raise ValueError(f"{where} is a JSON {type(row).__name__}; give one object per line")
+    require(column in row, "data.column", column, f"{where} has only {format_names(row)}; choose one with text")
     value = row[column]
     is_text = value is None or isinstance(value, str)
-    require(is_text, "data.column", column, f"{place} has {json.dumps(value)[:40]} there; choose a column with text")
-    with explain(f"{place} is not valid Unicode", "correct it", UnicodeEncodeError):
+    require(is_text, "data.column", column, f"{where} has {json.dumps(value)[:40]} there; choose a column with text")
+    with explain(f"{where} is not valid Unicode", "correct it", UnicodeEncodeError):
         return (value or "").encode()
 
 
-def read_parquet(path: Path, column: str, place: str) -> Iterator[Any]:
+def read_parquet(path: Path, column: str, where: str) -> Iterator[Any]:
     """Arrow batches of up to ROWS_AT_ONCE rows, with the column alone if the file has it."""
     import pyarrow  # late: half a second
     from pyarrow import parquet
@@ -194,164 +182,37 @@ def read_parquet(path: Path, column: str, place: str) -> Iterator[Any]:
             columns = [column] if column in table.schema_arrow.names else None
             yield from table.iter_batches(ROWS_AT_ONCE, columns=columns)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{place}: is incomplete or damaged parquet ({one_line(error)}); replace the file") from None
+        raise ValueError(f"{where}: is incomplete or damaged parquet ({one_line(error)}); replace the file") from None
 
 
-def check_size(text: bytes, place: str) -> None:
+def check_size(text: bytes, where: str) -> None:
     if len(text) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{place} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split that document")
+        raise ValueError(f"{where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split that document")
 
 
-def decode(raw: bytes, place: str, offset: int = 0) -> str:
-    """Text of `raw`, which starts at byte `offset` of the place. Raises ValueError if it is not UTF-8."""
+def decode(raw: bytes, where: str, offset: int = 0) -> str:
+    """Text of `raw`, which starts at byte `offset` of the where. Raises ValueError if it is not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+        raise ValueError(f"{where} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
 
 
-@dataclass(frozen=True)
-class Hub(Source):
-    """One split of a dataset of the Hugging Face Hub, or of a folder with the same layout."""
-
-    given: str
-    config: str | None
-    revision: str | None
-    split: str
-    column: str
-    stream: bool
-    field = "data.hub"
-
-    def split_parts(self) -> Sequence[Source]:
-        """One part per parquet file; a streamed dataset, or another format, is one part that `datasets` reads."""
-        if self.stream:
-            return [self]
-        paths = self._list_files()
-        if not all(path.endswith(".parquet") for path in paths):
-            return [self]
-        # A URL such as hf://datasets/NAME@COMMIT/PATH.
-        addresses = [re.sub(f"^{HUB_URL}[^@]*@", "", path).partition("/") for path in paths if path.startswith(HUB_URL)]
-        remote = [HubFile(self.given, commit, path, self.column) for commit, _, path in addresses]
-        if remote:
-            return remote if len(remote) == len(paths) else [self]
-        return [Files(self.field, self.given, (Path(path),), self.column) for path in paths] or [self]
-
-    def _list_files(self) -> list[str]:
-        """Paths or URLs of the split's files as the dataset lists them; empty if it cannot be read (reading it then
-        raises the error)."""
-        datasets = self._import_datasets()
-        try:
-            builder = datasets.load_dataset_builder(self.given, self.config, revision=self.revision)
-        except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError):
-            return []
-        return [str(path) for path in (builder.config.data_files or {}).get(self.split, [])]
-
-    def _import_datasets(self) -> Any:
-        if not os.path.isdir(self.given):
-            go_offline_unless_hub_answers()
-        return import_datasets_quietly()
-
-    def read_state(self) -> list[Any]:
-        """Identity of the content: the name, which needs no network; for a folder its files too."""
-        paths = sorted(path for path in Path(self.given).rglob("*") if path.is_file())
-        return [self.given, self.config, self.revision, self.split, read_file_states(tuple(paths))]
-
-    def documents(self) -> Iterator[Document]:
-        return extract_documents(self._tables(), self.column, f"data.hub={self.given!r}")
-
-    def _tables(self) -> Iterator[Any]:
-        datasets = self._import_datasets()
-        try:
-            found = datasets.load_dataset(
-                self.given, self.config, split=self.split, revision=self.revision, streaming=self.stream
-            )
-            rows = found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
-            yield from rows.with_format("arrow").iter(ROWS_AT_ONCE)
-        except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
-            raise make_unreadable_error(self.given, wraps or error) from None
-
-
-@dataclass(frozen=True)
-class HubFile(Source):
-    """Parquet file of a Hugging Face Hub dataset; the download stays in the cache of the Hub client."""
-
-    given: str
-    commit: str
-    path: str
-    column: str
-    field = "data.hub"
-
-    def read_state(self) -> list[Any]:
-        return [self.given, self.commit, self.path]
-
-    def documents(self) -> Iterator[Document]:
-        """Documents, without empty ones; downloads the file first."""
-        huggingface_hub.utils.disable_progress_bars()
-        try:
-            path = huggingface_hub.hf_hub_download(
-                self.given, self.path, repo_type="dataset", revision=self.commit, etag_timeout=PATIENCE
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            # Where the Hub did not answer, the library's message names no cause.
-            raise make_unreadable_error(self.given, error.__cause__ or error) from None
-        return Files(self.field, self.given, (Path(path),), self.column).documents()
-
-
-def make_unreadable_error(name: str, error: BaseException) -> ValueError:
-    return ValueError(
-        f"data.hub={name!r}: cannot be read ({one_line(error)}); check the name, data.hub_config, "
-        "data.split, data.revision and the network, or use data.path"
-    )
-
-
-def go_offline_unless_hub_answers() -> None:
-    """Avoids half a minute of retries without a network; cached data are still read."""
-    config = import_datasets_quietly().config
-    if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or is_hub_reachable()):
-        huggingface_hub.constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
-
-
-def is_hub_reachable() -> bool:
-    """Whether the Hub answers within HUB_SECONDS, even with an HTTP error."""
-    try:
-        call_with_timeout(
-            HUB_SECONDS, lambda: urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=HUB_SECONDS)
-        )
-    except HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def import_datasets_quietly() -> Any:
-    """Import the datasets library, late because that takes a second."""
-    import datasets
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
-    # Its readers log errors in several lines before they raise them.
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    return datasets
-
-
-def extract_documents(tables: Iterator[Any], column: str, place: str) -> Iterator[Document]:
+def extract_documents(tables: Iterator[Any], column: str, where: str) -> Iterator[Document]:
     """Texts in one column of Arrow tables or batches."""
     import pyarrow
 
     rows = itertools.count(1)
     for table in tables:
         names = table.schema.names
-        fix = f"{place} has only {format_names(names)}; choose one with text, whose name is there once"
+        fix = f"{where} has only {format_names(names)}; choose one with text, whose name is there once"
         require(names.count(column) == 1, "data.column", column, fix)
         kind = str(table.schema.field(column).type)
         is_text = "string" in kind and "<" not in kind
-        require(is_text, "data.column", column, f"has type {kind} in {place}; choose a column with text")
+        require(is_text, "data.column", column, f"has type {kind} in {where}; choose a column with text")
         # As bytes, because Arrow does not check that a string is UTF-8.
         for row, value in zip(rows, table.column(column).cast(pyarrow.large_binary()).to_pylist(), strict=False):
-            text, here = value or b"", f"{place}: row {row}"
+            text, here = value or b"", f"{where}: row {row}"
             check_size(text, here)
             decode(text, here)
             if text:

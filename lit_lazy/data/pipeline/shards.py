@@ -158,8 +158,8 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
             if not sampled:  # the first batch, which costs less than a hundredth of a large file's encoding
                 sampled, lossy = len(documents), tokenizer.count_lossy([text for _, text in documents], ids)
             before, counted = size, training
-            for (place, text), text_ids in zip(documents, ids, strict=True):
-                encoded = _add_boundary_tokens(tokenizer, text_ids, place)
+            for (where, text), text_ids in zip(documents, ids, strict=True):
+                encoded = _add_boundary_tokens(tokenizer, text_ids, where)
                 raw = encoded.astype(dtype).tobytes()
                 file.write(raw)
                 digest.update(raw)
@@ -223,12 +223,12 @@ def encode_documents(
         yield batch, tokenizer.encode([text for _, text in batch], control)
 
 
-def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray, place: str) -> np.ndarray:
+def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray, where: str) -> np.ndarray:
     """Tokens of a document. Raises a one-line ValueError if its text has a token that means a document's boundary."""
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     for boundary in (*begin, tokenizer.separator):
         if (ids == boundary).any():
-            problem = f"{place} has a text that becomes token {boundary}, which separates documents"
+            problem = f"{where} has a text that becomes token {boundary}, which separates documents"
             raise ValueError(f"{problem}; remove it there, or give another data.tokenizer")
     tokens = np.empty(len(begin) + len(ids) + 1, np.uint32)
     tokens[: len(begin)], tokens[len(begin) : -1], tokens[-1] = begin, ids, tokenizer.separator

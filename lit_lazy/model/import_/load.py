@@ -68,7 +68,7 @@ def download(name: str) -> Path:
     """Folder of a model of the Hub, from the cache without a network. Raises a one-line ValueError if that fails."""
     import huggingface_hub
 
-    from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers
+    from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers
 
     go_offline_unless_hub_answers()
     try:

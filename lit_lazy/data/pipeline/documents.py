@@ -191,7 +191,7 @@ def check_size(text: bytes, where: str) -> None:
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
-    """Text of `raw`, which starts at byte `offset` of the where. Raises ValueError if it is not UTF-8."""
+    """Text of `raw`, which starts at byte `offset` of `where`. Raises ValueError if it is not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -111,6 +111,29 @@ def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
+@pytest.fixture(scope="session")
+def duo_runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A runs folder with a training and a finished ablation, `duo.py` beside it, with its models and report.
+
+    To be copied; the tests that need it are one group, and so run in one process.
+    """
+    from two_rows import ODD, two_rows
+
+    from lit_lazy.command.main import main
+
+    runs = tmp_path_factory.mktemp("duo") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    ablation = runs.with_name("duo.py")
+    ablation.write_text(two_rows("duo", lazy=ODD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        command = ["ablate", "run", str(ablation), "--keep-checkpoint", "--workers", "1", "--runs", str(runs)]
+        assert main(command) == 0
+        assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
+    return runs
+
+
 @pytest.fixture
 def postgres_storage(postgres_server: postgres.Server) -> str:
     """An empty database on a real PostgreSQL server."""

@@ -25,7 +25,6 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
-from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.report.checkpoint import Request, diagnose
 from lit_lazy.table.stored import read_table
 from lit_lazy.tracking.store import default_uri
@@ -85,17 +84,6 @@ def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(diagnos
     kept = Diagnostics.load(trained.parent / "diagnostics.npz").arrays
     assert found.arrays["watch/step"].tolist() == [0, 1, 2, 3, 4, 6]
     np.testing.assert_array_equal(found.arrays["watch/tau"], kept["watch/tau"])
-
-
-def test_a_sample_of_all_agrees_with_the_evaluation(trained: Path) -> None:
-    module = LitLM(**read_checkpoint(trained)["hyper_parameters"])
-    module.load_state_dict(read_checkpoint(trained)["state_dict"])
-    source = CFG.data.load()
-    evaluated = evaluate(module.model, source, module.cfg.train.precision, module.cfg.train.batch_size)
-    arrays = measure(module.model, [source.validation.__getitems__(list(range(32)))]).arrays
-    assert arrays["loss/by_position"].mean() == pytest.approx(evaluated["loss/val"], rel=1e-6)
-    assert arrays["sparsity/zero"].mean() == pytest.approx(evaluated["sparsity/zero"], rel=1e-6)
-    assert arrays["tau"].mean() == pytest.approx(evaluated["tau/mean"], rel=1e-6)
 
 
 def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], trained: Path) -> None:
@@ -270,34 +258,6 @@ def wrong(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mistakes(words: str, named: str, wrong: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(wrong)
     assert named in expect_refusal(["diagnose", *words.split()], capsys)
-
-
-OWN_NORMALISER = """
-from dataclasses import dataclass
-from lit_lazy.attention import Normaliser, NormaliserModule
-
-class Uniform(NormaliserModule):
-    def weights(self, scores, rows):
-        return (rows.visible / rows.n).expand_as(scores)
-
-@dataclass(frozen=True)
-class MyOwnUniform(Normaliser):
-    def build(self, shape):
-        return Uniform()
-"""
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_custom_normaliser_needs_no_more_than_its_weights(trained: Path, runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "uniform.py").write_text(OWN_NORMALISER)
-    content = read_checkpoint(trained)
-    content["hyper_parameters"]["config"]["model"]["attention"]["normaliser"] = {"class": "MyOwnUniform"}
-    content["state_dict"] = {name: x for name, x in content["state_dict"].items() if not name.endswith("tau")}
-    torch.save(content, tmp_path / "uniform.ckpt")
-    options = ["--import", str(tmp_path / "uniform.py"), "--out", str(tmp_path / "there"), "--runs", str(runs)]
-    assert main(["diagnose", str(tmp_path / "uniform.ckpt"), *options]) == 0
-    arrays = Diagnostics.load(tmp_path / "there" / "diagnostics.npz").arrays
-    np.testing.assert_allclose(arrays["entropy/normalised"], 1, rtol=1e-6)
 
 
 def test_a_long_measurement_says_where_it_is_and_an_interrupt_promises_no_resumption(

@@ -16,7 +16,6 @@ import pytest
 from chromium import CHROMIUM, Browser
 from filelock import FileLock
 from mistakes import expect_refusal, snapshot_tree
-from two_rows import two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import claim
@@ -31,36 +30,21 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 DUO = "duo-backcopy_tiny"
 RUN = ["ablate", "run", "--keep-checkpoint", "--brief", "--workers", "1"]
 pytestmark = [
-    pytest.mark.xdist_group("runs folder"),  # one process makes the folder
+    pytest.mark.xdist_group("duo"),  # one process makes the folder
     pytest.mark.usefixtures("no_pictures"),
 ]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, empty_store: Path, no_pictures: None) -> Path:  # noqa: ARG001
-    """A runs folder with an ablation that kept its models, and a training."""
-    folder = tmp_path_factory.mktemp("finished")
-    runs, ablation = folder / "runs", folder / "duo.py"
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
-    ablation.write_text(two_rows("duo"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        assert main([*RUN, str(ablation), "--runs", str(runs)]) == 0
-        assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
-    return runs
-
-
 @pytest.fixture
-def duo(finished: Path) -> Path:
+def duo(duo_runs: Path) -> Path:
     """The ablation's file."""
-    return finished.with_name("duo.py")
+    return duo_runs.with_name("duo.py")
 
 
 @pytest.fixture
-def runs(finished: Path, place: Path) -> Path:
-    """A copy of it, in the current folder."""
-    return shutil.copytree(finished, place / "runs")
+def runs(duo_runs: Path, place: Path) -> Path:
+    """A copy of finished runs, in the current folder."""
+    return shutil.copytree(duo_runs, place / "runs")
 
 
 def test_tables_are_compared_with_the_settings_of_cells_and_of_packed_cells(runs, capsys) -> None:

@@ -187,15 +187,17 @@ def decoded(case, backend="triton"):
         return lazy_attention(on.q, on.k, on.v, on.tau, on.bias, backend=backend, **on.options).cpu()
 
 
-@pytest.mark.parametrize("window", [None, 1])
+SHORT = [(24, torch.float32, None), (256, torch.bfloat16, 1)]
+"""Where earlier blocks gave different results."""
+OTHERS = [
+    each
+    for each in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16], [None, 1])
+    if each not in SHORT
+]
+
+
 @pytest.mark.parametrize(
-    ("width", "dtype"),
-    [(24, torch.float32), (256, torch.bfloat16)]  # where earlier blocks gave different results
-    + [
-        pytest.param(width, dtype, marks=pytest.mark.long)
-        for width, dtype in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16])
-        if (width, dtype) not in ((24, torch.float32), (256, torch.bfloat16))
-    ],
+    ("width", "dtype", "window"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)]
 )
 def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, window):
     """At the initial tau p = theta = 1 exactly, for all blocks in which a kernel sums its products."""

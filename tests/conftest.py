@@ -29,6 +29,9 @@ __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Imports and the collection make millions of objects and hardly any garbage, so none is looked for until its end.
+gc.disable()
+
 # A busy machine must not add lines to what a command says.
 console.QUIET_SECONDS = math.inf
 
@@ -146,6 +149,11 @@ def closed_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

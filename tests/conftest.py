@@ -156,13 +156,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run short tests last, so that no process waits for a long one; skip GPU tests with a reason without a GPU."""
+    """Run a file in one process, which makes once what its tests share, but the kernels' anywhere, and last.
+
+    So no process waits for a long file. Skip GPU tests with a reason without a GPU.
+    """
     items.sort(key=lambda item: "kernels" in item.path.parts)
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if "kernels" not in item.path.parts and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import postgres
 import pytest
-import torch
 from filelock import FileLock
 from mistakes import place
 from mlflow_server import mlflow_server
@@ -24,10 +23,6 @@ from torch_alone import torch_site
 from lit_lazy.support import console
 
 __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder", "torch_site"]
-
-# Triton decides at a kernel's definition whether to interpret it, so this precedes the import of flash_lazy.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Imports and the collection make millions of objects and hardly any garbage, so none is looked for until its end.
 gc.disable()
@@ -43,8 +38,20 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Choose Triton's interpreter without a GPU. The process that only hands out tests imports no torch."""
+    if session.config.getoption("dist", "no") == "no":
+        import torch
+
+        # Triton decides at a kernel's definition, so this precedes the import of flash_lazy.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -162,6 +169,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     So no process waits for a long file. Skip GPU tests with a reason without a GPU.
     """
+    import torch
+
     items.sort(key=lambda item: "kernels" in item.path.parts)
     for item in items:
         if "kernels" not in item.path.parts and not item.get_closest_marker("xdist_group"):

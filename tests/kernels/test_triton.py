@@ -245,7 +245,7 @@ def test_decoding_takes_three_kernels_and_divides_the_valid_keys(monkeypatch):
     torch.testing.assert_close(shares.cpu(), torch.tensor([64.0, 64, 64, 64, 44, 0]))
 
 
-POISONED = {"q": (0, 0, 1), "k": (0, 1, 33), "tau": 2, "bias": (3, 2), "slopes": 4}
+POISONED = {"q": (0, 0, 1), "k": (0, 1, 17), "tau": 2, "bias": (3, 2), "slopes": 4}
 """Where each input of a case of five heads holds NaN."""
 
 
@@ -256,7 +256,7 @@ POISONED = {"q": (0, 0, 1), "k": (0, 1, 33), "tau": 2, "bias": (3, 2), "slopes":
 def test_nan_propagates(renormalise, decoding, monkeypatch):
     """NaN where the reference has NaN: a diverged model must not look like one without attention."""
     use_small_blocks(monkeypatch, 16, 16)
-    drawn = draw(43, length=40, batch=1, kv_heads=5, bias_width=5, slopes=True, renormalise=renormalise)
+    drawn = draw(43, length=20, batch=1, kv_heads=5, bias_width=5, slopes=True, renormalise=renormalise)
     case = drawn.to(torch.float32)
     case = replace(case, q=case.q[:, :, -3:]) if decoding else case
     for name, at in POISONED.items():
@@ -272,7 +272,7 @@ def test_nan_propagates(renormalise, decoding, monkeypatch):
         if result == "dk":
             lost[:, 0, 2:] = False
         if result == "dq":
-            lost[:, 1, :33] = False
+            lost[:, 1, :17] = False
         assert not lost.any(), f"{result}: no NaN at {lost.nonzero()[:3].tolist()}"
 
 

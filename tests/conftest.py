@@ -63,7 +63,7 @@ def _cheap_grids() -> Iterator[None]:
     from lit_lazy.grid import run
     from lit_lazy.report import page
 
-    forked.start_fork_server()
+    forked.start_fork_server(fork=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "POLL_SECONDS", 0.1)
         patch.setattr(run, "LOOK_SECONDS", 0.5)

@@ -97,15 +97,15 @@ def make_cheap() -> None:
     page.SHOWN_VARIANTS = 0
 
 
-def start_fork_server() -> int:
+def start_fork_server(fork: bool = False) -> int:
     """Start the server from which the workers of this process and its forks come; returns its process id.
 
-    Without a GPU it is a fork of this process too.
+    fork: without a GPU, as a fork of this process, which has done its imports.
     """
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     server.set_forkserver_preload(["lit_lazy.grid.worker"])
-    forks = patch.object(multiprocessing.util, "spawnv_passfds", _fork_server) if Popen is Fork else nullcontext()
-    with forks:
+    spawn = patch.object(multiprocessing.util, "spawnv_passfds", _fork_server)
+    with spawn if fork and Popen is Fork else nullcontext():
         server.ensure_running()
     return server._forkserver_pid
 

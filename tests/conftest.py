@@ -13,7 +13,6 @@ from pathlib import Path
 
 import postgres
 import pytest
-import torch
 from filelock import FileLock
 from mistakes import place
 from mlflow_server import mlflow_server
@@ -25,9 +24,8 @@ from lit_lazy.support import console
 
 __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder", "torch_site"]
 
-# Triton decides at a kernel's definition whether to interpret it, so this precedes the import of flash_lazy.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Imports and the collection make millions of objects and hardly any garbage, so none is looked for until its end.
+gc.disable()
 
 # A busy machine must not add lines to what a command says.
 console.QUIET_SECONDS = math.inf
@@ -40,8 +38,20 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Choose Triton's interpreter without a GPU. The process that only hands out tests imports no torch."""
+    if session.config.getoption("dist", "no") == "no":
+        import torch
+
+        # Triton decides at a kernel's definition, so this precedes the import of flash_lazy.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -53,7 +63,7 @@ def _cheap_grids() -> Iterator[None]:
     from lit_lazy.grid import run
     from lit_lazy.report import page
 
-    forked.start_fork_server()
+    forked.start_fork_server(fork=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "POLL_SECONDS", 0.1)
         patch.setattr(run, "LOOK_SECONDS", 0.5)
@@ -111,6 +121,29 @@ def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
+@pytest.fixture(scope="session")
+def duo_runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A runs folder with a training and a finished ablation, `duo.py` beside it, with its models and report.
+
+    To be copied; the tests that need it are one group, and so run in one process.
+    """
+    from two_rows import ODD, two_rows
+
+    from lit_lazy.command.main import main
+
+    runs = tmp_path_factory.mktemp("duo") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    ablation = runs.with_name("duo.py")
+    ablation.write_text(two_rows("duo", lazy=ODD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        command = ["ablate", "run", str(ablation), "--keep-checkpoint", "--workers", "1", "--runs", str(runs)]
+        assert main(command) == 0
+        assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
+    return runs
+
+
 @pytest.fixture
 def postgres_storage(postgres_server: postgres.Server) -> str:
     """An empty database on a real PostgreSQL server."""
@@ -125,13 +158,24 @@ def closed_port() -> int:
         return probe.getsockname()[1]
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run short tests last, so that no process waits for a long one; skip GPU tests with a reason without a GPU."""
+    """Run a file in one process, which makes once what its tests share, but the kernels' anywhere, and last.
+
+    So no process waits for a long file. Skip GPU tests with a reason without a GPU.
+    """
+    import torch
+
     items.sort(key=lambda item: "kernels" in item.path.parts)
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if "kernels" not in item.path.parts and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
 
 

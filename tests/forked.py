@@ -10,6 +10,7 @@ import inspect
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -17,8 +18,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import sqlalchemy
 import torch
@@ -94,12 +97,43 @@ def make_cheap() -> None:
     page.SHOWN_VARIANTS = 0
 
 
-def start_fork_server() -> int:
-    """Start the server from which the workers of this process and its forks come; returns its process id."""
+def start_fork_server(fork: bool = False) -> int:
+    """Start the server from which the workers of this process and its forks come; returns its process id.
+
+    fork: without a GPU, as a fork of this process, which has done its imports.
+    """
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     server.set_forkserver_preload(["lit_lazy.grid.worker"])
-    server.ensure_running()
+    spawn = patch.object(multiprocessing.util, "spawnv_passfds", _fork_server)
+    with spawn if fork and Popen is Fork else nullcontext():
+        server.ensure_running()
     return server._forkserver_pid
+
+
+def _fork_server(_program: str, arguments: list[str], kept: list[int]) -> int:
+    """Run the code at the end of a Python command in a fork that has these files of its parent alone."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+            with suppress(OSError):  # of the listing itself
+                os.close(number)
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]  its lock is held
+        _rebind_streams()
+        _forget()
+        gc.freeze()
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def _rebind_streams() -> None:
+    """Read and write by the first three files, whatever the parent did by."""
+    # Never closed: a fork of this fork would close its own streams when it drops the inherited objects.
+    streams = [open(number, "rww"[number], closefd=False) for number in range(3)]  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
 
 
 def run_in_fork(work: Callable[[], T]) -> T:
@@ -134,10 +168,7 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
                 os.dup2(source, number)
         for pipe in {pipe for pipe in pipes if pipe > 2}:
             os.close(pipe)
-        # Never closed: a fork of this fork would close its own streams when it drops the inherited objects.
-        streams = [open(number, "rww"[number], closefd=False) for number in range(3)]  # noqa: SIM115
-        sys.stdin, sys.stdout, sys.stderr = streams
-        sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
+        _rebind_streams()
         if given["start_new_session"]:
             os.setsid()
         if given["cwd"] is not None:

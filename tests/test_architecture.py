@@ -34,7 +34,7 @@ ONLY = {
     "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "timings/"),
 }
 """Where a package may be imported, at the top of a file or later."""
-BACKENDS = ("reference", "chunked", "fused", "rules")
+BACKENDS = ("reference", "chunked", "cpu", "fused", "rules")
 SHARED = {"call", "scores", "tiling", "vmap"}
 """Modules of their room that the backends may import."""
 WAYS = {"A query tensor": 7, "A cell": 12, "A verdict": 6, "An override": 5, "A weight": 8}

@@ -259,13 +259,6 @@ def test_what_was_edited_after_its_import_is_not_trained(
     assert not runs.exists()
 
 
-def test_a_class_that_comes_from_no_file_is_refused(tmp_path: Path) -> None:
-    names = {"__name__": "__typed_at_a_prompt__"}
-    exec(EDITED.replace("EditedRule", "TypedRule"), names)
-    with pytest.raises(ValueError, match=r"^TypedRule: its source cannot be read, .* define it in a \.py file$"):
-        train(names["config"](), runs=tmp_path / "runs")
-
-
 def test_a_file_may_be_edited_while_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

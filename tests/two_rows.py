@@ -1,5 +1,7 @@
 """An ablation for tests: two rows on the tiny probe, plus a test's additions."""
 
+ODD = "<i>lazy</i> & co"
+"""A name that is markup."""
 WILD = 'Row("wild", {"train.lr": 1e20, "train.log_every": 1}, "ours", seeds=(0,)),'
 """A row that diverges."""
 

@@ -11,10 +11,7 @@ from lit_lazy.attention import (
     Gate,
     HeadNorm,
     LayerShape,
-    LearnedBias,
-    NoBias,
     OutputGate,
-    Softmax,
     ValueGate,
 )
 from lit_lazy.config import ModelConfig
@@ -59,16 +56,6 @@ def test_a_gate_that_starts_open_changes_no_logit_and_learns(gate):
     torch.nn.init.constant_(linears[0].weight, 1.0)
     out, x, v = torch.randn(1, 4, 3, 6), torch.ones(1, 3, 24), torch.ones(1, 2, 3, 6)
     torch.testing.assert_close(gated.attentions[0].gate(out, x, v), 2 * out, rtol=1e-4, atol=1e-4)
-
-
-def test_a_learned_bias_starts_as_none():
-    """With tau at 0 a trained softmax model is unchanged by all of Lazy Attention, bit for bit on the same backend."""
-    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
-    lazy, plain = (
-        DecoderLM(ModelConfig(**CFG, attention=AttentionSpec(normaliser, bias), backend="reference"), 16, 16, seed=3)
-        for normaliser, bias in ((Elastic(tau_init=0.0), LearnedBias()), (Softmax(), NoBias()))
-    )
-    assert torch.equal(lazy(tokens), plain(tokens))
 
 
 def test_a_head_norm_gives_each_head_a_root_mean_square_of_its_gain():

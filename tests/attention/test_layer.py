@@ -68,15 +68,14 @@ def by_distance(table, length=LENGTH):
     return padded[:, distance.clamp(min=0)]
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
 @pytest.mark.parametrize("position", [NoPosition(), Rope()], ids=str)
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("tau", [0.0, 0.5, -0.5])
-def test_equals_the_formula(tau, window, n_kv_heads, position, backend):
+def test_equals_the_formula(tau, window, n_kv_heads, position):
     """tau = 0 selects Softmax."""
     spec = AttentionSpec(Elastic(tau_init=tau) if tau else Softmax(), LearnedBias(length=5), window)
-    attention, x = layer(spec, n_kv_heads, backend=backend), inputs()
+    attention, x = layer(spec, n_kv_heads), inputs()
     attention.bias.table.data.normal_(generator=torch.Generator().manual_seed(2))
     expected = written_out(attention, x, rotation(position), by_distance(attention.bias.table), tau, window)
     torch.testing.assert_close(forward(attention, x, position)[0], expected, **TIGHT)
@@ -127,11 +126,10 @@ def test_a_custom_bias_of_another_shape_is_named(terms, message):
         forward(layer(AttentionSpec(Softmax(), Given(terms))), inputs())
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
 @pytest.mark.parametrize("width", [1, 3, LENGTH, LENGTH + 4])
-def test_a_custom_table_of_any_width_is_0_beyond_its_end(width, backend):
+def test_a_custom_table_of_any_width_is_0_beyond_its_end(width):
     """Keys there stay visible; columns that no key needs have no effect."""
     table = torch.randn(HEADS, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x, spec = inputs(), AttentionSpec(Elastic(tau_init=0.5), Given(BiasTerms(table)))
     expected = written_out(layer(spec), x, added=by_distance(table), tau=0.5)
-    torch.testing.assert_close(forward(layer(spec, backend=backend), x)[0], expected, **TIGHT)
+    torch.testing.assert_close(forward(layer(spec), x)[0], expected, **TIGHT)

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from mistakes import PASSWORD, expect_refusal, iter_commands, snapshot_tree
@@ -150,9 +149,7 @@ OPTIONS = [
     ([*RUN, f"{BIAS}=Alibi"], f"{BIAS}: row 'softmax' sets model.attention.bias itself; leave one of the two out"),
     ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=2550000: must be at most 100000"),
     ([*RUN, "--micro-batch", "5"], "--micro-batch=5: must divide the 8 of 8 sequences"),
-    ([*TRAIN, "--micro-batch", "3"], "--micro-batch=3: must divide the 8 of 8 sequences"),
     ([*TRAIN, "--devices", "400"], "--devices=400: must be at most the"),
-    ([*TRAIN, "--devices", "2", "--train.batch_size=7"], "--devices=2: must divide train.batch_size=7"),
     ([*TRAIN, "--strategy", "fsdp"], "--strategy='fsdp': shards a model over devices"),
     (["ablate", "status", "table2"], "--runs 'runs': does not exist; `lit-lazy train` or `ablate run` creates it"),
     (["ablate", "table", "table2", "--runs", "."], "'table2': . holds no grids; `lit-lazy ablate run` creates them"),
@@ -253,10 +250,7 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, mo
 
 REFUSED = [
     (["--model.d_model=9999998"], "model.d_model=9999998", "choose smaller ones"),
-    (["--init-from", "nofile"], "nofile': cannot be read (No such file or directory)", "give a final.ckpt"),
-    (["--init-from", "notes.md"], "notes.md': is no checkpoint, or damaged (", "give a final.ckpt"),
     (["--logger", "wandb"], "--logger wandb: needs the package wandb", "pip install 'lit-lazy[wandb]'"),
-    (["--devices", "2", "--strategy", "fsdp", "--train.optimiser=Muon"], "train.optimiser='Muon'", "--strategy ddp"),
 ]
 
 
@@ -607,10 +601,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda content: content["state_dict"].pop("model.blocks.0.attention.normaliser.tau"),
         "the weights are another architecture's (model.blocks.0.attention.normaliser.tau is missing",
     ),
-    "an unknown class": (
-        lambda content: of_model("attention", {"bias": {"class": "NobodysBias"}})(content),
-        "needs the class NobodysBias, which is not imported; add --import FILE",
-    ),
     "other data": (use_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
     "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
     "length 1e12": (setting("context_length", 10**12), "GB of memory, of which this machine has"),
@@ -679,27 +669,15 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(trained, place, capsys) -
     assert own == capsys.readouterr().out
 
 
-def real(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-@pytest.mark.parametrize(
-    ("run", "arguments", "named"),
-    [
-        (real, [*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
-        (forked.run, ["evaluate", "bomb.ckpt"], "could run code"),
-    ],
-)
-def test_in_a_process_of_its_own(run: Any, arguments: list[str], named: str, trained: Path, place: Path) -> None:
-    spoil(trained, place / "bomb.ckpt", "a torch bomb")
-    before = snapshot_tree(place)
+def test_in_a_process_of_its_own(place: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
-    command = [sys.executable, "-m", "lit_lazy.command", *arguments]
-    done = run(command, cwd=place, env=environment | {"OMP_NUM_THREADS": "1"})
-    assert snapshot_tree(place) == before
+    command = [sys.executable, "-m", "lit_lazy.command", *TRAIN, "--model.n_heads=3"]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert not [*place.iterdir()]
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", done.stderr), done.stderr
-    assert named in done.stderr
+    assert re.fullmatch(r"lit-lazy[^\n]*: model.n_heads=3: must divide model.d_model=16[^\n]*\n", done.stderr), (
+        done.stderr
+    )
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:

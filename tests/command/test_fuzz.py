@@ -235,10 +235,10 @@ def check(argv: list[str], stage: Path) -> str:
     return "accepted" if status is None else f"status {status}"
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [60, pytest.param(2000, marks=pytest.mark.long)])
 def test_any_command_line(examples: int, stage: Path) -> None:
     ends = Counter[str]()
-    drawn = settings(max_examples=examples, derandomize=examples == 100, database=None, deadline=None, print_blob=True)
+    drawn = settings(max_examples=examples, derandomize=examples == 60, database=None, deadline=None, print_blob=True)
 
     @settings(drawn, suppress_health_check=list(HealthCheck))
     @given(argv=command_lines())

@@ -274,6 +274,18 @@ def test_a_value_that_a_users_file_does_not_declare_is_named(good):
         ),
         (lambda: SGD(momentum=0.0, nesterov=True), "SGD.nesterov=True: needs a momentum above 0"),
         (lambda: Llama3Scaling(low=4.0), "Llama3Scaling.low=4.0: must be below high=4.0"),
+        (
+            lambda: Elastic(threshold="constant"),
+            "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds",
+        ),
+        (
+            lambda: Elastic(0.0, "constant", tau_ramp=0.5),
+            "Elastic.tau_final=1.0: must be below 1 with Elastic.threshold",
+        ),
+        (
+            lambda: Elastic(learn_tau=False, tau_ramp=0.5, learn_after_ramp=True),
+            "Elastic.learn_after_ramp=True: needs Elastic.learn_tau=True",
+        ),
         (lambda: Elastic(tau_final=2.0), "Elastic.tau_final=2.0: needs a ramp: Elastic.tau_ramp above 0; leave it out"),
         (lambda: Elastic(learn_after_ramp=True), "Elastic.learn_after_ramp=True: needs a ramp"),
         (lambda: Elastic(learn_tau=False, tau_lr_scale=2.0), "Elastic.tau_lr_scale=2.0: needs a tau that is trained"),

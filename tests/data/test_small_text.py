@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_lazy.command.main import main
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data.pipeline.documents import find_cut
 from lit_lazy.data.pipeline.tokens import open_corpus
 from lit_lazy.data.text import FEW_DOCUMENTS, Text
-from lit_lazy.training.result import RunResult
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +70,12 @@ def test_a_document_is_cut_before_its_tail(text: bytes, at: int) -> None:
     assert (find_cut(text, 0.0), find_cut(text, 1.0)) == (0, len(text))
 
 
-def test_four_kilobytes_train(
+def test_four_kilobytes_are_enough_for_the_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "notes.md", 4096, "my")
-    shorter = ["--train.steps=4", "--train.warmup_steps=1", "--train.val_every=2", "--train.checkpoint_every=2"]
-    assert main(["train", "text", "--data.path=notes.md", "--model.d_model=16", *shorter, "--threads", "1"]) == 0
+    source = experiment("text", {"data.path": "notes.md"}).data.load()
+    assert source.info["validation_tokens"] == 256
     said = " ".join(capsys.readouterr().err.split())
     assert "data.validation_windows=128: the validation text has 1, all count" in said
-    (folder,) = Path("runs/train-text").iterdir()
-    result = RunResult.peek(folder)
-    assert result is not None
-    assert result.data["validation_tokens"] == 256

@@ -205,8 +205,7 @@ def draw_arrays(arrays: Arrays) -> list[Figure]:
 
 
 EXTREMES = {
-    "one head": lambda: draw_arrays(make_arrays(layers=1, heads=1, maps=1)),
-    "eight tokens": lambda: draw_arrays(make_arrays(length=8, init=False, maps=5)),
+    "one head, eight tokens": lambda: draw_arrays(make_arrays(layers=1, heads=1, maps=1, length=8, init=False)),
     "partly undefined": lambda: draw_arrays(undefine_first_layer(make_arrays(layers=3))),
     "deep": lambda: draw_arrays(make_arrays(layers=24, heads=16, length=300, maps=6, lengths=(600,))),
     "one variant": lambda: [*draw_over_training(["lazy"], 1), figures.loss_against_sparsity(make_study(1, ["lazy"]))],

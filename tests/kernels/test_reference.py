@@ -178,8 +178,10 @@ class TestClosedForms:
         assert all(grad.count_nonzero() == 0 for grad in grads.values())
 
 
-def test_ties_are_zero(backend):
+def test_ties_are_zero(backend, monkeypatch):
     """With equal scores and tau = 1 every p equals theta: weights are 0 in the reference, else within rounding."""
+    if backend == "triton":
+        use_small_blocks(monkeypatch, 64, 64)
     for dtype in {torch.float32, widest_dtype(backend)}:
         v = torch.randn(1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).to(device_for(backend), dtype)
         q, tau = torch.zeros_like(v), torch.ones(1, dtype=dtype, device=v.device)

@@ -18,6 +18,9 @@ import flash_lazy
 release = SimpleNamespace(**runpy.run_path(str(ROOT / "kernels" / "release.py")))
 
 
+pytestmark = pytest.mark.xdist_group("release")  # one process builds the folder
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return release.build_hub_folder(tmp_path_factory.mktemp("release"))

@@ -164,8 +164,7 @@ def test_equals_reference(setting, monkeypatch):
     assert_equals_reference(rest, dtype)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "renormalise"), [(torch.float16, True), (torch.bfloat16, False)])
 def test_common_means_cost_no_more_accuracy_than_in_eager(dtype, renormalise, monkeypatch):
     """Gradients are differences of sums that contain the means of k, v and the output's gradient."""
     use_small_blocks(monkeypatch, 32, 32)
@@ -188,15 +187,17 @@ def decoded(case, backend="triton"):
         return lazy_attention(on.q, on.k, on.v, on.tau, on.bias, backend=backend, **on.options).cpu()
 
 
-@pytest.mark.parametrize("window", [None, 1])
+SHORT = [(24, torch.float32, None), (256, torch.bfloat16, 1)]
+"""Where earlier blocks gave different results."""
+OTHERS = [
+    each
+    for each in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16], [None, 1])
+    if each not in SHORT
+]
+
+
 @pytest.mark.parametrize(
-    ("width", "dtype"),
-    [(24, torch.float32), (256, torch.bfloat16)]  # where earlier blocks gave different results
-    + [
-        pytest.param(width, dtype, marks=pytest.mark.long)
-        for width, dtype in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16])
-        if (width, dtype) not in ((24, torch.float32), (256, torch.bfloat16))
-    ],
+    ("width", "dtype", "window"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)]
 )
 def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, window):
     """At the initial tau p = theta = 1 exactly, for all blocks in which a kernel sums its products."""
@@ -244,43 +245,47 @@ def test_decoding_takes_three_kernels_and_divides_the_valid_keys(monkeypatch):
     torch.testing.assert_close(shares.cpu(), torch.tensor([64.0, 64, 64, 64, 44, 0]))
 
 
+POISONED = {"q": (0, 0, 1), "k": (0, 1, 17), "tau": 2, "bias": (3, 2), "slopes": 4}
+"""Where each input of a case of five heads holds NaN."""
+
+
 @pytest.mark.parametrize(
     ("decoding", "renormalise"),
     [(False, False), (True, True), *(pytest.param(*x, marks=pytest.mark.long) for x in ((False, True), (True, False)))],
 )
-@pytest.mark.parametrize("name", ["q", "k", "tau", "bias", "slopes"])
-def test_nan_propagates(name, renormalise, decoding, monkeypatch):
+def test_nan_propagates(renormalise, decoding, monkeypatch):
     """NaN where the reference has NaN: a diverged model must not look like one without attention."""
     use_small_blocks(monkeypatch, 16, 16)
-    case = draw(43, length=40, batch=1, group=2, bias_width=5, slopes=True, renormalise=renormalise).to(torch.float32)
+    drawn = draw(43, length=20, batch=1, kv_heads=5, bias_width=5, slopes=True, renormalise=renormalise)
+    case = drawn.to(torch.float32)
     case = replace(case, q=case.q[:, :, -3:]) if decoding else case
-    at = {"q": (0, 0, 1), "k": (0, 0, 33), "tau": 0, "bias": (0, 2), "slopes": 0}[name]
-    case.leaves()[name][at] = torch.nan
+    for name, at in POISONED.items():
+        case.leaves()[name][at] = torch.nan
     if decoding:
         found, expected = ({"out": decoded(case, backend)} for backend in ("triton", "reference"))
     else:
         found, expected = (run_named(case, backend) for backend in ("triton", "reference"))
-    assert expected["out"].isnan().any()
-    assert decoding or not expected["out"].isnan().all()
+    assert expected["out"].isnan().any((0, 2, 3)).all(), "in every head"
     for result in set(expected) & {"out", "mass", "dq", "dk", "dv"}:
         lost = expected[result].isnan() & ~found[result].isnan()
         # Eager products also spread NaN over hidden pairs, as 0 times NaN: these pairs are not compared.
-        lost = lost[:, :, :2] if (result, name) == ("dk", "q") else lost
-        lost = lost[:, :, 33:] if (result, name) == ("dq", "k") else lost
-        assert not lost.any(), f"{result}: NaN in {name} becomes {found[result][lost].unique()[:3].tolist()}"
+        if result == "dk":
+            lost[:, 0, 2:] = False
+        if result == "dq":
+            lost[:, 1, :17] = False
+        assert not lost.any(), f"{result}: no NaN at {lost.nonzero()[:3].tolist()}"
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("length", [1024, 4096, 16384])
-def test_programs_of_the_key_gradient_end_together(length, batches, heads):
+def test_programs_of_the_key_gradient_end_together(length):
     """Simulated for the 264 slots of an H200: at most an eighth above the ideal; a fixed count took up to twice."""
     slots, block = 264, 64
-    costs = tuple(length - at for at in range(0, length, block) for _ in range(batches))
-    ideal = max(sum(costs) * heads / slots, costs[0])
-    chosen = balance_programs(slots, heads, costs)
-    assert makespan(chosen, slots, heads, costs) <= 1.125 * ideal
-    assert chosen <= max(1, 4 * slots / heads)  # each needs a partial gradient of the bias
+    for batches, heads in product([1, 4], [1, 2, 5, 12, 20, 32, 64, 128]):
+        costs = tuple(length - at for at in range(0, length, block) for _ in range(batches))
+        ideal = max(sum(costs) * heads / slots, costs[0])
+        chosen = balance_programs(slots, heads, costs)
+        assert makespan(chosen, slots, heads, costs) <= 1.125 * ideal
+        assert chosen <= max(1, 4 * slots / heads)  # each needs a partial gradient of the bias
 
 
 class TestSkipping:
@@ -311,9 +316,9 @@ class TestSkipping:
     @pytest.mark.parametrize("rows", [16, pytest.param(2, marks=pytest.mark.long)])
     def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
-        case = sparse(length=160, rows=rows)
+        case = sparse(length=96, rows=rows)
         poisoned = replace(case, v=case.v.clone())
-        poisoned.v[:, :, 64:128] = torch.nan
+        poisoned.v[:, :, 16:48] = torch.nan
         expected, found = run_named(case, "triton"), run_named(poisoned, "triton")
         assert torch.equal(decoded(case), decoded(poisoned))
         assert_same_bits(expected, found)
@@ -321,15 +326,13 @@ class TestSkipping:
     @pytest.mark.parametrize("rows", [16, pytest.param(2, marks=pytest.mark.long)])
     def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
-        case = sparse(length=160, rows=rows)
-        case.k[:, :, 100] = (
-            200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)
-        )  # row 1 attends to key 100
+        case = sparse(length=96, rows=rows)
+        case.k[:, :, 40] = 200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)  # row 1 attends to it
         exact = run_named(case.to(torch.float64), "reference")["out"]
-        assert (exact[:, :, 1] - case.v[:, :, 100]).abs().max() < 0.1
+        assert (exact[:, :, 1] - case.v[:, :, 40]).abs().max() < 0.1
         torch.testing.assert_close(decoded(case), exact.float(), **tolerance(case))
         torch.testing.assert_close(run_named(case, "triton")["out"], exact.float(), **tolerance(case))
-        case.v[:, :, 100] = torch.nan
+        case.v[:, :, 40] = torch.nan
         assert decoded(case)[:, :, 1].isnan().all()
         found = run_named(case, "triton")
         assert found["out"][:, :, 1].isnan().all()
@@ -398,7 +401,7 @@ class TestLayouts:
     """Views that share or skip elements: the same results as from copies."""
 
     def test_lengths_and_boundaries_with_strides(self, monkeypatch):
-        use_small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 64, 64)
         cases = {
             name: draw(36, layout=layout, length=40, bias_width=5).to(torch.float32)
             for name, layout in (("kv_lengths", "ragged"), ("cu_seqlens", "packed"))

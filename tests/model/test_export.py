@@ -387,8 +387,6 @@ SMALL_PARTS = ("normaliser", "attention.bias", "position.frequency")
     ("name", "dtype"),
     [
         ("lazy", torch.bfloat16),
-        ("lazy", torch.float16),
-        ("constant, window", torch.bfloat16),
         ("two maps, normed queries", torch.half),
         ("softmax, ALiBi", torch.bfloat16),
     ],
@@ -427,7 +425,6 @@ def test_it_learns_from_labels(tmp_path: Path) -> None:
     [
         ("lazy", None),
         ("per token, learned positions", "eager"),
-        ("constant, window", None),
         ("AffineScaled", "eager"),
         ("two maps, normed queries", None),
     ],

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from chromium import CHROMIUM, Browser
 from made_grid import MadeGrid
-from two_rows import two_rows
+from two_rows import ODD
 
 from lit_lazy import results
 from lit_lazy.command.main import main
@@ -33,10 +33,9 @@ from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.serve import find_experiment_links
 from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import METRICS, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
 
-pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
-ODD = "<i>lazy</i> & co"
+pytestmark = pytest.mark.xdist_group("duo")  # one process, one grid
 ID = "duo-backcopy_tiny"
 UI = "http://127.0.0.1:5000"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -45,20 +44,12 @@ CLONE_NEWNS = 0x20000
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """A runs folder with a finished grid, whose report has figures of no variant; `first.html` is a copy of it."""
-    folder = tmp_path_factory.mktemp("report")
-    runs, ablation = folder / "runs", folder / "duo.py"
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
-    ablation.write_text(two_rows("duo", lazy=ODD))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0
+def store(duo_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with a finished grid, whose report has figures of no variant."""
+    runs = shutil.copytree(duo_runs, tmp_path_factory.mktemp("report") / "runs")
     names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
     drawn = {path.name for path in (runs / ID).iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size}
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    shutil.copy(runs / ID / REPORT, folder / "first.html")
     return runs
 
 
@@ -136,16 +127,16 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
     assert {"Attention maps", "Sinks by layer and head", "Row mass by position"} <= {*softmax}
 
 
-def test_the_command_rebuilds_it_to_the_byte(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = store / ID / "report.html"
+def test_the_command_rebuilds_it_to_the_byte(store: Path, duo_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = store / ID / REPORT
     path.unlink()
     assert main(["report", ID, "--runs", str(store)]) == 0
     assert str(path) in capsys.readouterr().out
-    assert path.read_bytes() == (store.parent / "first.html").read_bytes()
+    assert path.read_bytes() == (duo_runs / ID / REPORT).read_bytes()
 
 
 @pytest.mark.long
-def test_ui_url_links_the_run_of_every_cell(store: Path, tmp_path: Path) -> None:
+def test_ui_url_links_the_run_of_every_cell(store: Path, duo_runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "linked.html"
     assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
@@ -156,7 +147,7 @@ def test_ui_url_links_the_run_of_every_cell(store: Path, tmp_path: Path) -> None
     )
     assert sorted(link for link in Reader(linked).links if not link.startswith("#")) == expected
     assert len(expected) == 4
-    assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == (store.parent / "first.html").read_text()
+    assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == (duo_runs / ID / REPORT).read_text()
 
 
 WRONG = [
@@ -347,8 +338,9 @@ def test_cells_from_python_are_those_of_the_folder(store: Path) -> None:
         assert result is not None
         assert {name: line[name] for name in result.metrics} == result.metrics
         assert line["time/train_seconds"] == result.timings["train_seconds"]
-        about = (cell.key, str(cell.folder), result.environment["git_sha"], "complete", None)  # no checkpoint was kept
-        assert tuple(line[["key", "folder", "git_sha", "status", "checkpoint"]]) == about
+        about = (cell.key, str(cell.folder), result.environment["git_sha"], "complete")
+        assert tuple(line[["key", "folder", "git_sha", "status"]]) == about
+        assert line["checkpoint"] == str(cell.folder / FINAL_CHECKPOINT)
         curve = found.curves.query(f"variant == {cell.variant!r} and seed == {cell.seed} and metric == 'val/loss'")
         logged = [(r.step, r.metrics["val/loss"]) for r in read_lines(cell.folder / METRICS) if "val/loss" in r.metrics]
         assert list(zip(curve["step"], curve["value"], strict=True)) == logged != []
@@ -394,11 +386,11 @@ def make_read_only(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def archive(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the store, with a question's results."""
+def archive(duo_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the runs, with a question's results."""
     if not os.geteuid() and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("root may write anywhere, and this machine permits no mounts")
-    folder = shutil.copytree(store, tmp_path_factory.mktemp("cd") / "runs")
+    folder = shutil.copytree(duo_runs, tmp_path_factory.mktemp("cd") / "runs")
     shutil.copytree(RESULTS / "q_window_2-stdlib_small", folder / "q_window_2-stdlib_small")
     return folder
 
@@ -419,10 +411,10 @@ def run_on_archive(archive: Path, *commands: list[str]) -> list[tuple[int, str, 
 
 
 def test_a_read_only_archive_is_read_and_needs_a_place_for_what_is_written(
-    store: Path, archive: Path, tmp_path: Path
+    duo_runs: Path, archive: Path, tmp_path: Path
 ) -> None:
-    table = render_markdown(read_grid(store / ID).build_table())
-    hidden = store.rename(store.with_name("hidden"))
+    table = render_markdown(read_grid(duo_runs / ID).build_table())
+    hidden = duo_runs.rename(duo_runs.with_name("hidden"))
     try:
         *found, report_here, table_here = run_on_archive(
             archive,
@@ -434,7 +426,7 @@ def test_a_read_only_archive_is_read_and_needs_a_place_for_what_is_written(
             ["ablate", "table", ID, "--runs", str(archive)],
         )
     finally:
-        hidden.rename(store)
+        hidden.rename(duo_runs)
     assert [(status, errors) for status, _, errors in found] == 4 * [(0, "")]
     assert "4 of 4 cells complete" in (tmp_path / "report.html").read_text()
     assert found[1][1].startswith("duo on backcopy_tiny\n\nNo row learned the task.")

@@ -55,7 +55,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0
-    names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
+    over_training = (f"{name}_over_training" for name in ("loss", "tau", "bias.table", "sink"))
+    names = ("effects", "loss_against_sparsity", *over_training)
     drawn = {path.name for path in (runs / ID).iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size}
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     shutil.copy(runs / ID / REPORT, folder / "first.html")
@@ -128,6 +129,7 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
         "Loss against sparsity",
         "Validation loss over training",
         "Offset parameter over training",
+        "bias.table over training",
         "First key over training",
     ]
     softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]

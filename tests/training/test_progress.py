@@ -10,8 +10,8 @@ from rich.console import Console
 from test_run import config
 
 from lit_lazy.training import callbacks
-from lit_lazy.training.execution import Execution
 from lit_lazy.training.callbacks import StepProgress
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")

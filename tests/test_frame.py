@@ -108,6 +108,7 @@ def test_make_table2_trains_its_rows_once(runs: Path) -> None:
     """Three of them, by the only command that `make` would run, since `make` itself starts real processes."""
     words = [*shrink_command("make table2", runs), "--dry-run", "--no-print-directory"]
     (line,) = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert 'experiment("backcopy_small"' in README, "its example trains what its table does"
     command = [*shlex.split(line), "--rows", "softmax,lazy,lazy tau_init 2"]
     table = runs / "table2-backcopy_small" / "table.md"
     done = forked.run(command, cwd=ROOT, env=ENVIRONMENT)

@@ -18,6 +18,7 @@ from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figur
 from lit_lazy.figures.label_placement import Label, place_labels
 from lit_lazy.figures.palette import Colours, choose_rows
 from lit_lazy.support.outliers import compute_far_limit
+from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.records import Column, Measure, Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
@@ -25,12 +26,12 @@ Metrics = Mapping[str, Sequence[tuple[int, float]]]
 Histories = Mapping[str, Sequence[Metrics]]
 """Metrics of each seed, by variant."""
 
-LEARNED = re.compile(r"watch/(tau|learned/[\w.]+)_layer_\d+")
+LEARNED = re.compile(r"watch/(tau|(bias/learned\.|learned/)[\w.]+)_layer_\d+")
 """Mean of a learned parameter in a layer during training."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
 COLUMNS = 4
-"""Panels per line."""
+"""Most panels per line."""
 MOST_DIVIDED = 100
 """Range of a log axis up to which decades are divided."""
 MOST_NAMED, NAMED_OF_MORE = 24, 10
@@ -130,13 +131,13 @@ def parameter_over_training(table: Table, histories: Histories, learned: str = "
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    name = "τ" if learned == "tau" else learned.removeprefix("learned/")
+    name = "τ" if learned == "tau" else shorten_learned(learned)
     label = "offset parameter τ" if learned == "tau" else name
     return _draw_over_training(f"{name} over training, mean over layers, heads", {label: read}, histories, table)
 
 
 def list_learned(histories: Histories) -> list[str]:
-    """Names of the learned parameters, without those of biases, in the histories of trainings; tau first."""
+    """Names of the learned parameters in the histories of trainings; tau first."""
     metrics = {name for seeds in histories.values() for seed in seeds for name in seed}
     found = {match[1] for name in metrics if (match := LEARNED.fullmatch(name))}
     return sorted(found, key=lambda name: (name != "tau", name))
@@ -251,11 +252,12 @@ def _draw_over_training(
     if not variants:
         return None
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
-    rows = math.ceil(len(variants) / COLUMNS)
+    columns = min(COLUMNS, len(variants))
+    rows = math.ceil(len(variants) / columns)
     band = "" if counts == {1} else " (band: range)"
     heading = f"{table.ablation}: {title} and {_format_seeds(counts)}{band}{which}"
-    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, heading)
-    panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+    figure = new_figure(WIDTH, 0.9 + rows * (1.35 if rows > 1 else 2.2), heading)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
     panels[0].set_yscale(scale)
@@ -278,7 +280,7 @@ def _draw_over_training(
         panels[0].yaxis.set_minor_locator(NullLocator())
     if watched:
         set_log_axis(panels[0], last, zero=True)
-    for axes in panels[max(len(variants) - COLUMNS, 0) : len(variants)]:
+    for axes in panels[max(len(variants) - columns, 0) : len(variants)]:
         axes.tick_params(labelbottom=True)
         axes.set_xlabel("step")
     for axes in panels[len(variants) :]:

@@ -36,6 +36,7 @@ from lit_lazy.figures.canvas import (
     set_log_axis,
     use_style,
 )
+from lit_lazy.table.columns import shorten_learned
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -246,8 +247,7 @@ def parameters_by_head(arrays: Arrays) -> Figure | None:
     for axes, (name, values) in zip(panels, drawn.items(), strict=True):
         for layer, colour in enumerate(_make_sequential_colours(layers)):
             axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
-        title = name.removeprefix("watch/learned/").replace("watch/bias/learned.", "bias.")
-        axes.set_ylabel("offset parameter τ" if name == "watch/tau" else title)
+        axes.set_ylabel("offset parameter τ" if name == "watch/tau" else shorten_learned(name.removeprefix("watch/")))
         axes.grid(axis="y")
     set_log_axis(panels[-1], max(1, steps[-1]), zero=True)
     panels[-1].set_xlabel("step")

@@ -1,30 +1,25 @@
 """The rows that a figure shows, and colours by meaning: each normaliser, mixer and position has one in every figure."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import NEUTRAL
+from lit_lazy.support.class_source import read_constants
 from lit_lazy.table.records import Table
 
 SPARE = ("#000000", "#BB00BB", "#00CED1", "#7F3C8D", "#F0E442")
 """Colours of classes without one of their own, as custom ones are."""
+PARTS = Path(__file__).parents[1] / "attention"
+"""Folder of the project's classes, each of which says its colour, and its name if people write it otherwise."""
 
 
 def choose_colours(names: Sequence[str]) -> dict[str, str]:
     """The colour of each class: its own, else the next spare one, and grey after those; grey for "", no class."""
     spare = iter(SPARE)
-    own = {name: _read(name, "colour") for name in names}
+    own = {name: read_constants(name, PARTS).get("colour") for name in names}
     return {name: colour or (next(spare, NEUTRAL) if name else NEUTRAL) for name, colour in own.items()}
-
-
-def _read(name: str, attribute: str) -> str:
-    """An attribute that a class of this name has itself: what it inherits is another's."""
-    from lit_lazy.attention.parts import Drawn  # these import torch, which most figures do without
-    from lit_lazy.config.serialisation import find_leaf_classes
-
-    cls = find_leaf_classes(Drawn).get(name, Drawn)
-    return vars(cls).get(attribute, "")
 
 
 class Colours:
@@ -47,8 +42,9 @@ class Colours:
         if len(self._colours) < 2:
             return []
         return [
-            Line2D([], [], color=c, linestyle="", marker="o", label=_read(name, "spoken") or name or "no attention")
-            for name, c in self._colours.items()
+            Line2D([], [], color=colour, linestyle="", marker="o", label=spoken or name or "no attention")
+            for name, colour in self._colours.items()
+            for spoken in [read_constants(name, PARTS).get("spoken")]
         ]
 
 

@@ -24,6 +24,7 @@ from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
+from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
@@ -48,7 +49,7 @@ OVER_TRAINING = "_over_training"
 """End of the names of figures of the trainings of all variants."""
 ALL = "all variants"
 """The subject of figures over all variants."""
-WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/first_key_")
+WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/bias/learned.", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
 
 
@@ -219,7 +220,7 @@ def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     histories = _read_histories(data)
     drawn = {"loss" + OVER_TRAINING: figures.loss_over_training(data.table, histories)}
     for learned in figures.list_learned(histories):
-        drawn[learned.removeprefix("learned/") + OVER_TRAINING] = figures.parameter_over_training(
+        drawn[shorten_learned(learned) + OVER_TRAINING] = figures.parameter_over_training(
             data.table, histories, learned
         )
     drawn["sink" + OVER_TRAINING] = figures.sink_over_training(data.table, histories)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SETTINGS = ("config", "ablation", "search", "question")
 """Names that a file exports. A cell's key includes their values, so it omits their code if no class reads them."""
@@ -99,6 +100,30 @@ def find_local_files(path: Path, root: Path) -> dict[str, Path]:
                 found[name] = file.resolve()
                 ahead.append(found[name])
     return found
+
+
+def read_constants(name: str, folder: Path) -> dict[str, Any]:
+    """What the class of a name assigns itself, in a user's imported file, else in one of a folder; {} if there is none.
+
+    Its code is read: to import it takes torch, which takes seconds.
+    """
+    for file in (*_imported, *sorted(folder.glob("*.py"))):
+        for node in _parse(get_content(file)).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return dict(_iter_constants(node))
+    return {}
+
+
+def _iter_constants(cls: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    for node in cls.body:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = zip(targets, values, strict=False)
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                pairs = iter([(target, node.value)])
+            case _:
+                continue
+        yield from ((at.id, x.value) for at, x in pairs if isinstance(at, ast.Name) and isinstance(x, ast.Constant))
 
 
 def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:

@@ -94,12 +94,16 @@ COLUMNS = (
 def list_learned_columns(measured: Iterable[str]) -> list[Column]:
     """Columns of the learned parameters of normalisers, gates and biases among metrics; tau has its own."""
     names = sorted({name.rpartition("/")[0] for name in measured if name.startswith(("learned/", "bias/learned."))})
-    titles = {name: name.removeprefix("learned/").replace("bias/learned.", "bias.") for name in names}
     return [
-        Column(f"{name}/{what}", f"{title}, {what}", digits=".3g", by_construction=OWN)
-        for name, title in titles.items()
+        Column(f"{name}/{what}", f"{shorten_learned(name)}, {what}", digits=".3g", by_construction=OWN)
+        for name in names
         for what in ("mean", "min", "max")
     ]
+
+
+def shorten_learned(name: str) -> str:
+    """A learned parameter's name for people: `x` of a normaliser, `gate.x` or `bias.x`."""
+    return name.removeprefix("learned/").replace("bias/learned.", "bias.")
 
 
 HEAD_COLUMNS = (

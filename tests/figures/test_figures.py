@@ -30,7 +30,7 @@ from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.figures import heads, palette
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.canvas import BETTER, DPI, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
+from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
 from lit_lazy.figures.effects import compute_limits
 from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.figures.palette import SPARE, Colours, choose_colours
@@ -161,7 +161,7 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(
         said = f"; shown of {count}: the 5 with the {which} loss, baseline included"
         assert said in figure.get_suptitle().replace("\n", " ")
         assert_legible(figure)
-    assert figures.effects_figure(many("lower", 1000)[0], ["loss"]).get_figheight() * DPI < WEBP_LIMIT
+    assert figures.effects_figure(many("lower", 1000)[0], ["loss"]).bbox.height < WEBP_LIMIT
 
 
 def test_unknown_columns_are_named() -> None:
@@ -254,8 +254,8 @@ def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
     assert not {BETTER, WORSE} & {FIRST, SECOND}
 
 
-def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:
-    """Custom classes have colours that no figure of some rows changes; no class is grey."""
+def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position(tmp_path: Path) -> None:
+    """Custom classes have their own colours, or some that no figure of some rows changes; no class is grey."""
     rows = {"a": ("Softmax", "Rope"), "b": ("Elastic", "Rope"), "c": ("Elastic", "NoPosition")}
     custom = {"x": ("", ""), "m": ("MyRule", "Rope"), "n": ("MyOther", "Rope"), "o": ("MyRule", "Rope")}
     table, _ = of_parts(**rows, **custom)
@@ -268,6 +268,11 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
     assert [by_position[row] for row in "bc"] == [*choose_colours(["Rope", "NoPosition"]).values()]
     assert by_position["a"] == NEUTRAL, "is not in the figure"
     assert Colours(table, "x").make_legend_handles() == []
+    (file := tmp_path / "own.py").write_text('class Shown:\n    colour, spoken = "#123456", "shown"\n')
+    load_attribute(file, "Shown")
+    table, _ = of_parts(a=("Shown", ""), b=("Softmax", ""))
+    assert Colours(table, "ab")["a"] == "#123456"
+    assert [handle.get_label() for handle in Colours(table, "ab").make_legend_handles()] == ["shown", "Softmax"]
 
 
 # Files, images and imports
@@ -311,14 +316,14 @@ def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
     assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()
 
 
-def test_an_image_is_laid_out_once_and_panels_over_training_are_fitted_together() -> None:
-    """Fitted for each line, each time with all panels, 150 panels took half a minute."""
+def test_a_figure_is_laid_out_and_drawn_as_rarely_as_can_be(tmp_path: Path) -> None:
+    """Fitted for each line, each time with all panels, 150 panels over training took half a minute."""
     drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
     assert drawn is not None
     with count(Figure, "draw") as draws, count(ConstrainedLayoutEngine, "execute") as layouts:
+        figures.save_figure(drawn, tmp_path / "tau")
         figures.render_image(drawn)
-    assert (draws.call_count, layouts.call_count) == (1, 1)
-    assert isinstance(drawn.get_layout_engine(), ConstrainedLayoutEngine), "files need layouts of their own"
+    assert (draws.call_count, layouts.call_count) == (2, 1)
     with count(Axes, "set_ybound") as fits:
         figures.parameter_over_training(*many("lower", 10))
     assert fits.call_count <= 2
@@ -331,10 +336,13 @@ def count(owner: type, name: str) -> Any:
 def test_no_global_figure_state_and_no_heavy_import() -> None:
     """Colours are read from the files of their classes."""
     code = (
-        "import sys; from lit_lazy.figures.palette import choose_colours; import lit_lazy.figures, json;"
-        "absent = {'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules);"
-        "print(json.dumps([*absent, choose_colours(sys.argv[1:])]))"
+        "import sys, json; from lit_lazy.figures.palette import choose_colours; import lit_lazy.figures;"
+        "said = choose_colours(sys.argv[1:]);"
+        "print(json.dumps([*{'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules), said]))"
     )
-    names = [*find_leaf_classes(Drawn), "MyRule"]
-    said = json.loads(subprocess.check_output([sys.executable, "-c", code, *names], text=True))
-    assert said == [choose_colours(names)]
+    leaves = {
+        name: vars(cls) for name, cls in find_leaf_classes(Drawn).items() if cls.__module__.startswith("lit_lazy.")
+    }
+    own = {name: attributes["colour"] for name, attributes in leaves.items() if "colour" in attributes}
+    said = json.loads(subprocess.check_output([sys.executable, "-c", code, *own, "MyRule"], text=True))
+    assert said == [own | {"MyRule": SPARE[0]}]

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -177,15 +177,20 @@ class Lab:
         """The table's numbers, as its command has written them."""
         return (self.folder / "table.csv").read_text()
 
-    def check_done(self, steps_repeated: int = 0) -> None:
-        """Every cell is complete, its result can be read, nothing is left over, and few steps were trained twice."""
+    def check_done(self, steps_repeated: int = 0, former: Set[str] = frozenset()) -> None:
+        """Every cell is complete, its result can be read, nothing is left over, and few steps were trained twice.
+
+        former: keys of cells that were trained before the steps were logged.
+        """
         assert set(self.states().values()) == {"complete"}
-        assert {path.name for path in (self.folder / CELLS).iterdir()} == set(self.keys)
-        assert all(cell.result is not None for cell in read_grid(self.folder).cells)
+        assert {path.name for path in (self.folder / CELLS).iterdir()} == former | {*self.keys}
+        cells = {cell.key: cell.result for cell in read_grid(self.folder).cells}
+        assert None not in cells.values()
+        assert former <= cells.keys()
         left = [path for path in self.folder.rglob("*") if path.name in ("holder.json", CHECKPOINTS)]
         assert not left
         counts = self.count_steps()
-        assert set(counts) == {f"{key} {step}" for key in self.keys for step in STEPS}
+        assert set(counts) == {f"{key} {step}" for key in self.keys if key not in former for step in STEPS}
         assert sum(counts.values()) - len(counts) <= steps_repeated, counts
 
 
@@ -310,9 +315,11 @@ def parse(*words: str) -> Any:
     return make_parser().parse_args([*words])
 
 
-def make_lab(folder: Path, training: Training, *words: str, overrides: Sequence[str] = ()) -> Lab:
+def make_lab(
+    folder: Path, training: Training, *words: str, overrides: Sequence[str] = (), source: str = two_rows("pair")
+) -> Lab:
     """A grid of two rows with two seeds. words, overrides: further options of its command, and settings."""
-    (folder / "pair.py").write_text(two_rows("pair"))
+    (folder / "pair.py").write_text(source)
     options = parse("ablate", "run", str(folder / "pair.py"), "--runs", str(folder / "runs"), *words)
     return Lab(folder / "runs", training, make_grid(options, [*overrides]))
 

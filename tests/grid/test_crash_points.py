@@ -6,14 +6,17 @@ Before every one: `make crash-points`, half an hour of these; the long tests tak
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from instant import Lab, make_lab
+from forked import forget_user_files
+from instant import Lab, Training, make_lab, make_search_lab
 from trap import WAYS, Trap
+from two_rows import two_rows
 
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.result import RESULT
@@ -44,15 +47,24 @@ def stat_results(lab: Lab) -> dict[Path, tuple[int, int]]:
 
 
 def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
-    """Kill before the effects that `points` chooses of so many; returns how many were tried."""
-    root = lab.runs.parent
-    peace = lab.move(root / "peace")
+    """Kill before the effects that `points` chooses of so many, each time from what is in the runs folder.
+
+    Returns how many were tried.
+    """
+
+    def restore(name: str) -> Lab:
+        shutil.copytree(lab.runs, here := lab.runs.with_name(name))
+        return lab.move(here)
+
+    lab.runs.mkdir(exist_ok=True)
+    former = {path.parent.name for path in stat_results(lab)}
+    peace = restore("peace")
     trap = Trap(peace.runs, way, 0)
     assert trap.start(peace).wait() == 0
     wanted, tried = State.of(peace), 0
     for at in points(trap.count):
         lab.training.log.unlink()
-        here = lab.move(root / f"{way} {at}")
+        here = restore(f"{way} {at}")
         trap = Trap(here.runs, way, at)
         command = trap.start(here)
         command.wait()
@@ -67,7 +79,7 @@ def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
         # One step that had no checkpoint yet; but the worker of a killed command finishes, unless it has to be judged.
         assert sum(counts.values()) - len(counts) <= (is_search or way != "the command"), context
         if not is_search:
-            here.check_done(steps_repeated=1)
+            here.check_done(steps_repeated=1, former=former)
         tried += 1
     return tried
 
@@ -81,15 +93,30 @@ def choose_more(way: str) -> Callable[[int], Iterator[int]]:
     return lambda n: iter(range(1 + WAYS.index(way) % EVERY, n + 1, EVERY))
 
 
-@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_more, marks=pytest.mark.long)])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_grid_killed_anywhere_is_made_whole(way, choose, tmp_path, training) -> None:
-    lab = make_lab(tmp_path, training, "--rows", "softmax")
-    assert try_all(lab, way, choose(way)) >= FEW
+def make_grid(folder: Path, training: Training) -> Lab:
+    return make_lab(folder, training, "--rows", "softmax")
+
+
+def make_changed_grid(folder: Path, training: Training) -> Lab:
+    """A finished grid, one of whose rows has become another since: that row trains beside its former cells."""
+    make_lab(folder, training).run()
+    forget_user_files()
+    lab = make_lab(folder, training, "--changed", source=two_rows("pair").replace("Elastic()", "Elastic(tau_init=0.5)"))
+    former = {path.parent.name for path in stat_results(lab)}
+    assert len(former) == len(lab.keys) == 4
+    assert len(former & {*lab.keys}) == 2
+    return lab
+
+
+def make_search(folder: Path, training: Training) -> Lab:
+    lab = make_search_lab(folder, training)
+    lab.work = replace(lab.work, cells=lab.work.cells[:4])
+    return lab
 
 
 @pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_more, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_search_killed_anywhere_has_the_same_points(way: str, choose: Callable[[str], Any], search_lab: Lab) -> None:
-    search_lab.work = replace(search_lab.work, cells=search_lab.work.cells[:4])
-    assert try_all(search_lab, way, choose(way)) >= FEW
+@pytest.mark.parametrize("make", [make_grid, make_changed_grid, make_search])
+def test_a_command_killed_anywhere_is_made_whole(make, way, choose, tmp_path, training) -> None:
+    """Its table, or a search's points, are those of an undisturbed one, and no result is lost or made twice."""
+    assert try_all(make(tmp_path, training), way, choose(way)) >= FEW

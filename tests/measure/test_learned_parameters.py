@@ -20,6 +20,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.figures import list_learned
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import (
     MOST_NUMBERS,
@@ -88,12 +89,14 @@ class TestLearned:
         assert found.shape == (LAYERS, *shape)
         assert average_by_head(found, HEADS).tolist() == [[0.0], [1.0], [2.0]]
 
-    def test_a_bias_s_parameter_has_columns_and_a_mean_like_any_other(self):
+    def test_a_bias_s_parameter_has_columns_a_mean_and_a_figure_like_any_other(self):
         names = "bias/learned.slope", "learned/gate.strength", "learned/cut"
         arrays = {name: np.full((LAYERS, HEADS), 2.0) for name in names} | {"sample": np.zeros(3)}
         assert {f"{name}/mean": 2.0 for name in names}.items() <= Diagnostics(arrays).metrics().items()
         columns = list_learned_columns([f"{name}/{what}" for name in (*names, "tau") for what in ("mean", "max")])
         assert [column.title for column in columns[::3]] == ["bias.slope, mean", "cut, mean", "gate.strength, mean"]
+        curves = {f"watch/{name}_{of}": [(0, 2.0)] for name in (*names, "tau") for of in ("layer_0", "layer_10", "max")}
+        assert list_learned({"row": [curves]}) == ["tau", *sorted(names)]
 
     def test_bias_and_gate_and_what_a_checkpoint_keeps(self):
         """And nothing that not every layer has in one shape, nor many numbers, nor counts."""

@@ -47,7 +47,8 @@ CLONE_NEWNS = 0x20000
 def store(duo_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runs folder with a finished grid, whose report has figures of no variant."""
     runs = shutil.copytree(duo_runs, tmp_path_factory.mktemp("report") / "runs")
-    names = ("effects", "loss_against_sparsity", "loss_over_training", "tau_over_training", "sink_over_training")
+    over_training = (f"{name}_over_training" for name in ("loss", "tau", "bias.table", "sink"))
+    names = ("effects", "loss_against_sparsity", *over_training)
     drawn = {path.name for path in (runs / ID).iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size}
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     return runs
@@ -119,6 +120,7 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
         "Loss against sparsity",
         "Validation loss over training",
         "Offset parameter over training",
+        "bias.table over training",
         "First key over training",
     ]
     softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_run
 import torch
 
-from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from flash_lazy import Rows
+from lit_lazy.attention import AttentionSpec, Elastic, LayerShape, LearnedBias, Normaliser, NormaliserModule, Softmax
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -119,3 +121,39 @@ def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.find_steps_to_learn(20) == {"steps/to_learn": 10}
     assert HeadMonitor(replace(source, info={})).find_steps_to_learn(20) == {}
+
+
+class AboveMean(Normaliser):
+    """max(p - lambda mean p, 0): Elastic, as the n keys that a row sees have the mean weight 1/n."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return AboveMeanModule(shape.n_heads)
+
+
+class AboveMeanModule(NormaliserModule):
+    can_zero = True
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.cut = torch.nn.Parameter(torch.ones(heads, 1, 1))
+
+    def weights(self, scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+        p = scores.softmax(-1)
+        return (p - self.cut * p.sum(-1, keepdim=True) / rows.n).relu()
+
+
+def test_a_custom_rule_that_is_elastic_has_its_curves(tmp_path: Path) -> None:
+    """Of its parameter, whose name and shape are its own, in logs and diagnostics; and its numbers in the result."""
+    results, curves, arrays = [], [], []
+    for rule in (Elastic(), AboveMean()):
+        folder = tmp_path / type(rule).__name__
+        results.append(run(config(AttentionSpec(rule)), folder, logger=MetricFile(folder)).metrics)
+        named = {name.replace("learned/cut", "tau"): curve for name, curve in logged(folder).items()}
+        curves.append({f"{name} {step}": value for name, curve in named.items() for step, value in curve.items()})
+        arrays.append(Diagnostics.load(folder / DIAGNOSTICS).arrays)
+    assert curves[1] == pytest.approx(curves[0], abs=1e-4)
+    assert abs(curves[0]["watch/tau_min 16"] - 1) > 1e-2
+    np.testing.assert_allclose(arrays[1]["watch/learned/cut"], arrays[0]["watch/tau"], atol=1e-4)
+    own = {name.replace("learned/cut", "tau"): value for name, value in results[1].items() if "learned/cut" in name}
+    assert own == pytest.approx({name: value for name, value in results[0].items() if "tau/" in name}, abs=1e-4)
+    assert len(own) == 6

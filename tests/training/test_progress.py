@@ -17,12 +17,12 @@ from lit_lazy.training.trainer import build_module, fit, make_trainer
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
 
-def shown(folder: Path, terminal: bool) -> str:
+def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
     """Output of a training of 12 steps with two micro-batches each, which logs its loss at steps 5 and 10."""
     file = io.StringIO()
     cfg, halves = config(steps=12), Execution(micro_batch=4)
     source = cfg.data.load()
-    watched = StepProgress(Console(file=file, force_terminal=terminal, width=200))
+    watched = StepProgress(Console(file=file, force_terminal=terminal, force_jupyter=notebook, width=200))
     trainer = make_trainer(cfg, folder, None, [watched], False, halves)
     fit(trainer, build_module(cfg, source, halves), cfg, source, None)
     return file.getvalue()
@@ -43,6 +43,16 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert LINE.search(screen)
     assert "━" in screen
     assert "Epoch" not in screen
+
+
+def test_a_notebook_gets_a_line_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last step is shown however soon it comes."""
+    assert shown(tmp_path, terminal=False, notebook=True) == ""
+    *_, last = capsys.readouterr().out.split("\r")
+    line = LINE.fullmatch(last.strip())
+    assert last.endswith("\n")
+    assert line
+    assert line[1] == "12"
 
 
 @pytest.mark.parametrize(

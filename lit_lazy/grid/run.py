@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, read_state
+from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
 from lit_lazy.grid.job import (
     Ending,
     Job,
@@ -45,7 +45,6 @@ from lit_lazy.support.disk import (
     describe_shortage,
     is_disk_full,
     quarantine,
-    write_atomically,
     write_text,
 )
 from lit_lazy.support.errors import UnfinishedError, one_line
@@ -54,7 +53,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.store import default_uri, sqlite_file
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
     CHECKPOINTS,
@@ -62,7 +61,6 @@ from lit_lazy.training.run_folder import (
     clear_failure,
     is_locked,
     locate_cell,
-    write_failure,
 )
 
 POLL_SECONDS = 0.2
@@ -166,12 +164,8 @@ class GridDriver:
     def record(self, ending: Ending) -> None:
         self._held.discard(ending.key)
         folder = self.work.locate(ending.key)
-        if ending.files and not (folder / RESULT).exists():  # from another machine; the result comes last
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in ending.files.items():
-                write_atomically(folder / name, lambda file, content=content: file.write(content))
-        if ending.files is not None and ending.kind == "failed":
-            write_failure(folder, ending.reason, ending.final)
+        if ending.files:  # of another machine
+            put(folder, ending.files)
         self._look(ending.key)
         result = RunResult.peek(folder) if ending.kind == "done" else None
         self.study.end(ending.key, None if result is None else result.metrics["loss/val"])
@@ -388,8 +382,7 @@ def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Co
     elif untrained and not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
         taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
     _note_known_results(grid, taken.values())
-    for key, one in taken.items():
-        one.write(place[key])
+    taken = {key: one for key, one in taken.items() if one.write(place[key])}
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
         line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
         console.print(line, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import claim, give_back
 from lit_lazy.grid.job import Ending, Job, hide_compiled_backend, require_compiled_backend
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long, open_private
-from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
+from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.tracking.loggers import train_logged
@@ -29,7 +29,6 @@ from lit_lazy.training.callbacks import AtStart, MissedValidation
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.run import CellBusyError
 from lit_lazy.training.run_folder import locate_cell, write_failure
 
 Judge = Callable[[int, float], str]
@@ -81,6 +80,14 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
 
     Raises KeyboardInterrupt at an interrupt, with a checkpoint of the training.
     """
+    try:
+        return _execute(cell, job, interrupts, judge)
+    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
+        log.info("%s", error)
+        return Ending(cell.key, "busy")
+
+
+def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Ending:
     folder, name = locate_cell(job.folder, cell.key), f"{cell.variant} seed {cell.seed}"
     callbacks: list[Callback] = [] if job.monitored is None else [Pruning(job.monitored, judge)]
     lock = None
@@ -104,8 +111,8 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
         )
         log.info("done %s", name)
         return Ending(cell.key, "done")
-    except CellBusyError:
-        return Ending(cell.key, "busy")
+    except BusyError:
+        raise
     except PrunedError as error:
         log.info("pruned %s: %s", name, error)
         write_failure(folder, str(error), final=True)  # another command may have given it to a worker too
@@ -192,8 +199,3 @@ def _serve(connection: Connection, job: Job, interrupts: Interrupts) -> None:
             connection.send(Ending(cell.key, "interrupted"))
             raise
         connection.send(ending)
-
-
-def list_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The content of a run folder's files of these names, in their order."""
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}

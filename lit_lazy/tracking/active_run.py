@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_lazy.support.background import repeat_in_background
-from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.tracking.run_files import read_lines, read_run_id, write_run_address
 from lit_lazy.tracking.tracker import OWNER, PARENT, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
@@ -92,7 +91,7 @@ class ActiveRun:
                 self.tracker.save_run_views()
 
         lost = f"metrics are kept in {self.folder / METRICS}, MLflow lacks them"
-        return repeat_in_background(send, SEND_SECONDS, (UnfinishedError, OSError), log, lost)
+        return repeat_in_background(send, SEND_SECONDS, log, lost)
 
     def finish(self, result: RunResult) -> None:
         """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lit_lazy.support.disk import write_atomically
+from lit_lazy.support.disk import require_held, write_atomically
 from lit_lazy.tracking.run_files import parse_line, read_lines
 from lit_lazy.training.result import METRICS
 
@@ -54,6 +54,7 @@ class MetricFile(Logger):
         if new:
             self._known |= {(step, name) for name in new}
             line = {"step": step, "milliseconds": int(1000 * time.time()), "metrics": new}
+            require_held(self.path)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()

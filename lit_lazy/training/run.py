@@ -28,7 +28,7 @@ from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
@@ -46,10 +46,6 @@ from lit_lazy.training.trainer import build_module, fit, make_trainer
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "
 """Prefix of the metrics among the cached arrays of the untrained model."""
-
-
-class CellBusyError(UnfinishedError):
-    """Another process holds the run folder."""
 
 
 def run(
@@ -74,7 +70,7 @@ def run(
     the caller; one ends the training after its step, with a checkpoint; None to end it at once. The same config, seed,
     devices and thread count give bit-identical metrics on the same machine, also if the run was killed and resumed.
 
-    Raises CellBusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
+    Raises BusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
     the folder belongs to another config or if code or data changed since the cell got its key (expected_key),
     RankLostError and RankFailedError if another process of the run ended.
     """
@@ -96,7 +92,7 @@ def run(
             settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
     except Timeout:
-        raise CellBusyError(f"another process works in {folder}") from None
+        raise BusyError(f"another process works in {folder}") from None
 
 
 def _announce(cfg: RunConfig, source: DataSource, module: LitLM) -> str:

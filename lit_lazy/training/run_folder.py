@@ -2,13 +2,14 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock
+from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import guards, write_text
 from lit_lazy.support.inside import delete, join_name
 from lit_lazy.support.locks import is_held, make_file_lock
 from lit_lazy.support.stored_records import parse_record
@@ -27,8 +28,27 @@ log = logging.getLogger("lit_lazy.training.run_folder")
 
 
 def make_lock(folder: Path) -> BaseFileLock:
-    """The lock of a run folder. One process holds it; it is released when the process ends."""
-    return make_file_lock(folder / "lock")
+    """The lock of a run folder. One process holds it; it is released when the process ends.
+
+    A process that loses it, which a lease alone allows, writes no file of the folder any more (`disk.require_held`).
+    """
+    lock = make_file_lock(folder / "lock")
+    if isinstance(lock, SoftFileLease):
+        guards[folder.absolute()] = lambda: lock.is_lock_held_by_us or not lock.is_locked
+    return lock
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a run folder; gives whether no other process does. Whoever writes a file there holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = make_lock(folder)
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from lit_lazy.grid import worker
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import MOST_DEATHS
 from lit_lazy.grid.job import Ending, Job, is_over
+from lit_lazy.grid.packed import TakenResult
 from lit_lazy.grid.plan import ASIDE, read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
@@ -28,6 +30,7 @@ from lit_lazy.grid.runs_folder import RunsEntry
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
+from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import read_failure
 
 
@@ -72,6 +75,26 @@ def test_commands_that_share_a_folder_share_its_cells(tmp_path: Path, lab: Lab) 
     alone = many.move(tmp_path / "alone")
     alone.run()
     assert alone.table() == many.table()
+
+
+def test_results_are_taken_into_no_cell_that_another_command_trains(lab: Lab, gate: Path, tmp_path: Path) -> None:
+    elsewhere = lab.move(tmp_path / "elsewhere")
+    elsewhere.run()
+    results = {key: RunResult.peek(elsewhere.cell(key)) for key in lab.keys}
+    taken = {key: TakenResult(replace(result, taken_from="a pack"), 0.0) for key, result in results.items() if result}
+    lab.training.log.unlink()
+    with hold(gate):
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        (trained,) = cells_of(lab, "running")
+        before = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
+        other = replace(lab, work=replace(lab.work, taken=taken)).start()
+        wait_until(lambda: "that this process did not start" in other.said)
+        assert "3 of 4 cells are taken from a pack" in other.said
+        assert {path: path.stat().st_mtime_ns for path in trained.iterdir()} == before
+    assert (command.wait(), other.wait()) == (0, 0), command.said + other.said
+    assert set(lab.states().values()) == {"complete"}
+    assert set(lab.count_steps()) == {f"{trained.name} {step}" for step in STEPS}
 
 
 def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.tracking.logger_kinds import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     until = None if options.limit is None else time.time() + options.limit
@@ -441,7 +441,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
-        base_config=plan.config,
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),

@@ -31,7 +31,6 @@ class Work:
     id: str
     """Name of the folder, the study and the MLflow experiment."""
     cells: Sequence[Cell]
-    base_config: dict[str, object]
     runs: Path
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""

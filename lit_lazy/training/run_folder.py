@@ -1,9 +1,11 @@
-"""A run folder: its lock, the settings of its training, why that failed, and the checkpoints to resume from."""
+"""A run folder: its lock, the settings of its training, its metrics, why it failed, and the checkpoints."""
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ SETTINGS, FAILURE = "cell.json", "failed.json"
 FORMAT = 1
 """Format of both; raised when a field is added, removed or changes its meaning."""
 
+TAIL_BYTES = 2**16
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
@@ -118,3 +121,40 @@ def keep_quarantined(folder: Path) -> None:
     checkpoints = folder / CHECKPOINTS
     for quarantined in () if checkpoints.is_symlink() else checkpoints.glob("*.damaged"):
         quarantined.replace(folder / quarantined.name)
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """Metrics of one step and the time of their measurement, which makes logging them idempotent."""
+
+    step: int
+    milliseconds: int
+    """Since the epoch."""
+    metrics: Mapping[str, float]
+
+
+def read_lines(path: Path) -> list[MetricRecord]:
+    """The records of a metric file, without damaged lines and an unfinished last line."""
+    return _parse_lines(path.read_bytes()) if path.exists() else []
+
+
+def read_last_lines(path: Path) -> list[MetricRecord]:
+    """The records in the last 64 KiB of a metric file; [] without a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return _parse_lines(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def _parse_lines(content: bytes) -> list[MetricRecord]:
+    return [record for line in content.split(b"\n")[:-1] if (record := parse_line(line))]
+
+
+def parse_line(line: bytes) -> MetricRecord | None:
+    """The record of a line; None if it is damaged."""
+    try:
+        return MetricRecord(**json.loads(line))
+    except (ValueError, TypeError):
+        return None

@@ -30,11 +30,10 @@ from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
 from lit_lazy.tracking.client import open_artifacts
-from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
-from lit_lazy.training.run_folder import make_lock
+from lit_lazy.training.run_folder import make_lock, read_lines
 
 ID = "pair-backcopy_tiny"
 VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.source.git.commit", "mlflow.note.content")
@@ -156,7 +155,7 @@ def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, monkeypatch, 
     assert dump(copied) == before
 
     def refuse(*_: object) -> None:
-        raise TrackingError("no answer", reachable=False)
+        raise TrackingError("no answer")
 
     lose(copied)
     with monkeypatch.context() as patch:
@@ -337,7 +336,7 @@ def test_a_server_that_hangs_holds_no_end(made, monkeypatch, capsys) -> None:
     def hang(*_: object) -> str:
         hangs.set()
         answers.wait(30)
-        raise TrackingError("it has answered", reachable=True)
+        raise TrackingError("it has answered")
 
     monkeypatch.setattr(GridMirror, "_open_parent", hang)
     with follow(GridMirror(made.folder), Console(width=1000)):

@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, runs: Path, numbers: Iterator[int]) -> None:
         super().__init__()
-        self.work = Work(f"grid-{next(numbers)}", tuple(CELLS.values()), {}, runs, ())
+        self.work = Work(f"grid-{next(numbers)}", tuple(CELLS.values()), runs, ())
         self.begin()
         self.asides = 0
 

@@ -10,8 +10,8 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.arrays import Diagnostics
-from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
+from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import DIAGNOSTICS
 from lit_lazy.training.run import run

@@ -309,7 +309,7 @@ class SearchMirror(Mirror):
         definition = self.definition
         params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-        return {NOTE: format_command_line()}, params, self.driver.work.base_config
+        return {NOTE: format_command_line()}, params, definition.base
 
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:  # noqa: ARG002
         tracker.save_views(list(self.definition.names.values()), [self.definition.objective])

@@ -304,13 +304,12 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import describe_measurable, find_measurable, merge_plan
+    from lit_lazy.grid.run import describe_measurable, merge_plan
 
     grid = make()
-    merge_plan(grid)
+    _, measurable = merge_plan(grid)
     finished = {cell.key for cell in known.cells if cell.status == "complete"}
     done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
-    measurable = find_measurable(grid)
     if measurable:
         print(describe_measurable(measurable))
     left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]

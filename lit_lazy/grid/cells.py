@@ -58,14 +58,10 @@ def read_state(folder: Path) -> State:
     return "running" if run_folder.is_locked(folder) else "waiting"
 
 
-def was_left(folder: Path) -> bool:
-    """Whether the last process that trained in a run folder died."""
-    return (folder / HOLDER).exists() and not run_folder.is_locked(folder)
-
-
 def find_dead(folder: Path) -> Holder | None:
     """The process that trained in a run folder and died; None if it did not."""
-    return Holder.read(folder) if was_left(folder) else None
+    holder = Holder.read(folder)
+    return None if holder is None or run_folder.is_locked(folder) else holder
 
 
 def claim(folder: Path) -> BaseFileLock | None:

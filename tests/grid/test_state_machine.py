@@ -14,7 +14,7 @@ from instant import make_console
 
 from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, give_back, read_state, was_left
+from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, find_dead, give_back, read_state
 from lit_lazy.grid.job import Ending, Work
 from lit_lazy.grid.plan import ASIDE
 from lit_lazy.grid.run import GridDriver, reset_grid
@@ -209,7 +209,9 @@ class Machine(RuleBasedStateMachine):
         GridDriver(self.work, None)
         if (name, cell.state) in ((RESULT, "complete"), (FAILURE, "failed")):
             cell.state = "waiting"
-            cell.left = was_left(self.folder(key))  # a command may have cleared what was left beside a result
+            cell.left = (
+                find_dead(self.folder(key)) is not None
+            )  # a command may have cleared what was left beside a result
 
     @rule(content=DAMAGE | st.none(), at=st.integers(0, 400))
     def damage_journal(self, content: bytes | None, at: int) -> None:
@@ -228,7 +230,7 @@ class Machine(RuleBasedStateMachine):
             states = driver.states()
             assert all(states[key] == "complete" for key, state in wanted.items() if state == "complete")
         for key, cell in self.cells.items():
-            assert cell.state == "complete" or was_left(self.folder(key)) == cell.left
+            assert cell.state == "complete" or (find_dead(self.folder(key)) is not None) == cell.left
 
 
 def explore(folder: Path, options: settings) -> None:

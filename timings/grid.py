@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, replace_at, to_dict
+from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import (
     Ablation,
@@ -227,7 +227,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
 
 def _make_driver(runs: Path, cells: Sequence[Cell], base: RunConfig) -> tuple[GridDriver, Job]:
     """A new grid, and what its workers get."""
-    work = Work("bench", cells, to_dict(base), runs, ())
+    work = Work("bench", cells, runs, ())
     work.folder.mkdir(parents=True)
     return GridDriver(work, None), Job(work.folder, read_grid_id(work.folder), threads=1, files=())
 

@@ -209,9 +209,8 @@ class Machine(RuleBasedStateMachine):
         GridDriver(self.work, None)
         if (name, cell.state) in ((RESULT, "complete"), (FAILURE, "failed")):
             cell.state = "waiting"
-            cell.left = (
-                find_dead(self.folder(key)) is not None
-            )  # a command may have cleared what was left beside a result
+            # A command may have cleared what was left beside a result.
+            cell.left = find_dead(self.folder(key)) is not None
 
     @rule(content=DAMAGE | st.none(), at=st.integers(0, 400))
     def damage_journal(self, content: bytes | None, at: int) -> None:
@@ -254,7 +253,7 @@ def test_what_others_do_is_looked_at_every_few_seconds(tmp_path: Path, monkeypat
     """A look at thousands of cells would take a core; what this command's workers do it knows at once."""
     looks: list[Path] = []
     monkeypatch.setattr(run, "read_state", lambda folder: (looks.append(folder), read_state(folder))[1])
-    driver = GridDriver(Work("grid", tuple(CELLS.values()), {}, tmp_path, ()), None)
+    driver = GridDriver(Work("grid", tuple(CELLS.values()), tmp_path, ()), None)
     for _ in range(100):
         assert set(driver.states().values()) == {"waiting"}
     assert len(looks) == len(CELLS)

@@ -102,7 +102,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
     chosen = select_rows(_make_ablation(1, pairs), [], [])
     cells = expand(chosen, prepare_rows(chosen, base))
-    driver, job = _make_driver(runs, cells, base)
+    driver, job = _make_driver(runs, cells)
     prepare_process(job)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps per cell")
@@ -176,7 +176,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         prepared = prepare_rows(chosen, base)
         cells = expand(chosen, prepared)
         facts = hash_row_definitions(ablation, base, prepared)
-    driver, job = _make_driver(runs, cells, base)
+    driver, job = _make_driver(runs, cells)
     with measure_time("status"):
         driver.states()
     plan = Plan(
@@ -225,7 +225,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
     return {"cells": size, "milliseconds": times}
 
 
-def _make_driver(runs: Path, cells: Sequence[Cell], base: RunConfig) -> tuple[GridDriver, Job]:
+def _make_driver(runs: Path, cells: Sequence[Cell]) -> tuple[GridDriver, Job]:
     """A new grid, and what its workers get."""
     work = Work("bench", cells, runs, ())
     work.folder.mkdir(parents=True)

@@ -102,7 +102,7 @@ def give_back(folder: Path, lock: BaseFileLock) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Remove what a process that was killed after its result left beside it."""
     if (folder / HOLDER).exists():
-        with run_folder.hold(folder) as is_free:
+        with run_folder.hold(folder, seconds=0) as is_free:
             if is_free:
                 run_folder.remove_checkpoints(folder)
                 (folder / HOLDER).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ def repeat_in_background(
     """Call `work` every few seconds from a thread until the context exits, which waits for the last call.
 
     No exception ends anything. lost: what one means, logged with it once until `work` succeeds. patience: with the last
-    call; without any it may take as long as it likes.
+    call, over only if that hangs; None for an endless one.
     """
     stop = threading.Event()
 
@@ -60,6 +60,8 @@ def repeat_in_background(
         stop.set()
         while thread.is_alive() and not (patience and patience.is_over):
             thread.join(LOOK_SECONDS)
+        if patience and not thread.is_alive():
+            patience.renew()
 
 
 def describe_failure(error: Exception) -> str:
@@ -80,7 +82,7 @@ def call_with_timeout(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def call_with_patience(patience: Patience, ask: Callable[[], T]) -> T:
-    """As `call_with_timeout`, for a call that may take long as long as it makes progress."""
+    """As `call_with_timeout`, for a call that may take long as long as it makes progress; none if patience is over."""
     answer = Future[T]()
 
     def work() -> None:
@@ -89,7 +91,8 @@ def call_with_patience(patience: Patience, ask: Callable[[], T]) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    if not patience.is_over:
+        threading.Thread(target=work, daemon=True).start()
     while not (answer.done() or patience.is_over):
         wait([answer], min(LOOK_SECONDS, patience.seconds))
     if not answer.done():

@@ -67,11 +67,11 @@ class TrackedRun:
 class Tracker:
     """One MLflow experiment, created on first use. Methods raise TrackingError.
 
-    `uri` is the store's address without its password, `secret_uri` includes it.
+    `uri` is the store's address without its password.
     """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.secret_uri, self.uri, self.runs, self.experiment = uri, redact_url(uri), runs, experiment
+        self.uri, self.runs, self.experiment = redact_url(uri), runs, experiment
         self.client = open_store(uri)
 
     @property

@@ -42,12 +42,15 @@ def make_lock(folder: Path) -> BaseFileLock:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a run folder; gives whether no other process does. Whoever writes a file there holds it."""
+def hold(folder: Path, seconds: float = 1.0) -> Iterator[bool]:
+    """Hold the lock of a run folder; gives whether no other process does. Whoever writes a file there holds it.
+
+    seconds: to wait for it; one who looks whether it is held (`is_locked`) holds it for a moment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = make_lock(folder)
     with suppress(Timeout):
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=seconds)
     try:
         yield lock.is_locked
     finally:

@@ -5,6 +5,7 @@ metrics and its end. It may be called at any time, by any process that shares th
 """
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from filelock import BaseFileLock, Timeout
 from rich.console import Console
 
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
-from lit_lazy.support.background import Patience, call_with_patience, describe_failure, repeat_in_background
+from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
@@ -91,9 +92,7 @@ class Mirror(ABC):
         """Runs of the cells that are being trained, by key."""
         self._shown: dict[str, tuple[End, Set[str]]] = {}
         """Ends of the cells that MLflow shows, and the names of their params, by key."""
-        self._tracker: Tracker | None = None
-        self.patience = Patience(HANG_SECONDS)
-        """With MLflow, renewed by each cell that it takes."""
+        self._last_progress = time.monotonic()
 
     @cached_property
     def _lock(self) -> BaseFileLock:
@@ -116,14 +115,16 @@ class Mirror(ABC):
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
 
-    @property
+    @cached_property
     def tracker(self) -> "Tracker":
         """MLflow's experiment of the grid, created on first use."""
-        if self._tracker is None:
-            from lit_lazy.tracking.tracker import Tracker
+        from lit_lazy.tracking.tracker import Tracker
 
-            self._tracker = Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
-        return self._tracker
+        return Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
+
+    def hangs(self) -> bool:
+        """Whether MLflow has taken nothing for HANG_SECONDS since a `sync` began."""
+        return time.monotonic() - self._last_progress > HANG_SECONDS
 
     def sync(self, final: bool = False) -> None:
         """Send what MLflow lacks, once the folder says what it is of. Raises TrackingError if MLflow is away.
@@ -133,7 +134,7 @@ class Mirror(ABC):
         final: nothing is being trained by this command any more, so that the parent run ends too. Raises BusyError if
         another process still sends after BUSY_SECONDS.
         """
-        self.patience.renew()
+        self._last_progress = time.monotonic()
         if not self.has_begun():
             return
         try:
@@ -152,14 +153,14 @@ class Mirror(ABC):
                 if end is None or end != shown or not cell.axes.keys() <= {*params}:
                     self._shown.pop(cell.key, None)  # one that failed may go on
                     self._send(cell, end, parent_id)
-                    self.patience.renew()
+                    self._last_progress = time.monotonic()
             if final:
                 for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
                     for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
                         self.tracker.retire(run.run_id)
                 files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
                 self.tracker.log_files(parent_id, files)
-                self.patience.renew()
+                self._last_progress = time.monotonic()
                 self.show(self.tracker, parent_id, ended=True)
                 if all(end for _, end in begun):  # otherwise another command goes on
                     states = {cell.state for cell in cells}
@@ -291,12 +292,10 @@ def follow(mirror: Mirror, console: Console) -> Iterator[None]:
     """
     fix = f"`{get_program_name()} mirror {mirror.folder.name}` sends what it lacks"
     lost = f"MLflow lacks the newest results, which are in {mirror.folder}"
+    errors: list[str] = []
     try:
-        with repeat_in_background(mirror.sync, SYNC_SECONDS, log, lost, mirror.patience):
+        with repeat_in_background(mirror.sync, SYNC_SECONDS, log, lost, mirror.hangs) as errors:
             yield
     finally:
-        try:
-            call_with_patience(mirror.patience, lambda: mirror.sync(final=True))
-        except Exception as error:
-            why = describe_failure(error)
-            console.print(f"MLflow lacks results ({why}); {fix}", highlight=False, markup=False, soft_wrap=True)
+        for error in errors:
+            console.print(f"MLflow lacks results ({error}); {fix}", highlight=False, markup=False, soft_wrap=True)

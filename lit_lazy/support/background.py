@@ -1,8 +1,7 @@
-"""Work in a thread: repeated while a command does something else, or as long as there is patience for it."""
+"""Work in a thread: repeated while a command does something else, or with a timeout."""
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -13,60 +12,47 @@ from lit_lazy.support.errors import UnfinishedError, describe_exception
 LOOK_SECONDS = 0.2
 
 
-class Patience:
-    """The time that work may take from its last progress on, at first from now on."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.renew()
-
-    def renew(self) -> None:
-        """Progress was made."""
-        self._since = time.monotonic()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the work hangs."""
-        return time.monotonic() - self._since > self.seconds
-
-
 @contextmanager
 def repeat_in_background(
-    work: Callable[[], object], seconds: float, log: logging.Logger, lost: str, patience: Patience | None = None
-) -> Iterator[None]:
-    """Call `work` every few seconds from a thread until the context exits, which waits for the last call.
+    work: Callable[[bool], object],
+    seconds: float,
+    log: logging.Logger,
+    lost: str,
+    hangs: Callable[[], bool] = lambda: False,
+) -> Iterator[list[str]]:
+    """Call `work(False)` every few seconds from a thread until the context exits, then `work(True)`; no error ends it.
 
-    No exception ends anything. lost: what one means, logged with it once until `work` succeeds. patience: with the last
-    call, over only if that hangs; None for an endless one.
+    lost: what an error means, logged with it once until `work` succeeds. hangs: whether to leave the thread alone.
+    Gives a list that has, after the exit, the error of the last call, if any.
     """
-    stop = threading.Event()
+    stop, last = threading.Event(), list[str]()
 
     def loop() -> None:
-        failed = False
-        while not stop.wait(seconds):
+        ends = failed = False
+        while not ends:
+            ends = stop.wait(seconds)
             try:
-                work()
+                work(ends)
                 failed = False
             except Exception as error:
-                if not failed:
-                    log.warning("%s: %s", lost, describe_failure(error))
+                known = isinstance(error, UnfinishedError | OSError | ValueError)
+                why = str(error) if known else describe_exception(error)
+                if ends:
+                    last.append(why)
+                elif not failed:
+                    log.warning("%s: %s", lost, why)
                 failed = True
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
     try:
-        yield
+        yield last
     finally:
         stop.set()
-        while thread.is_alive() and not (patience and patience.is_over):
+        while thread.is_alive() and not hangs():
             thread.join(LOOK_SECONDS)
-        if patience and not thread.is_alive():
-            patience.renew()
-
-
-def describe_failure(error: Exception) -> str:
-    """An exception of such work: a foreseen one by its message, any other by its type too."""
-    return str(error) if isinstance(error, UnfinishedError | OSError | ValueError) else describe_exception(error)
+        if thread.is_alive():
+            last.append("no answer")
 
 
 T = TypeVar("T")
@@ -78,11 +64,6 @@ def call_with_timeout(seconds: float, ask: Callable[[], T]) -> T:
     A socket's timeout limits each read, so a server that sends a byte now and then never exceeds it. After a timeout,
     the call continues in a daemon thread.
     """
-    return call_with_patience(Patience(seconds), ask)
-
-
-def call_with_patience(patience: Patience, ask: Callable[[], T]) -> T:
-    """As `call_with_timeout`, for a call that may take long as long as it makes progress; none if patience is over."""
     answer = Future[T]()
 
     def work() -> None:
@@ -91,10 +72,8 @@ def call_with_patience(patience: Patience, ask: Callable[[], T]) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    if not patience.is_over:
-        threading.Thread(target=work, daemon=True).start()
-    while not (answer.done() or patience.is_over):
-        wait([answer], min(LOOK_SECONDS, patience.seconds))
+    threading.Thread(target=work, daemon=True).start()
+    wait([answer], seconds)
     if not answer.done():
-        raise TimeoutError(f"no answer in {patience.seconds:g} s")
+        raise TimeoutError(f"no answer in {seconds:g} s")
     return answer.result()

@@ -82,10 +82,12 @@ class ActiveRun:
         self.tracker.log(run_id, lines[self._sent :])
         self._sent = len(lines)
 
-    def send_in_background(self) -> AbstractContextManager[None]:
+    def send_in_background(self) -> AbstractContextManager[object]:
         """Send every few seconds from a thread, also the views of the experiment."""
 
-        def send() -> None:
+        def send(ends: bool) -> None:
+            if ends:  # `finish` or `fail` follows
+                return
             shown = self._set_running
             self.send()
             if not shown:

@@ -49,12 +49,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 guards: dict[Path, Callable[[], bool]] = {}
-"""By absolute folder, whether this process, which took it by a lease, has it still: a lease may be lost."""
+"""By resolved folder, whether this process, which took it by a lease, has it still: a lease may be lost."""
 
 
 def require_held(path: Path) -> None:
     """Raise BusyError if a file is in a folder that another process has taken over since this one took it."""
-    for folder in path.absolute().parents if guards else ():
+    for folder in (path.parent / "_").resolve().parents if guards else ():
         if folder in guards and not guards[folder]():
             raise BusyError(f"another process has taken over {folder}, as this one was stopped for long")
 

@@ -37,7 +37,7 @@ def make_lock(folder: Path) -> BaseFileLock:
     """
     lock = make_file_lock(folder / "lock")
     if isinstance(lock, SoftFileLease):
-        guards[folder.absolute()] = lambda: lock.is_lock_held_by_us or not lock.is_locked
+        guards[folder.resolve()] = lambda: lock.is_lock_held_by_us or not lock.is_locked
     return lock
 
 

@@ -15,6 +15,7 @@ from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import load_attribute
+from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
@@ -23,8 +24,9 @@ from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, RowInfo
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import load_outline, prepare
+from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
@@ -327,6 +329,13 @@ def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str,
         for row, seeds in track_progress(chosen, "making cells")
         for seed in seeds
     ]
+
+
+def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
+    """Check that a training can start, as `prepare_rows` does, for data that may not be built yet."""
+    outline = prepare_outline(config, execution)
+    check_init_from(config, outline)
+    return outline
 
 
 def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[str, PreparedRow]) -> dict[str, str]:

@@ -8,14 +8,13 @@ from rich.console import Console
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.data.base import Outline
-from lit_lazy.grid.ablation import Row
+from lit_lazy.grid.ablation import Row, check_and_outline_data
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.support.errors import naming
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
-from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import list_ineffective, load_outline, prepare_outline
+from lit_lazy.training.prepare import list_ineffective, load_outline
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""
@@ -35,8 +34,7 @@ def print_estimate(
     outlines: dict[str, Outline] = {}
     for row, _ in track_progress(chosen, "checking rows"):
         with naming(f"row {row.name!r}"):
-            outlines[row.name] = prepare_outline(configs[row.name], launch.execution)
-            check_init_from(configs[row.name], outlines[row.name])
+            outlines[row.name] = check_and_outline_data(configs[row.name], launch.execution)
     total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]

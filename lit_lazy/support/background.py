@@ -49,6 +49,7 @@ def repeat_in_background(
         yield last
     finally:
         stop.set()
+        thread.join(LOOK_SECONDS)  # meanwhile it begins its last call
         while thread.is_alive() and not hangs():
             thread.join(LOOK_SECONDS)
         if thread.is_alive():

@@ -21,7 +21,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.study import JOURNAL, open_study
 from lit_lazy.support import disk, locks
-from lit_lazy.support.disk import describe_shortage
+from lit_lazy.support.disk import describe_shortage, write_text
 from lit_lazy.training.result import METRICS
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
@@ -183,10 +183,11 @@ def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab,
     stop = stop_while(gate, STEPS[2])
 
     def suspend_first(cfg: RunConfig, step: int, folder: Path) -> None:
-        if step == STEPS[0] and not pids.exists():
-            pids.write_text(f"{os.getpid()} {folder}")
+        if not pids.exists():
+            write_text(pids, f"{os.getpid()} {folder}")
             os.kill(os.getpid(), signal.SIGSTOP)
-        stop(cfg, step, folder)
+        if str(folder) in pids.read_text():
+            stop(cfg, step, folder)
 
     def start() -> Command:
         return Trap(lab.runs, "all", 1, errno.ENOLCK, most=10**9, pattern="^fcntl.flock").start(lab)
@@ -198,9 +199,11 @@ def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab,
         pid, folder = pids.read_text().split()
         checkpoint, metrics = Path(folder, CHECKPOINTS, LAST), Path(folder, METRICS)
         second = start()
-        wait_until(lambda: checkpoint.exists() and checkpoint.read_text() == str(STEPS[1]))
-        before = metrics.read_bytes()
-        os.kill(int(pid), signal.SIGCONT)
+        try:
+            wait_until(lambda: checkpoint.exists() and checkpoint.read_text() == str(STEPS[1]))
+            before = metrics.read_bytes()
+        finally:
+            os.kill(int(pid), signal.SIGCONT)
         wait_until(lambda: "taken over" in (lab.folder / f"worker-{socket.gethostname()}-0.log").read_text())
         assert (checkpoint.read_text(), metrics.read_bytes()) == (str(STEPS[1]), before)
     assert (first.wait(), second.wait()) == (0, 0), first.said + second.said

@@ -36,11 +36,11 @@ from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_brief
-from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
+from lit_lazy.training.run_folder import read_lines
 
 if TYPE_CHECKING:
     from lit_lazy.grid.plan import CellRecord
@@ -78,8 +78,8 @@ def train(
     >>> train("backcopy_tiny", {"train.steps": 9, "model.attention.normaliser": Elastic()}).steps
     9
     """
-    from lit_lazy.tracking.logger_kinds import check_logger_kinds
     from lit_lazy.tracking.tracked_run import train_tracked
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     if name is not None:
         check_name("name", name)

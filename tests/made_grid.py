@@ -12,7 +12,7 @@ from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.tracking.spool import MetricFile
+from lit_lazy.training.loggers import MetricFile
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 from lit_lazy.training.run_folder import clear_failure, locate_cell, write_failure, write_settings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, replace_at, to_dict
+from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import (
     Ablation,
@@ -102,7 +102,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
     chosen = select_rows(_make_ablation(1, pairs), [], [])
     cells = expand(chosen, prepare_rows(chosen, base))
-    driver, job = _make_driver(runs, cells, base)
+    driver, job = _make_driver(runs, cells)
     prepare_process(job)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps per cell")
@@ -176,7 +176,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         prepared = prepare_rows(chosen, base)
         cells = expand(chosen, prepared)
         facts = hash_row_definitions(ablation, base, prepared)
-    driver, job = _make_driver(runs, cells, base)
+    driver, job = _make_driver(runs, cells)
     with measure_time("status"):
         driver.states()
     plan = Plan(
@@ -225,9 +225,9 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
     return {"cells": size, "milliseconds": times}
 
 
-def _make_driver(runs: Path, cells: Sequence[Cell], base: RunConfig) -> tuple[GridDriver, Job]:
+def _make_driver(runs: Path, cells: Sequence[Cell]) -> tuple[GridDriver, Job]:
     """A new grid, and what its workers get."""
-    work = Work("bench", cells, to_dict(base), runs, ())
+    work = Work("bench", cells, runs, ())
     work.folder.mkdir(parents=True)
     return GridDriver(work, None), Job(work.folder, read_grid_id(work.folder), threads=1, files=())
 

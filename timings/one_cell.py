@@ -25,8 +25,8 @@ import torch
 import lit_lazy
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.tracking.spool import MetricFile
 from lit_lazy.training import run as run_module
+from lit_lazy.training.loggers import MetricFile
 from lit_lazy.training.module import LitLM
 
 ROWS = {"lazy": AttentionSpec(Elastic(), LearnedBias()), "softmax": AttentionSpec()}

@@ -106,7 +106,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.tracking.logger_kinds import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     until = None if options.limit is None else time.time() + options.limit
@@ -304,13 +304,12 @@ def _drop_finished(
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.run import describe_measurable, find_measurable, merge_plan
+    from lit_lazy.grid.run import describe_measurable, merge_plan
 
     grid = make()
-    merge_plan(grid)
+    _, measurable = merge_plan(grid)
     finished = {cell.key for cell in known.cells if cell.status == "complete"}
     done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
-    measurable = find_measurable(grid)
     if measurable:
         print(describe_measurable(measurable))
     left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]
@@ -441,7 +440,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
-        base_config=plan.config,
         runs=options.runs,
         files=request.files,
         taken=take_from_files(cells, options.results, folder, options.mixed),

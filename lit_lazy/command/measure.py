@@ -208,8 +208,7 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
 
     Logs nothing for a checkpoint outside a run folder or if only part of the questions was used (limited).
     """
-    from lit_lazy.tracking.run_files import read_run_id
-    from lit_lazy.tracking.store import TrackingError, default_uri, sqlite_file
+    from lit_lazy.tracking.store import TrackingError, default_uri, read_run_id, sqlite_file
 
     if limited:
         return "not logged to MLflow: with --limit these are not benchmark results"

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 
 from filelock import BaseFileLock, Timeout
 
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.support.stored_records import parse_json
 from lit_lazy.training import run_folder
 from lit_lazy.training.result import RESULT
@@ -57,14 +58,10 @@ def read_state(folder: Path) -> State:
     return "running" if run_folder.is_locked(folder) else "waiting"
 
 
-def was_left(folder: Path) -> bool:
-    """Whether the last process that trained in a run folder died."""
-    return (folder / HOLDER).exists() and not run_folder.is_locked(folder)
-
-
 def find_dead(folder: Path) -> Holder | None:
     """The process that trained in a run folder and died; None if it did not."""
-    return Holder.read(folder) if was_left(folder) else None
+    holder = Holder.read(folder)
+    return None if holder is None or run_folder.is_locked(folder) else holder
 
 
 def claim(folder: Path) -> BaseFileLock | None:
@@ -104,6 +101,26 @@ def give_back(folder: Path, lock: BaseFileLock) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what a process that was killed after its result left beside it."""
-    if was_left(folder):
-        run_folder.remove_checkpoints(folder)
-        (folder / HOLDER).unlink(missing_ok=True)
+    if (folder / HOLDER).exists():
+        with run_folder.hold(folder, seconds=0) as is_free:
+            if is_free:
+                run_folder.remove_checkpoints(folder)
+                (folder / HOLDER).unlink(missing_ok=True)
+
+
+def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The content of a run folder's files of these names, in their order."""
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+
+
+def put(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Write the files of a training elsewhere into a cell's folder, in their order; the result comes last.
+
+    Returns False, and writes nothing, if the cell has a result or a process trains it.
+    """
+    with run_folder.hold(folder) as is_free:
+        if not is_free or (folder / RESULT).exists():
+            return False
+        for name, content in files.items():
+            write_atomically(folder / name, lambda file, content=content: file.write(content))
+        return True

@@ -4,14 +4,13 @@ A grid's cells are trained with the compiled backend of CPUs as the grid began, 
 differently, and a table should not mix them. The plan holds the choice.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from flash_lazy.cpu.library import SWITCH, find_obstacle
+from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.inside import join_name
 from lit_lazy.training.devices import find_missing_backend, select_training_device
@@ -31,7 +30,6 @@ class Work:
     id: str
     """Name of the folder, the study and the MLflow experiment."""
     cells: Sequence[Cell]
-    base_config: dict[str, object]
     runs: Path
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
@@ -120,11 +118,6 @@ def require_compiled_backend(grid: str) -> None:
 def keeps_another_backend(compiled: bool) -> bool:
     """Whether a grid that began with or without the compiled backend differs in it from trainings of this process."""
     return select_training_device().type == "cpu" and compiled != (find_obstacle() is None)
-
-
-def hide_compiled_backend() -> None:
-    """Let this process and its children run without the compiled backend."""
-    os.environ[SWITCH] = "0"
 
 
 def describe_portable_backend(grid: str) -> str | None:

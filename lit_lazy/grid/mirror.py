@@ -5,20 +5,23 @@ metrics and its end. It may be called at any time, by any process that shares th
 """
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from filelock import BaseFileLock, Timeout
 from rich.console import Console
 
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.stored_names import make_outcome_name
@@ -34,14 +37,14 @@ if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in t
     from lit_lazy.tracking.tracker import Tracker
 
 SYNC_SECONDS = 5.0
+BUSY_SECONDS, HANG_SECONDS = 30.0, 60.0
+"""How long the end of a grid waits for another process that sends it to MLflow, and for MLflow without any progress."""
 FILES = ("plan.json", "search.json", "table.*", "details.md", "*.png", "*.svg", "report.html")
 """Files of a grid's folder that its parent run carries."""
 State = Literal["complete", "failed", "pruned", "running", "waiting"]
 End = tuple[str, str]
 """How a training ended, and why: MLflow's tags `state` and `reason`."""
 INTERRUPTED: End = ("failed", "interrupted")
-FAILURES = (UnfinishedError, OSError, ValueError)
-"""MLflow is away, the disk is full, or a file of the grid is damaged or newer: none of them ends a grid."""
 
 log = logging.getLogger("lit_lazy.grid.mirror")
 
@@ -89,7 +92,12 @@ class Mirror(ABC):
         """Runs of the cells that are being trained, by key."""
         self._shown: dict[str, tuple[End, Set[str]]] = {}
         """Ends of the cells that MLflow shows, and the names of their params, by key."""
-        self._tracker: Tracker | None = None
+        self._last_progress = time.monotonic()
+
+    @cached_property
+    def _lock(self) -> BaseFileLock:
+        """Kept, since a lease is taken over by whoever saw it for long."""
+        return make_file_lock(self.folder / "mirror.lock")
 
     @abstractmethod
     def has_begun(self) -> bool:
@@ -107,23 +115,36 @@ class Mirror(ABC):
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
 
-    @property
+    @cached_property
     def tracker(self) -> "Tracker":
         """MLflow's experiment of the grid, created on first use."""
-        if self._tracker is None:
-            from lit_lazy.tracking.tracker import Tracker
+        from lit_lazy.tracking.tracker import Tracker
 
-            self._tracker = Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
-        return self._tracker
+        return Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
+
+    def hangs(self) -> bool:
+        """Whether MLflow has taken nothing for HANG_SECONDS since a `sync` began."""
+        return time.monotonic() - self._last_progress > HANG_SECONDS
 
     def sync(self, final: bool = False) -> None:
         """Send what MLflow lacks, once the folder says what it is of. Raises TrackingError if MLflow is away.
 
-        final: nothing is being trained by this command any more, so that the parent run ends too.
+        One process sends at a time, whatever the folder holds; another one leaves it to that, and comes again.
+
+        final: nothing is being trained by this command any more, so that the parent run ends too. Raises BusyError if
+        another process still sends after BUSY_SECONDS.
         """
+        self._last_progress = time.monotonic()
         if not self.has_begun():
             return
-        with make_file_lock(self.folder / "mirror.lock"):
+        try:
+            held = self._lock.acquire(timeout=BUSY_SECONDS if final else 0)
+        except Timeout:
+            if not final:
+                return
+            since = f"for {BUSY_SECONDS:g} s"
+            raise BusyError(f"another process has been sending {self.folder.name} to MLflow {since}") from None
+        with held:
             parent_id = self._open_parent(final)
             cells = self.list_cells()
             begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]
@@ -132,12 +153,14 @@ class Mirror(ABC):
                 if end is None or end != shown or not cell.axes.keys() <= {*params}:
                     self._shown.pop(cell.key, None)  # one that failed may go on
                     self._send(cell, end, parent_id)
+                    self._last_progress = time.monotonic()
             if final:
                 for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
                     for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
                         self.tracker.retire(run.run_id)
                 files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
                 self.tracker.log_files(parent_id, files)
+                self._last_progress = time.monotonic()
                 self.show(self.tracker, parent_id, ended=True)
                 if all(end for _, end in begun):  # otherwise another command goes on
                     states = {cell.state for cell in cells}
@@ -263,14 +286,16 @@ def collect_outcomes(table: Table) -> dict[str, float]:
 
 @contextmanager
 def follow(mirror: Mirror, console: Console) -> Iterator[None]:
-    """Keep MLflow up to date from a thread, and once more at the end. A failure undoes nothing and is said once."""
+    """Keep MLflow up to date from a thread, and once more at the end.
+
+    No failure undoes or ends anything: it is said once. A server that hangs is left after HANG_SECONDS.
+    """
     fix = f"`{get_program_name()} mirror {mirror.folder.name}` sends what it lacks"
     lost = f"MLflow lacks the newest results, which are in {mirror.folder}"
+    errors: list[str] = []
     try:
-        with repeat_in_background(mirror.sync, SYNC_SECONDS, FAILURES, log, lost):
+        with repeat_in_background(mirror.sync, SYNC_SECONDS, log, lost, mirror.hangs) as errors:
             yield
     finally:
-        try:
-            mirror.sync(final=True)
-        except FAILURES as error:
+        for error in errors:
             console.print(f"MLflow lacks results ({error}); {fix}", highlight=False, markup=False, soft_wrap=True)

@@ -20,6 +20,7 @@ from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import put, read_files
 from lit_lazy.grid.plan import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
@@ -147,15 +148,13 @@ class TakenResult:
     folder: Path | None = None
     """The run folder that it comes from; None for a packed file."""
 
-    def write(self, folder: Path) -> None:
-        """Write a cell's run folder, the result last; a worker that claims the cell then only records it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, DIAGNOSTICS):
-            if self.folder is not None and (kept := self.folder / name).exists():
-                content = kept.read_bytes()
-                write_atomically(folder / name, lambda file, content=content: file.write(content))
-        self.result.write(folder)
+    def write(self, folder: Path) -> bool:
+        """Write a cell's run folder, unless it is done or being trained; whether it did."""
+        files = {} if self.folder is None else read_files(self.folder, (METRICS, DIAGNOSTICS))
+        if not put(folder, files | {RESULT: self.result.to_json().encode()}):
+            return False
         os.utime(folder / RESULT, (self.ended, self.ended))  # so that a grid which takes it from here knows too
+        return True
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from lit_lazy.grid.cells import Holder, find_dead
 from lit_lazy.grid.plan import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
-from lit_lazy.tracking.run_files import read_last_lines
 from lit_lazy.training.result import METRICS
+from lit_lazy.training.run_folder import read_last_lines
 
 PLAIN_EVERY_SECONDS = 15.0
 QUIET_SECONDS = 60.0

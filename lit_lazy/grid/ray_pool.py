@@ -21,17 +21,18 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.cells import read_files
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.pool import Pool
-from lit_lazy.grid.worker import execute, list_files, prepare_process
+from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
-from lit_lazy.training.run_folder import SETTINGS, clear_failure, locate_cell
+from lit_lazy.training.run_folder import FAILURE, SETTINGS, clear_failure, locate_cell
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
@@ -220,8 +221,8 @@ def execute_task(cell: Cell, job: Job, folder: str) -> Ending:
             ending = execute(cell, job, interrupts, lambda *_: "")
     if shared:
         return ending
-    names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, RESULT
-    return dataclasses.replace(ending, files=list_files(locate_cell(job.folder, cell.key), names))
+    names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, FAILURE, RESULT
+    return dataclasses.replace(ending, files=read_files(locate_cell(job.folder, cell.key), names))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from glob import escape
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, read_state
+from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
 from lit_lazy.grid.job import (
     Ending,
     Job,
@@ -45,7 +45,6 @@ from lit_lazy.support.disk import (
     describe_shortage,
     is_disk_full,
     quarantine,
-    write_atomically,
     write_text,
 )
 from lit_lazy.support.errors import UnfinishedError, one_line
@@ -54,7 +53,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.store import default_uri, sqlite_file
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
     CHECKPOINTS,
@@ -62,7 +61,6 @@ from lit_lazy.training.run_folder import (
     clear_failure,
     is_locked,
     locate_cell,
-    write_failure,
 )
 
 POLL_SECONDS = 0.2
@@ -75,10 +73,6 @@ LONGEST_PAUSE_SECONDS = 60.0
 """Upper bound on the pause between retries when writes fail although the disk reports free space."""
 IN_USE = "in_use.lock"
 """File in a grid's folder, which every command on the grid holds."""
-
-
-class GridError(UnfinishedError):
-    """A grid cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +160,8 @@ class GridDriver:
     def record(self, ending: Ending) -> None:
         self._held.discard(ending.key)
         folder = self.work.locate(ending.key)
-        if ending.files and not (folder / RESULT).exists():  # from another machine; the result comes last
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in ending.files.items():
-                write_atomically(folder / name, lambda file, content=content: file.write(content))
-        if ending.files is not None and ending.kind == "failed":
-            write_failure(folder, ending.reason, ending.final)
+        if ending.files:  # of another machine
+            put(folder, ending.files)
         self._look(ending.key)
         result = RunResult.peek(folder) if ending.kind == "done" else None
         self.study.end(ending.key, None if result is None else result.metrics["loss/val"])
@@ -188,11 +178,7 @@ class GridDriver:
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
-        with suppress(DamagedPlanError):  # which `save_plan` says
-            if measurable := find_measurable(grid):
-                console.print(describe_measurable(measurable), highlight=False)
-        plan = save_plan(grid)
-        compiled = bool(plan.compiled)
+        compiled = bool(save_plan(grid, console).compiled)
         taken = _take_results(grid, launch, compiled, console)
         driver = GridDriver(grid, launch.storage)
         for key, state in driver.states().items():
@@ -296,36 +282,48 @@ def is_finished(states: Mapping[str, str]) -> bool:
     return all(state in FINISHED for state in states.values())
 
 
-def save_plan(grid: Grid) -> Plan:
+def save_plan(grid: Grid, console: Console) -> Plan:
     """Write the plan of a grid, merged with the former one in its folder."""
     with make_file_lock(grid.folder / f"{PLAN}.lock"):
         try:
-            plan = merge_plan(grid)
+            plan, measurable = merge_plan(grid)
         except DamagedPlanError as error:
             quarantine(error.file, one_line(error))
-            plan = grid.plan
+            plan, measurable = grid.plan, set()
         write_text(grid.folder / PLAN, plan.to_json())
-        return plan
+    if measurable:
+        console.print(describe_measurable(measurable), highlight=False)
+    return plan
 
 
-def merge_plan(grid: Grid) -> Plan:
+def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
     """The plan of a grid with what its folder holds. Creates nothing.
+
+    Also row and seed of the finished cells whose new evaluations can be had without training.
 
     Raises a one-line ValueError if the trainings of rows changed since the grid began, or if finished cells kept no
     models for the evaluations that they lack; not if the grid trains such rows anew.
     """
     known = GridFolder.read(grid.folder)
     if known is None:
-        return grid.plan
-    trained = () if grid.changed else _list_trained(grid, known)
-    lost = [cell.metrics.get("time/train_seconds", 0.0) for cell, measurable in trained if not measurable]
-    if lost:
+        return grid.plan, set()
+    former, pairings = known.cells, [*_pair_results(grid, known)]
+    trained = [(asked, cell, result) for asked, cell, result in pairings if asked.is_trained_in(result)]
+    measurable = {
+        (cell.variant, cell.seed)
+        for asked, cell, result in trained
+        if asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists()
+    }
+    lost = [
+        cell.metrics.get("time/train_seconds", 0.0)
+        for _, cell, _ in trained
+        if (cell.variant, cell.seed) not in measurable
+    ]
+    if lost and not grid.changed:
         raise ValueError(
             f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
             f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
         )
-
-    former, pairings = known.cells, [*_pair_results(grid, known)]
 
     def find_changes(variant: str) -> str:
         """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
@@ -339,7 +337,7 @@ def merge_plan(grid: Grid) -> Plan:
         return describe_changes(begun[0], now[0]) or "its code or data changed"
 
     finished = {cell.key for cell in former if cell.status == "complete"} if grid.changed else None
-    return grid.plan.merge(known.plan, grid.row_order, find_changes, finished)
+    return grid.plan.merge(known.plan, grid.row_order, find_changes, finished), measurable
 
 
 def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, CellRecord, RunResult]]:
@@ -351,24 +349,8 @@ def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, Ce
             yield AskedCell(now), cell, cell.result
 
 
-def _list_trained(grid: Grid, known: GridFolder) -> list[tuple[CellRecord, bool]]:
-    """The finished cells whose evaluations have changed, and whether the new ones can be had without training."""
-    return [
-        (cell, asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists())
-        for asked, cell, result in _pair_results(grid, known)
-        if asked.is_trained_in(result)
-    ]
-
-
-def find_measurable(grid: Grid) -> set[tuple[str, int]]:
-    """Row and seed of finished cells whose new evaluations can be had without training."""
-    known = GridFolder.read(grid.folder)
-    trained = [] if known is None else _list_trained(grid, known)
-    return {(cell.variant, cell.seed) for cell, measurable in trained if measurable}
-
-
 def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
-    """A line on the cells that `find_measurable` found."""
+    """A line on the cells of which `merge_plan` says that they are measurable."""
     return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
 
 
@@ -388,8 +370,7 @@ def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Co
     elif untrained and not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
         taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
     _note_known_results(grid, taken.values())
-    for key, one in taken.items():
-        one.write(place[key])
+    taken = {key: one for key, one in taken.items() if one.write(place[key])}
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
         line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
         console.print(line, highlight=False, soft_wrap=True)
@@ -503,7 +484,7 @@ class Supervisor:
     def _take(self, ending: Ending, pool: Pool) -> None:
         """Do what follows from the end of an attempt."""
         if ending.kind == "file_too_long":
-            raise GridError(f"{WRITE_REFUSED}, then run the same command again; nothing is lost")
+            raise UnfinishedError(f"{WRITE_REFUSED}, then run the same command again; nothing is lost")
         if ending.kind == "disk_full":
             self._wait_for_space()
             return
@@ -521,7 +502,7 @@ class Supervisor:
             assert isinstance(self.driver, GridDriver)
             self.driver.retry(ending.key)
         if self._crashes >= MOST_CRASHES * self.launch.workers:
-            raise GridError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
+            raise UnfinishedError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
 
     def _name(self, key: str) -> str:
         cell = self.cells.get(key)

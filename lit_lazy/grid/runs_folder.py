@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from filelock import Timeout
-
 from lit_lazy.grid.cells import read_state
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, GridFolder
 from lit_lazy.grid.run import find_users
@@ -19,7 +17,7 @@ from lit_lazy.tracking.client import list_experiment_names
 from lit_lazy.tracking.store import ARTIFACTS, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, is_locked, keep_quarantined, make_lock
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, hold, is_locked, keep_quarantined
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
@@ -243,10 +241,9 @@ class RunsFolder:
             delete(one.path, self.path)
             return
         run = one.path.parent
-        try:
-            with make_lock(run).acquire(timeout=0):
-                if one.path.name == CHECKPOINTS:
-                    keep_quarantined(run)
-                delete(one.path, self.path)
-        except Timeout:
-            raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end") from None
+        with hold(run) as is_free:
+            if not is_free:
+                raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end")
+            if one.path.name == CHECKPOINTS:
+                keep_quarantined(run)
+            delete(one.path, self.path)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,22 +14,22 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from flash_lazy.cpu.library import SWITCH
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import claim, give_back
-from lit_lazy.grid.job import Ending, Job, hide_compiled_backend, require_compiled_backend
+from lit_lazy.grid.job import Ending, Job, require_compiled_backend
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long, open_private
-from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
+from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
-from lit_lazy.tracking.loggers import train_logged
 from lit_lazy.training.callbacks import AtStart, MissedValidation
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.run import CellBusyError
+from lit_lazy.training.run import train_logged
 from lit_lazy.training.run_folder import locate_cell, write_failure
 
 Judge = Callable[[int, float], str]
@@ -66,7 +66,7 @@ def prepare_process(job: Job) -> None:
     if job.compiled:
         require_compiled_backend(job.folder.name)
     elif job.compiled is False:
-        hide_compiled_backend()
+        os.environ[SWITCH] = "0"  # for its children too
     git_sha()
     torch.set_num_threads(job.threads)
     for file in job.files:
@@ -81,6 +81,14 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
 
     Raises KeyboardInterrupt at an interrupt, with a checkpoint of the training.
     """
+    try:
+        return _execute(cell, job, interrupts, judge)
+    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
+        log.info("%s", error)
+        return Ending(cell.key, "busy")
+
+
+def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Ending:
     folder, name = locate_cell(job.folder, cell.key), f"{cell.variant} seed {cell.seed}"
     callbacks: list[Callback] = [] if job.monitored is None else [Pruning(job.monitored, judge)]
     lock = None
@@ -104,8 +112,8 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
         )
         log.info("done %s", name)
         return Ending(cell.key, "done")
-    except CellBusyError:
-        return Ending(cell.key, "busy")
+    except BusyError:
+        raise
     except PrunedError as error:
         log.info("pruned %s: %s", name, error)
         write_failure(folder, str(error), final=True)  # another command may have given it to a worker too
@@ -192,8 +200,3 @@ def _serve(connection: Connection, job: Job, interrupts: Interrupts) -> None:
             connection.send(Ending(cell.key, "interrupted"))
             raise
         connection.send(ending)
-
-
-def list_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The content of a run folder's files of these names, in their order."""
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}

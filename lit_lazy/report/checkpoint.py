@@ -306,7 +306,8 @@ def track(
         "diagnosed.lengths": ",".join(map(str, (source.context_length, *request.lengths))),
     }
     try:
-        run_id = tracker.start_run(request.folder.name, tags, params, to_dict(cfg))
+        run_id = tracker.create_run(request.folder.name, tags)
+        tracker.log_config(run_id, params, to_dict(cfg))
         tracker.log_files(run_id, files)
         tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
     except TrackingError as error:

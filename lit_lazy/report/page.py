@@ -28,9 +28,10 @@ from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.document import escape_html, format_html_table
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
-from lit_lazy.tracking.run_files import read_lines, read_run_address
+from lit_lazy.tracking.store import read_run_address
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS, METRICS
+from lit_lazy.training.run_folder import read_lines
 
 REPORT = "report.html"
 SHOWN_VARIANTS = 2

@@ -7,35 +7,53 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
+from lit_lazy.support.errors import UnfinishedError, describe_exception
+
+LOOK_SECONDS = 0.2
+
 
 @contextmanager
 def repeat_in_background(
-    work: Callable[[], object], seconds: float, failures: tuple[type[Exception], ...], log: logging.Logger, lost: str
-) -> Iterator[None]:
-    """Call `work` every few seconds from a thread until the context exits, which waits for the last call.
+    work: Callable[[bool], object],
+    seconds: float,
+    log: logging.Logger,
+    lost: str,
+    hangs: Callable[[], bool] = lambda: False,
+) -> Iterator[list[str]]:
+    """Call `work(False)` every few seconds from a thread until the context exits, then `work(True)`; no error ends it.
 
-    failures: exceptions that end nothing. lost: what it means, logged with the exception once until `work` succeeds.
+    lost: what an error means, logged with it once until `work` succeeds. hangs: whether to leave the thread alone.
+    Gives a list that has, after the exit, the error of the last call, if any.
     """
-    stop = threading.Event()
+    stop, last = threading.Event(), list[str]()
 
     def loop() -> None:
-        failed = False
-        while not stop.wait(seconds):
+        ends = failed = False
+        while not ends:
+            ends = stop.wait(seconds)
             try:
-                work()
+                work(ends)
                 failed = False
-            except failures as error:
-                if not failed:
-                    log.warning("%s: %s", lost, error)
+            except Exception as error:
+                known = isinstance(error, UnfinishedError | OSError | ValueError)
+                why = str(error) if known else describe_exception(error)
+                if ends:
+                    last.append(why)
+                elif not failed:
+                    log.warning("%s: %s", lost, why)
                 failed = True
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
     try:
-        yield
+        yield last
     finally:
         stop.set()
-        thread.join()
+        thread.join(LOOK_SECONDS)  # meanwhile it begins its last call
+        while thread.is_alive() and not hangs():
+            thread.join(LOOK_SECONDS)
+        if thread.is_alive():
+            last.append("no answer")
 
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from lit_lazy.support.errors import explain, iter_causes
+from lit_lazy.support.errors import BusyError, explain, iter_causes
 from lit_lazy.support.inside import delete
 
 PATHS_BELOW = 600
@@ -34,14 +34,29 @@ PRIVATE = 0o600
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
+    """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk.
+
+    Raises BusyError as `require_held` does.
+    """
     with _hold_scratch(path, _create_file) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
             os.fsync(held)
+        require_held(path)
         scratch.replace(path)
     _sync_folder(path.parent)
+
+
+guards: dict[Path, Callable[[], bool]] = {}
+"""By resolved folder, whether this process, which took it by a lease, has it still: a lease may be lost."""
+
+
+def require_held(path: Path) -> None:
+    """Raise BusyError if a file is in a folder that another process has taken over since this one took it."""
+    for folder in (path.parent / "_").resolve().parents if guards else ():
+        if folder in guards and not guards[folder]():
+            raise BusyError(f"another process has taken over {folder}, as this one was stopped for long")
 
 
 def _create_file(path: Path) -> int:

@@ -19,6 +19,10 @@ class UnfinishedError(RuntimeError):
     """Work could not be finished for a reason other than the input: one line, exit status 1."""
 
 
+class BusyError(UnfinishedError):
+    """Another process works in a folder, or has taken it over."""
+
+
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Begin the message of a ValueError with what it is about, such as an option."""

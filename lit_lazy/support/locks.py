@@ -22,7 +22,7 @@ LEASE_SECONDS = 60.0
 def make_file_lock(path: Path) -> filelock.BaseFileLock:
     """A lock file, freed when its process ends. Where no file can be locked, a lease: a file renewed every 20 s.
 
-    A process that was stopped for longer than `LEASE_SECONDS` loses its lease, and is interrupted when it goes on.
+    A process that was stopped for longer than `LEASE_SECONDS` loses its lease, and is soon interrupted when it goes on.
     """
     if can_lock(path.parent):
         return filelock.FileLock(path)

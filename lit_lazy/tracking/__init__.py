@@ -1,1 +1,1 @@
-"""Everything that depends on MLflow: runs, the metric file behind them, saved views, databases, the server."""
+"""Everything that depends on MLflow: runs, saved views, databases, the server."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_lazy.support.background import repeat_in_background
-from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.run_files import read_lines, read_run_id, write_run_address
+from lit_lazy.tracking.store import read_run_id, write_run_address
 from lit_lazy.tracking.tracker import OWNER, PARENT, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
+from lit_lazy.training.run_folder import read_lines
 
 SEND_SECONDS = 5.0
 
@@ -82,17 +82,19 @@ class ActiveRun:
         self.tracker.log(run_id, lines[self._sent :])
         self._sent = len(lines)
 
-    def send_in_background(self) -> AbstractContextManager[None]:
+    def send_in_background(self) -> AbstractContextManager[object]:
         """Send every few seconds from a thread, also the views of the experiment."""
 
-        def send() -> None:
+        def send(ends: bool) -> None:
+            if ends:  # `finish` or `fail` follows
+                return
             shown = self._set_running
             self.send()
             if not shown:
                 self.tracker.save_run_views()
 
         lost = f"metrics are kept in {self.folder / METRICS}, MLflow lacks them"
-        return repeat_in_background(send, SEND_SECONDS, (UnfinishedError, OSError), log, lost)
+        return repeat_in_background(send, SEND_SECONDS, log, lost)
 
     def finish(self, result: RunResult) -> None:
         """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""

@@ -24,11 +24,10 @@ from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from mlflow.utils.file_utils import local_file_uri_to_path
-from requests.exceptions import HTTPError, RequestException, RetryError
-from sqlalchemy.exc import OperationalError
+from requests.exceptions import RequestException
 
 from lit_lazy.support.disk import describe_failed_write
-from lit_lazy.support.errors import iter_causes, one_line
+from lit_lazy.support.errors import one_line
 from lit_lazy.support.inside import is_entry_name, join_name
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import strip_user
@@ -57,8 +56,6 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GATEWAY_STATUSES = (408, 429, 502, 503, 504)
-"""Statuses by which a gateway or an overloaded server asks for a retry."""
 
 
 def translate_errors(cls: type[T]) -> type[T]:
@@ -70,7 +67,7 @@ def translate_errors(cls: type[T]) -> type[T]:
             try:
                 return method(*args, **kwargs)
             except (MlflowException, RequestException, OSError) as error:
-                raise TrackingError(describe_failed_write(error) or one_line(error), _is_refusal(error)) from error
+                raise TrackingError(describe_failed_write(error) or one_line(error)) from error
 
         return call
 
@@ -78,24 +75,6 @@ def translate_errors(cls: type[T]) -> type[T]:
         if not name.startswith("_"):
             setattr(cls, name, translate(method))
     return cls
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the store itself rejected the call.
-
-    An open connection does not prove that: a tunnel or a gateway accepts connections while the server is away, and an
-    overloaded one accepts them for a long time.
-    """
-    for cause in iter_causes(error):
-        if isinstance(cause, HTTPError):
-            return cause.response.status_code not in GATEWAY_STATUSES
-        if isinstance(cause, RetryError):
-            return not any(f"too many {status} error" in str(cause) for status in GATEWAY_STATUSES)
-        if isinstance(cause, RequestException):
-            return False
-        if isinstance(cause, OperationalError):
-            return isinstance(cause.orig, sqlite3.Error)
-    return True
 
 
 def open_store(uri: str) -> MlflowClient:
@@ -196,4 +175,4 @@ def list_experiment_names(uri: str) -> list[str]:
     try:
         return [experiment.name for experiment in make_client(uri).search_experiments()]
     except MlflowException as error:
-        raise TrackingError(one_line(error), reachable=True) from error
+        raise TrackingError(one_line(error)) from error

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
-from lit_lazy.support.disk import is_read_only
+from lit_lazy.support.disk import is_read_only, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.secrets import redact_text, redact_url
 
@@ -24,11 +24,6 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 class TrackingError(UnfinishedError):
     """MLflow rejected or did not receive a call; the call can be repeated later."""
-
-    def __init__(self, message: str, reachable: bool) -> None:
-        super().__init__(message)
-        self.reachable = reachable
-        """Whether MLflow answered, so that a retry is likely to fail too."""
 
 
 def default_uri(runs: Path) -> str:
@@ -164,3 +159,28 @@ def open_readable(url: str) -> Iterator[str]:
         for folder in (entry for entry in file.parent.iterdir() if entry.is_dir()):
             copy.with_name(folder.name).symlink_to(folder.resolve())
         yield sqlite_url(copy)
+
+
+RUN_ID = "mlflow_run_id"
+"""The file, with the run's id and that of its experiment; the second is missing in files of former versions."""
+
+
+def write_run_address(folder: Path, run_id: str, experiment_id: str) -> None:
+    """Name the run of a run folder."""
+    write_text(folder / RUN_ID, f"{run_id} {experiment_id}")
+
+
+def read_run_id(folder: Path) -> str:
+    """The id of a run folder's run; "" if it is not known."""
+    return (_read(folder) or [""])[0]
+
+
+def read_run_address(folder: Path) -> tuple[str, str] | None:
+    """The ids of a run folder's experiment and run; None if one is not known."""
+    known = _read(folder)
+    return (known[1], known[0]) if len(known) == 2 else None
+
+
+def _read(folder: Path) -> list[str]:
+    file = folder / RUN_ID
+    return file.read_text(encoding="utf-8", errors="replace").split() if file.exists() else []

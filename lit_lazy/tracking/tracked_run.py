@@ -23,8 +23,6 @@ from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.logger_kinds import check_logger_kinds
-from lit_lazy.tracking.loggers import train_logged
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.callbacks import AtStart
@@ -32,9 +30,10 @@ from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.logger_kinds import check_logger_kinds
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run import read_finished
+from lit_lazy.training.run import read_finished, train_logged
 from lit_lazy.training.run_folder import make_lock
 
 log = logging.getLogger("lit_lazy.tracking.tracked_run")

@@ -24,8 +24,8 @@ from lit_lazy.support.locks import read_id
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking import views
 from lit_lazy.tracking.client import create_artifact_folder, open_artifacts, open_store, translate_errors
-from lit_lazy.tracking.run_files import MetricRecord
 from lit_lazy.tracking.store import sqlite_file
+from lit_lazy.training.run_folder import MetricRecord
 
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
@@ -67,11 +67,11 @@ class TrackedRun:
 class Tracker:
     """One MLflow experiment, created on first use. Methods raise TrackingError.
 
-    `uri` is the store's address without its password, `secret_uri` includes it.
+    `uri` is the store's address without its password.
     """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.secret_uri, self.uri, self.runs, self.experiment = uri, redact_url(uri), runs, experiment
+        self.uri, self.runs, self.experiment = redact_url(uri), runs, experiment
         self.client = open_store(uri)
 
     @property
@@ -103,14 +103,6 @@ class Tracker:
         }
         tags = {name: text for name, text in about.items() if text} | dict(tags)
         return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
-
-    def start_run(
-        self, name: str, tags: Mapping[str, str], params: Mapping[str, str], config: Mapping[str, Any]
-    ) -> str:
-        """Create a run and log its config; returns its id."""
-        run_id = self.create_run(name, tags)
-        self.log_config(run_id, params, config)
-        return run_id
 
     def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
         """Log a run's config as an artifact and as params, of which the run keeps those that it has."""

@@ -115,9 +115,12 @@ class RunResult:
         """Raises OSError, or ValueError if the file holds no result."""
         return parse_record(path.read_bytes(), str(path), "result", FORMAT, cls.from_dict)
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+
     def write(self, folder: Path) -> None:
         """Write the result into a run folder, which finishes the run."""
-        write_text(folder / RESULT, json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False))
+        write_text(folder / RESULT, self.to_json())
 
 
 def was_compiled(results: Iterable[RunResult | None]) -> bool | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
@@ -37,6 +37,7 @@ from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
 from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
@@ -46,10 +47,6 @@ from lit_lazy.training.trainer import build_module, fit, make_trainer
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "
 """Prefix of the metrics among the cached arrays of the untrained model."""
-
-
-class CellBusyError(UnfinishedError):
-    """Another process holds the run folder."""
 
 
 def run(
@@ -74,7 +71,7 @@ def run(
     the caller; one ends the training after its step, with a checkpoint; None to end it at once. The same config, seed,
     devices and thread count give bit-identical metrics on the same machine, also if the run was killed and resumed.
 
-    Raises CellBusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
+    Raises BusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
     the folder belongs to another config or if code or data changed since the cell got its key (expected_key),
     RankLostError and RankFailedError if another process of the run ended.
     """
@@ -96,7 +93,32 @@ def run(
             settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
     except Timeout:
-        raise CellBusyError(f"another process works in {folder}") from None
+        raise BusyError(f"another process works in {folder}") from None
+
+
+def train_logged(
+    cfg: RunConfig,
+    folder: Path,
+    project: str,
+    name: str,
+    loggers: Sequence[str] = (),
+    *,
+    interrupts: Interrupts,
+    **options: Any,
+) -> RunResult:
+    """Train in a run folder, with its metric file and `loggers`, and return the result; an earlier one if it has one.
+
+    A run that has a result already is only logged to loggers that lack it. project, name: for loggers that send the run
+    to a server. interrupts: allowed within the training. options: of `run`.
+    """
+    known = read_finished(folder)
+    missing = [kind for kind in loggers if known is None or not (folder / kind).exists()]
+    with open_loggers(missing, folder, project, name, to_dict(cfg)) as others, interrupts.allow():
+        file = MetricFile(folder, others)
+        result = known or run(cfg, folder, logger=file, interrupts=interrupts, **options)
+        for other in others:
+            other.log_metrics(result.metrics, cfg.train.steps)
+    return result
 
 
 def _announce(cfg: RunConfig, source: DataSource, module: LitLM) -> str:

@@ -1,14 +1,17 @@
-"""A run folder: its lock, the settings of its training, why that failed, and the checkpoints to resume from."""
+"""A run folder: its lock, the settings of its training, its metrics, why it failed, and the checkpoints."""
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock
+from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import guards, write_text
 from lit_lazy.support.inside import delete, join_name
 from lit_lazy.support.locks import is_held, make_file_lock
 from lit_lazy.support.stored_records import parse_record
@@ -23,12 +26,35 @@ SETTINGS, FAILURE = "cell.json", "failed.json"
 FORMAT = 1
 """Format of both; raised when a field is added, removed or changes its meaning."""
 
+TAIL_BYTES = 2**16
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
 def make_lock(folder: Path) -> BaseFileLock:
-    """The lock of a run folder. One process holds it; it is released when the process ends."""
-    return make_file_lock(folder / "lock")
+    """The lock of a run folder. One process holds it; it is released when the process ends.
+
+    A process that loses it, which a lease alone allows, writes no file of the folder any more (`disk.require_held`).
+    """
+    lock = make_file_lock(folder / "lock")
+    if isinstance(lock, SoftFileLease):
+        guards[folder.resolve()] = lambda: lock.is_lock_held_by_us or not lock.is_locked
+    return lock
+
+
+@contextmanager
+def hold(folder: Path, seconds: float = 1.0) -> Iterator[bool]:
+    """Hold the lock of a run folder; gives whether no other process does. Whoever writes a file there holds it.
+
+    seconds: to wait for it; one who looks whether it is held (`is_locked`) holds it for a moment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = make_lock(folder)
+    with suppress(Timeout):
+        lock.acquire(timeout=seconds)
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool:
@@ -98,3 +124,40 @@ def keep_quarantined(folder: Path) -> None:
     checkpoints = folder / CHECKPOINTS
     for quarantined in () if checkpoints.is_symlink() else checkpoints.glob("*.damaged"):
         quarantined.replace(folder / quarantined.name)
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """Metrics of one step and the time of their measurement, which makes logging them idempotent."""
+
+    step: int
+    milliseconds: int
+    """Since the epoch."""
+    metrics: Mapping[str, float]
+
+
+def read_lines(path: Path) -> list[MetricRecord]:
+    """The records of a metric file, without damaged lines and an unfinished last line."""
+    return _parse_lines(path.read_bytes()) if path.exists() else []
+
+
+def read_last_lines(path: Path) -> list[MetricRecord]:
+    """The records in the last 64 KiB of a metric file; [] without a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return _parse_lines(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def _parse_lines(content: bytes) -> list[MetricRecord]:
+    return [record for line in content.split(b"\n")[:-1] if (record := parse_line(line))]
+
+
+def parse_line(line: bytes) -> MetricRecord | None:
+    """The record of a line; None if it is damaged."""
+    try:
+        return MetricRecord(**json.loads(line))
+    except (ValueError, TypeError):
+        return None

@@ -188,7 +188,7 @@ def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, caps
     from lit_lazy.tracking.store import TrackingError
 
     def refuse(*_: object, **__: object) -> None:
-        raise TrackingError("gone away", reachable=False)
+        raise TrackingError("gone away")
 
     monkeypatch.setattr(Tracker, "log_files", refuse)
     assert main(["diagnose", str(trained), "--runs", str(runs), "--threads", "1"]) == 1

@@ -280,10 +280,8 @@ def stop_while(file: Path, at: int = STEPS[1]) -> Callable[[RunConfig, int, Path
 
 def prepare(folder: Path, patch: pytest.MonkeyPatch) -> Training:
     """Replace trainings, and use forks."""
-    from lit_lazy.tracking import loggers
-
     training = Training(folder / "steps.log")
-    patch.setattr(loggers, "run", training)
+    patch.setattr("lit_lazy.training.run.run", training)
     use_forks(patch)
     return training
 

@@ -61,14 +61,16 @@ def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
     peace = restore("peace")
     trap = Trap(peace.runs, way, 0)
     assert trap.start(peace).wait() == 0
-    wanted, tried = State.of(peace), 0
-    for at in points(trap.count):
+    wanted, tried, n = State.of(peace), 0, trap.count
+    for at in points(n):
         lab.training.log.unlink()
         here = restore(f"{way} {at}")
         trap = Trap(here.runs, way, at)
         command = trap.start(here)
         command.wait()
-        assert trap.is_sprung
+        if not trap.is_sprung:  # it had no more effects: how often it looks at a lock differs
+            assert at > 0.95 * n
+            break
         done = stat_results(here)
         said = here.run()
         context = f"{way}, effect {at}\n{command.said}\n{said}"

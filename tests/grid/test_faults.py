@@ -4,6 +4,8 @@ import errno
 import itertools
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,14 +14,16 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from instant import STEPS, Lab, hold, stop_while, wait_until
+from instant import STEPS, Command, Lab, hold, stop_while, wait_until
 from trap import Trap
 
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.study import JOURNAL, open_study
 from lit_lazy.support import disk, locks
-from lit_lazy.support.disk import describe_shortage
+from lit_lazy.support.disk import describe_shortage, write_text
+from lit_lazy.training.result import METRICS
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
 FEW = 10
 
@@ -169,6 +173,42 @@ def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab, monkeypatch:
     assert f"no file can be locked in {lab.folder}: leases replace locks" in command.said
     lab.check_done()
     assert not [*lab.runs.rglob("*.lease")]
+
+
+def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab, tmp_path, monkeypatch) -> None:
+    """It was suspended before its first checkpoint, for longer than a lease lasts; the next one is ahead of it."""
+    monkeypatch.setattr(locks, "_known", {})
+    monkeypatch.setattr(locks, "LEASE_SECONDS", 2.0)
+    gate, pids = tmp_path / "gate", tmp_path / "pids"
+    stop = stop_while(gate, STEPS[2])
+
+    def suspend_first(cfg: RunConfig, step: int, folder: Path) -> None:
+        if not pids.exists():
+            write_text(pids, f"{os.getpid()} {folder}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if str(folder) in pids.read_text():
+            stop(cfg, step, folder)
+
+    def start() -> Command:
+        return Trap(lab.runs, "all", 1, errno.ENOLCK, most=10**9, pattern="^fcntl.flock").start(lab)
+
+    lab.training.at_step = suspend_first
+    with hold(gate):
+        first = start()
+        wait_until(pids.exists)
+        pid, folder = pids.read_text().split()
+        checkpoint, metrics = Path(folder, CHECKPOINTS, LAST), Path(folder, METRICS)
+        second = start()
+        try:
+            wait_until(lambda: checkpoint.exists() and checkpoint.read_text() == str(STEPS[1]))
+            before = metrics.read_bytes()
+        finally:
+            os.kill(int(pid), signal.SIGCONT)
+        wait_until(lambda: "taken over" in (lab.folder / f"worker-{socket.gethostname()}-0.log").read_text())
+        assert (checkpoint.read_text(), metrics.read_bytes()) == (str(STEPS[1]), before)
+    assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+    assert "died" not in first.said + second.said
+    lab.check_done(steps_repeated=1)
 
 
 def test_a_read_only_folder_can_be_looked_at(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:

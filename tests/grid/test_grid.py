@@ -8,7 +8,8 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,17 +18,20 @@ from chaos import Soak, check, count_kills, run_killed
 from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, stop_while, wait_until
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.grid import worker
+from lit_lazy.grid import run, worker
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import MOST_DEATHS
 from lit_lazy.grid.job import Ending, Job, is_over
+from lit_lazy.grid.packed import TakenResult
 from lit_lazy.grid.plan import ASIDE, read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
+from lit_lazy.grid.run import Grid
 from lit_lazy.grid.runs_folder import RunsEntry
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
+from lit_lazy.training.result import RESULT, RunResult
 from lit_lazy.training.run_folder import read_failure
 
 
@@ -72,6 +76,36 @@ def test_commands_that_share_a_folder_share_its_cells(tmp_path: Path, lab: Lab) 
     alone = many.move(tmp_path / "alone")
     alone.run()
     assert alone.table() == many.table()
+
+
+def test_results_are_taken_into_no_cell_that_another_command_trains(lab, gate, tmp_path, monkeypatch) -> None:
+    """It began that cell after it was found untrained."""
+    looked, note = tmp_path / "looked", run._note_known_results
+
+    def note_and_wait(grid: Grid, taken: Collection[TakenResult]) -> None:
+        note(grid, taken)
+        if taken:
+            looked.touch()
+            wait_until(lambda: cells_of(lab, "running"))
+
+    monkeypatch.setattr(run, "_note_known_results", note_and_wait)
+    elsewhere = lab.move(tmp_path / "elsewhere")
+    elsewhere.run()
+    results = {key: RunResult.peek(elsewhere.cell(key)) for key in lab.keys}
+    taken = {key: TakenResult(replace(result, taken_from="a pack"), 0.0) for key, result in results.items() if result}
+    lab.training.log.unlink()
+    with hold(gate):
+        other = replace(lab, work=replace(lab.work, taken=taken)).start()
+        wait_until(looked.exists)
+        command = lab.start()
+        wait_until(lambda: cells_of(lab, "running"))
+        (trained,) = cells_of(lab, "running")
+        wait_until(lambda: "that this process did not start" in other.said)
+        assert "3 of 4 cells are taken from a pack" in other.said
+        assert not (trained / RESULT).exists()
+    assert (command.wait(), other.wait()) == (0, 0), command.said + other.said
+    assert set(lab.states().values()) == {"complete"}
+    assert set(lab.count_steps()) == {f"{trained.name} {step}" for step in STEPS}
 
 
 def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:

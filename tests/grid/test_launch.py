@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked import forget_user_files
+from rich.console import Console
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.ablate_run import make_grid
@@ -82,7 +83,7 @@ def begin(ablation: Path, runs: Path) -> Path:
     """Begin a grid without training its cells, each of which has its settings; returns its folder."""
     grid = make_grid(make_parser().parse_args(["ablate", "run", str(ablation), "--runs", str(runs)]), [])
     grid.folder.mkdir()
-    save_plan(grid)
+    save_plan(grid, Console())
     for cell in grid.cells:
         folder = locate_cell(grid.folder, cell.key)
         folder.mkdir(parents=True)

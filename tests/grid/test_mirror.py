@@ -3,6 +3,8 @@
 import json
 import shutil
 import sqlite3
+import threading
+import time
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from instant import wait_until
 from made_grid import MadeGrid
 from mlflow.entities import Run, ViewType
 from mlflow.tracking import MlflowClient
@@ -23,14 +26,14 @@ from lit_lazy.grid import mirror
 from lit_lazy.grid import mirror as mirror_module
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.grid.plan import ASIDE, GRID_ID, read_grid
+from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
 from lit_lazy.tracking.client import open_artifacts
-from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
-from lit_lazy.training.run_folder import make_lock
+from lit_lazy.training.run_folder import make_lock, read_lines
 
 ID = "pair-backcopy_tiny"
 VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.source.git.commit", "mlflow.note.content")
@@ -152,7 +155,7 @@ def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, monkeypatch, 
     assert dump(copied) == before
 
     def refuse(*_: object) -> None:
-        raise TrackingError("no answer", reachable=False)
+        raise TrackingError("no answer")
 
     lose(copied)
     with monkeypatch.context() as patch:
@@ -310,6 +313,42 @@ def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid, capsys: pyte
     with follow(GridMirror(made.folder), Console()):
         pass
     assert "MLflow lacks results (" in capsys.readouterr().out
+
+
+def test_no_error_of_the_mirror_ends_a_grid(made, monkeypatch, caplog, capsys) -> None:
+    """Nor one that nobody foresaw. It is said once, and the next sync is tried."""
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.01)
+    failing = Mock(side_effect=KeyError("x"))
+    monkeypatch.setattr(GridMirror, "_open_parent", failing)
+    with follow(GridMirror(made.folder), Console(width=1000)):
+        wait_until(lambda: failing.call_count > 2)
+    assert "MLflow lacks results (KeyError: 'x'); `lit-lazy mirror made` sends" in capsys.readouterr().out
+    assert caplog.text.count("MLflow lacks the newest results") == 1
+
+
+def test_a_server_that_hangs_holds_no_end(made, monkeypatch, capsys) -> None:
+    """Neither of the command that sends to it nor of another on the same grid."""
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_module, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(mirror_module, "HANG_SECONDS", 0.5)
+    hangs, answers, begun = threading.Event(), threading.Event(), time.monotonic()
+
+    def hang(*_: object) -> str:
+        hangs.set()
+        answers.wait(30)
+        raise TrackingError("it has answered")
+
+    monkeypatch.setattr(GridMirror, "_open_parent", hang)
+    with follow(GridMirror(made.folder), Console(width=1000)):
+        assert hangs.wait(5)
+    assert "MLflow lacks results (no answer); `lit-lazy mirror made`" in capsys.readouterr().out
+    with follow(GridMirror(made.folder), Console(width=1000)):
+        pass
+    busy = "MLflow lacks results (another process has been sending made to MLflow for 0.2 s); `lit-lazy mirror made`"
+    assert busy in capsys.readouterr().out
+    assert time.monotonic() - begun < 5
+    answers.set()
+    wait_until(lambda: not is_held(made.folder / "mirror.lock"))
 
 
 def test_one_who_ran_the_same_grid_with_the_same_mlflow_keeps_their_runs(runs: Path, made: MadeGrid) -> None:

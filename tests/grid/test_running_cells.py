@@ -8,7 +8,7 @@ import pytest
 
 from lit_lazy.grid.progress import Progress, describe_training
 from lit_lazy.support.console import plain_console
-from lit_lazy.tracking.run_files import TAIL_BYTES, read_last_lines, read_lines
+from lit_lazy.training.run_folder import TAIL_BYTES, read_last_lines, read_lines
 
 
 def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> Path:

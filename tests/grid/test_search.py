@@ -84,7 +84,7 @@ def begun(folder: Path, points: int, **parts: object) -> SearchDriver:
     (folder / "search-s").mkdir(exist_ok=True)
     definition = define(search(**parts), base())
     cells = [definition.make_placeholder(number) for number in range(points)]
-    return SearchDriver(SearchWork("search-s", cells, definition.base, folder, (), definition), None)
+    return SearchDriver(SearchWork("search-s", cells, folder, (), definition), None)
 
 
 def take(driver: SearchDriver) -> Cell:

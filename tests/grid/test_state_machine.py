@@ -14,7 +14,7 @@ from instant import make_console
 
 from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, give_back, read_state, was_left
+from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, find_dead, give_back, read_state
 from lit_lazy.grid.job import Ending, Work
 from lit_lazy.grid.plan import ASIDE
 from lit_lazy.grid.run import GridDriver, reset_grid
@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, runs: Path, numbers: Iterator[int]) -> None:
         super().__init__()
-        self.work = Work(f"grid-{next(numbers)}", tuple(CELLS.values()), {}, runs, ())
+        self.work = Work(f"grid-{next(numbers)}", tuple(CELLS.values()), runs, ())
         self.begin()
         self.asides = 0
 
@@ -209,7 +209,8 @@ class Machine(RuleBasedStateMachine):
         GridDriver(self.work, None)
         if (name, cell.state) in ((RESULT, "complete"), (FAILURE, "failed")):
             cell.state = "waiting"
-            cell.left = was_left(self.folder(key))  # a command may have cleared what was left beside a result
+            # A command may have cleared what was left beside a result.
+            cell.left = find_dead(self.folder(key)) is not None
 
     @rule(content=DAMAGE | st.none(), at=st.integers(0, 400))
     def damage_journal(self, content: bytes | None, at: int) -> None:
@@ -228,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             states = driver.states()
             assert all(states[key] == "complete" for key, state in wanted.items() if state == "complete")
         for key, cell in self.cells.items():
-            assert cell.state == "complete" or was_left(self.folder(key)) == cell.left
+            assert cell.state == "complete" or (find_dead(self.folder(key)) is not None) == cell.left
 
 
 def explore(folder: Path, options: settings) -> None:
@@ -252,7 +253,7 @@ def test_what_others_do_is_looked_at_every_few_seconds(tmp_path: Path, monkeypat
     """A look at thousands of cells would take a core; what this command's workers do it knows at once."""
     looks: list[Path] = []
     monkeypatch.setattr(run, "read_state", lambda folder: (looks.append(folder), read_state(folder))[1])
-    driver = GridDriver(Work("grid", tuple(CELLS.values()), {}, tmp_path, ()), None)
+    driver = GridDriver(Work("grid", tuple(CELLS.values()), tmp_path, ()), None)
     for _ in range(100):
         assert set(driver.states().values()) == {"waiting"}
     assert len(looks) == len(CELLS)

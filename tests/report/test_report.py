@@ -29,11 +29,11 @@ from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking import serve
-from lit_lazy.tracking.run_files import read_lines
 from lit_lazy.tracking.serve import find_experiment_links
 from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
+from lit_lazy.training.run_folder import read_lines
 
 pytestmark = pytest.mark.xdist_group("duo")  # one process, one grid
 ID = "duo-backcopy_tiny"

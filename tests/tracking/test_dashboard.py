@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
         patch.setattr(publish, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
         assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), runs, "train-other")
-    other.start_run("other", {"kind": "run"}, {}, {})
+    other.create_run("other", {"kind": "run"})
     made_up(runs)
     return runs
 
@@ -68,7 +68,8 @@ def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), runs, "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
-        run = tracker.start_run(f"{row} seed 0", tags, {"tau_init": "1.0"}, {})
+        run = tracker.create_run(f"{row} seed 0", tags)
+        tracker.log_config(run, {"tau_init": "1.0"}, {})
         curve = [MetricRecord(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
         tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)

@@ -16,8 +16,7 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.active_run import ActiveRun
-from lit_lazy.tracking.run_files import RUN_ID, read_run_id
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_id
 from lit_lazy.tracking.tracker import OWNER_ID, Tracker, read_owner
 
 EXPERIMENT = "train-backcopy_tiny"
@@ -81,7 +80,7 @@ def test_a_run_of_an_earlier_version_is_retired_only_in_the_folders_own_database
     """It does not say whose it is."""
     uri, elsewhere = default_uri(runs), tmp_path / "elsewhere"
     tracker = Tracker(uri, runs, EXPERIMENT)
-    earlier = tracker.start_run("a", {"kind": "run", "cell": "abc"}, {}, {})
+    earlier = tracker.create_run("a", {"kind": "run", "cell": "abc"})
     theirs = begin(uri, elsewhere, owner="them")
     assert find_ids(uri, runs) == {earlier, theirs}
     mine = begin(uri, runs, owner="me")

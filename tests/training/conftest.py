@@ -7,7 +7,7 @@ import torch
 from test_run import config
 
 from lit_lazy.attention import AttentionSpec, Softmax
-from lit_lazy.tracking.spool import MetricFile
+from lit_lazy.training.loggers import MetricFile
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
 

@@ -22,10 +22,10 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
-from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.distributed import process_group
 from lit_lazy.training.distributed.process_group import RankFailedError, RankLostError
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run

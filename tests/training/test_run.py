@@ -35,13 +35,14 @@ from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
-from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.support.errors import BusyError
 from lit_lazy.training import devices, head_monitor
 from lit_lazy.training.devices import describe_backend
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run import CellBusyError, run
+from lit_lazy.training.run import run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 KERNEL = "chunked" if find_obstacle() else "cpu"
@@ -337,7 +338,7 @@ def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_pa
     assert (folder / "last.ckpt.damaged").exists()
     with pytest.raises(ValueError, match="holds the result of another config"):
         run(config(seed=1), folder)
-    with FileLock(tmp_path / "lock"), pytest.raises(CellBusyError, match="another process works in"):
+    with FileLock(tmp_path / "lock"), pytest.raises(BusyError, match="another process works in"):
         run(config(), tmp_path)
 
 

@@ -33,6 +33,7 @@ from lit_lazy.training.result import RunResult, was_compiled
 from lit_lazy.training.run_folder import (
     CELLS,
     clear_failure,
+    hold,
     is_final,
     is_locked,
     locate_cell,
@@ -165,10 +166,13 @@ class SearchDriver:
             self._tell(trial, TrialState.FAIL, {REASON: reason})
             return
         folder, diverged = self.work.locate(key), HOPELESS not in reason
-        write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
         told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
-        self._tell(trial, TrialState.PRUNED, told)
-        remove_checkpoints(folder)
+        with hold(folder) as is_free:
+            if is_free:
+                write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
+            self._tell(trial, TrialState.PRUNED, told)
+            if is_free:
+                remove_checkpoints(folder)
         clear_leftovers(folder)
 
     def _tell(
@@ -305,7 +309,7 @@ class SearchMirror(Mirror):
         definition = self.definition
         params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-        return {NOTE: format_command_line()}, params, self.driver.work.base_config
+        return {NOTE: format_command_line()}, params, definition.base
 
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:  # noqa: ARG002
         tracker.save_views(list(self.definition.names.values()), [self.definition.objective])

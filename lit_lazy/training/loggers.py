@@ -1,21 +1,26 @@
-"""The metric file of a run folder, from which metrics are sent to MLflow whenever it can be reached."""
+"""Lightning loggers of a training: its metric file, and further ones, which receive the same metrics."""
 
 import json
 import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import Logger
 
-from lit_lazy.support.disk import write_atomically
-from lit_lazy.tracking.run_files import parse_line, read_lines
+from lit_lazy.config.serialisation import flatten
+from lit_lazy.support.disk import require_held, write_atomically
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.inside import delete
 from lit_lazy.training.result import METRICS
+from lit_lazy.training.run_folder import parse_line, read_lines
 
-log = logging.getLogger("lit_lazy.tracking.spool")
+log = logging.getLogger("lit_lazy.training.loggers")
 
 
 class MetricFile(Logger):
@@ -54,6 +59,7 @@ class MetricFile(Logger):
         if new:
             self._known |= {(step, name) for name in new}
             line = {"step": step, "milliseconds": int(1000 * time.time()), "metrics": new}
+            require_held(self.path)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -75,3 +81,51 @@ def _repair(path: Path) -> None:
         log.warning("%s: %d of its lines are damaged; kept as %s, resumed without them", path, damaged, copy.name)
     if damaged or torn:
         write_atomically(path, lambda file: file.write(b"".join(line + b"\n" for line in valid)))
+
+
+@contextmanager
+def open_loggers(
+    kinds: Sequence[str], folder: Path, project: str, name: str, config: Mapping[str, Any]
+) -> Iterator[list[Logger]]:
+    """Loggers that write to folders of their name in a run folder, with the metrics that the run has logged so far.
+
+    project, name: for loggers that send the run to a server. Raises ValueError if a logger cannot start.
+    """
+    opened: list[Logger] = []
+    status = "failed"
+    try:
+        for kind in kinds:
+            opened.append(_start_logger(kind, folder, project, name, config))
+        yield opened
+        status = "success"
+    finally:
+        for logger in opened:
+            logger.finalize(status)
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()  # otherwise the process's next run would continue this one
+
+
+def _start_logger(kind: str, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
+    if kind == "csv":
+        delete(folder / kind)  # Lightning's logger starts over, and would warn
+    is_new = not (folder / kind).exists()
+    try:
+        logger = _make_logger(kind, folder, project, name)
+        logger.log_hyperparams(flatten(config))
+        if is_new:
+            for line in read_lines(folder / METRICS):
+                logger.log_metrics(dict(line.metrics), line.step)
+    except Exception as error:  # a third-party package with its own account or server
+        raise ValueError(
+            f"--logger {kind}: cannot start ({describe_exception(error)}); leave it out, or set it up"
+        ) from error
+    return logger
+
+
+def _make_logger(kind: str, folder: Path, project: str, name: str) -> Logger:
+    if kind == "csv":
+        return CSVLogger(folder, name="", version=kind, flush_logs_every_n_steps=1)
+    if kind == "tensorboard":
+        return TensorBoardLogger(folder, name="", version=kind, default_hp_metric=False)
+    (folder / kind).mkdir(parents=True, exist_ok=True)  # without it, wandb writes to a folder for all runs
+    return WandbLogger(name=name, save_dir=folder / kind, project=project, id=folder.name, resume="allow")

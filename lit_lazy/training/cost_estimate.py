@@ -23,7 +23,8 @@ from lit_lazy.training.devices import find_missing_gpu, select_training_device
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import build_optimizer, find_block_matrices, freeze_others
-from lit_lazy.training.prepare import list_ineffective, prepare_outline
+from lit_lazy.training.prepare import prepare_outline
+from lit_lazy.training.without_effect import list_ineffective
 
 UTILISATION = 0.2
 """Share of the peak FLOP/s: that of a 340M model with lazy attention at 2,048 tokens on an H200. Softmax attention

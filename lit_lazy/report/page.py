@@ -89,7 +89,7 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
 
 def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
     """The report of a table without its runs. drawn: `draw_table_figures` of it."""
-    return _render_page(table, drawn, {}, [])
+    return _render_page(table, drawn, {})
 
 
 def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:

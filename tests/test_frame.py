@@ -15,7 +15,7 @@ from two_rows import two_rows
 
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]

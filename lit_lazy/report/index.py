@@ -12,9 +12,9 @@ from markupsafe import Markup
 from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.support.console import format_count
 from lit_lazy.support.stored_records import NewerFormatError
+from lit_lazy.table.build import parse_table
 from lit_lazy.table.document import render_template
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.stored import parse_table
 from lit_lazy.training.result import RunResult
 
 INDEX = "index.html"

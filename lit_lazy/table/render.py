@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
+from lit_lazy.table.build import TABLE
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
@@ -32,7 +33,6 @@ from lit_lazy.table.finding_text import (
 )
 from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
-from lit_lazy.table.stored import TABLE
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,

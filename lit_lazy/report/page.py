@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
@@ -48,6 +47,10 @@ OVER_TRAINING = "_over_training"
 """End of the names of figures of the trainings of all variants."""
 WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
+
+
+Placed = Mapping[str, Any]
+"""An image, and what the template places it by."""
 
 
 def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping[str, Figure]) -> None:
@@ -93,28 +96,16 @@ def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
 
 
 def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
-    variants, without = _choose_runs(data)
-    cells = [
-        (
-            cell.variant,
-            cell.seed,
-            cell.status,
-            data.format_key(cell),
-            cell.result.environment["git_sha"] if cell.result else "",
-        )
-        for cell in data.grid.cells
-    ]
+    (variants, without), cells = _draw_run_figures(data), data.grid.cells
+    shas = [cell.result.environment["git_sha"] if cell.result else "" for cell in cells]
     of_runs = {
-        "variants": [
-            (*run, _render_images(figures.draw_run_figures(arrays, "{}, seed {}".format(*run))))
-            for run, arrays in variants.items()
-        ],
+        "variants": variants,
         "opened": " open" if len(data.drawn) <= FEW else "",
         "without": without,
         "others": ", ".join(row.variant for row in data.table.rows if row.variant not in data.drawn),
         "draws_all": f"lit-lazy report {data.grid.path.name} --figures {EVERY}",
         "facts": _collect_run_facts(data),
-        "cells": cells,
+        "cells": [(x.variant, x.seed, x.status, data.format_key(x), sha) for x, sha in zip(cells, shas, strict=True)],
     }
     return _render_page(data.table, of_table, of_trainings, **of_runs)
 
@@ -248,9 +239,9 @@ def _read_histories(data: _ReportData) -> Histories:
     return {row.variant: [read_history(cell) for cell in data.complete_cells(row.variant)] for row in data.table.rows}
 
 
-def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, int], dict[str, np.ndarray]], list[str]]:
-    """Diagnostics by variant and seed, and for what has no figures, the reason as HTML."""
-    chosen, without = {}, []
+def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Placed]]], list[str]]:
+    """Each drawn variant with its first seed that has diagnostics, and the figures; why others have none, as HTML."""
+    drawn, without = [], []
     for row in data.table.rows:
         complete = data.complete_cells(row.variant)
         if not complete:
@@ -258,16 +249,17 @@ def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, int], dict[str, np.
         if row.variant not in data.drawn:
             continue
         for cell in complete:
-            if (stored := cell.folder / DIAGNOSTICS).exists():
-                chosen[row.variant, cell.seed] = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
-                break
             name = f"{row.variant}, seed {cell.seed}"
+            if (stored := cell.folder / DIAGNOSTICS).exists():
+                arrays = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
+                drawn.append((row.variant, cell.seed, _render_images(figures.draw_run_figures(arrays, name))))
+                break
             without.append(Markup("{}: {} has no {}").format(name, data.format_key(cell), DIAGNOSTICS))
-    return chosen, without
+    return drawn, without
 
 
-def _render_images(drawn: Mapping[str, Figure]) -> list[dict[str, Any]]:
-    """The images of figures, with what the template places them by, in CSS pixels."""
+def _render_images(drawn: Mapping[str, Figure]) -> list[Placed]:
+    """The images of figures, with sizes in CSS pixels."""
     images = []
     for name, figure in drawn.items():
         image = figures.render_image(figure)

@@ -12,6 +12,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -35,17 +36,14 @@ PRIVATE = 0o600
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
-    with _hold_scratch(path, _create_file) as (scratch, held):
+    create = partial(os.open, flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o666)
+    with _hold_scratch(path, create) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
             os.fsync(held)
         scratch.replace(path)
     _sync_folder(path.parent)
-
-
-def _create_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 @contextmanager

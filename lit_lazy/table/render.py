@@ -109,16 +109,6 @@ def render_markdown(table: Table, width: int = 120) -> str:
     return to_markdown(_build_blocks(table), width)
 
 
-def render_latex(table: Table, width: int = 120) -> str:
-    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in `render_text`."""
-    return to_latex(_build_blocks(table), width)
-
-
-def render_html(table: Table) -> str:
-    """An ASCII `<section>` with its style, without scripts or links; it inherits the page's colours."""
-    return to_html(_build_blocks(table))
-
-
 def render_html_parts(table: Table) -> tuple[str, str]:
     """The table as two sections: the finding, and the numbers with only the columns of `render_brief` unfolded."""
     shown, compared = choose_columns(table)
@@ -395,9 +385,9 @@ FILES: Mapping[str, Callable[[Table], str]] = {
     "table.md": render_brief,
     DETAILS: render_markdown,
     "table.csv": Table.to_csv,
-    "table.tex": render_latex,
+    "table.tex": lambda table: to_latex(_build_blocks(table)),
     TABLE: lambda table: json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-    "table.html": render_html,
+    "table.html": lambda table: to_html(_build_blocks(table)),
 }
 """What makes the text of each of a table's files, by name."""
 

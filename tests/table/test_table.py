@@ -168,7 +168,7 @@ FORMATS: dict[str, Callable[[Table], str]] = {
     "markdown": render.render_markdown,
     "brief": render.render_brief,
     "txt": lambda found: render.render_summary(found, WHOLE) + render.render_text(found, WHOLE),
-    "tex": render.render_latex,
+    "tex": render.FILES["table.tex"],
     "html": lambda found: re.sub("<style>.*?</style>", "", "\n".join(render.render_html_parts(found)), flags=re.S),
 }
 anything = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
@@ -421,7 +421,7 @@ def test_others_texts_cannot_control_a_terminal() -> None:
         row |= {"git_shas": [CONTROLS], "labels": {CONTROLS: CONTROLS}, "note": CONTROLS, "source": CONTROLS}
         row |= {"reasons": {"0": CONTROLS}, "normaliser": CONTROLS, "position": CONTROLS}
     found = parse_table(json.dumps(whole), "it")
-    shown = [render.render_html(found), *(show(found) for show in FORMATS.values())]
+    shown = [render.FILES["table.html"](found), *(show(found) for show in FORMATS.values())]
     shown += [found.to_csv(), format_comparison(compare_tables(("a", "b"), (found, found), [], (None, None)))]
     PlainConsole(file=(printed := io.StringIO()), force_terminal=True, highlight=False).print(CONTROLS)
     for text in [*shown, printed.getvalue()]:

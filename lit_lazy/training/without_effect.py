@@ -42,17 +42,16 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
 def _iter_without_effect(model: ModelConfig, context_length: int) -> Iterator[tuple[str, Any, str]]:
     """Settings of attention and position that change nothing in `_probe_layers`: path, value, note."""
 
-    def probe(changes: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    def changes_nothing(path: str, value: Any) -> bool:
         with suppress(ValueError, *MISTAKES):  # the other settings need what is changed
-            return _probe_layers(replace_at(model, changes), context_length)
-        return None
+            probes = (_probe_layers(x, context_length) for x in (model, replace_at(model, {path: value})))
+            return all(_agree(*pair) for pair in zip(*probes, strict=True))
+        return False
 
     where = f"{format_count(context_length, 'token')} in {format_count(model.n_layers, 'layer')}"
-    parts = {"attention": model.attention, "position": model.position}
-    candidates, noted = [*chain.from_iterable(map(_iter_plainer, parts, parts.values()))], set[str]()
-    probed = probe({}) if candidates else None
-    for path, value, plainer in candidates:
-        if path not in noted and probed and (other := probe({path: plainer})) and _agree(probed, other):
+    parts, noted = {"attention": model.attention, "position": model.position}, set[str]()
+    for path, value, plainer in chain.from_iterable(map(_iter_plainer, parts, parts.values())):
+        if path not in noted and changes_nothing(path, plainer):
             noted.add(path)
             shown, same = (type(x).__name__ if dataclasses.is_dataclass(x) else x for x in (value, plainer))
             yield f"model.{path}", shown, f"has no effect on {where}: outputs and gradients are those with {same}"
@@ -75,18 +74,18 @@ def _iter_plainer(path: str, part: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from _iter_plainer(below, value)
 
 
-def _probe_layers(model: ModelConfig, context_length: int) -> dict[str, Tensor]:
-    """Outputs of each attention layer for the last token of a full and of a half context, and their sum's gradients.
+def _probe_layers(model: ModelConfig, context_length: int) -> Iterator[dict[str, Tensor]]:
+    """Of each layer, by name, its outputs for the last token of a full and of a half context, and a sum's gradients.
 
-    By name, in float64. These tokens see what a batch would show, in time and memory linear in the context.
+    In float64. These tokens see what a batch would show, in time and memory linear in the context.
     """
     narrow = dataclasses.replace(model, d_model=WIDTH, head_dim=model.head_width, backend="reference")
-    found: dict[str, Tensor] = {}
     for layer in range(model.n_layers):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             mixer = narrow.build_mixer(layer, context_length)
             position = narrow.position.build(WIDTH, mixer.rotary_dim, context_length)
+        found = {"lr_scale": torch.tensor(mixer.normaliser.lr_scale)}
         parts = nn.ModuleDict({"attention": mixer, "position": position}).double()
         for path, part in parts.named_modules():
             if isinstance(part, SelfInitialised):
@@ -99,10 +98,8 @@ def _probe_layers(model: ModelConfig, context_length: int) -> dict[str, Tensor]:
             rotate = position.rotation(1, seen - 1) if position.rotates(layer) else lambda heads: heads
             out = mixer(token, PassInputs(rotate, cache))[0]
             (out * draw(out.shape)).sum().backward()
-            found[f"{layer}, {seen}"] = out.detach()
-        found |= {f"{layer}.{name}": p.grad for name, p in parts.named_parameters() if p.grad is not None}
-        found[f"{layer}.lr_scale"] = torch.tensor(mixer.normaliser.lr_scale)
-    return found
+            found[f"{seen} tokens"] = out.detach()
+        yield found | {name: p.grad for name, p in parts.named_parameters() if p.grad is not None}
 
 
 def _agree(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:

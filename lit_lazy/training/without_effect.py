@@ -6,7 +6,7 @@ A setting of attention or position has no effect if it changes nothing in a prob
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -21,8 +21,8 @@ from lit_lazy.model.decoder import parameter_generator
 from lit_lazy.support.console import format_count
 from lit_lazy.training.prepare import MISTAKES
 
-WIDTH, SCALE = 8, 4.0
-"""Width and size of the probe's tokens; the size spreads the scores."""
+WIDTH, SIZES = 8, torch.tensor([0.25, 0.5, 1.0, 4.0], dtype=torch.float64)[:, None, None]
+"""Width of the probe's tokens, and their sizes: scores from even to uneven, where few keys have all the weight."""
 
 
 def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
@@ -40,12 +40,14 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
 
 
 def _iter_without_effect(model: ModelConfig, context_length: int) -> Iterator[tuple[str, Any, str]]:
-    """Settings of attention and position that change nothing in `_probe_layers`: path, value, note."""
+    """Settings of attention and position that change nothing in `_probe_layer`: path, value, note."""
+    unchanged = cache(lambda layer: _probe_layer(model, layer, context_length))
 
     def changes_nothing(path: str, value: Any) -> bool:
         with suppress(ValueError, *MISTAKES):  # the other settings need what is changed
-            probes = (_probe_layers(x, context_length) for x in (model, replace_at(model, {path: value})))
-            return all(_agree(*pair) for pair in zip(*probes, strict=True))
+            changed = replace_at(model, {path: value})
+            probes = ((unchanged(i), _probe_layer(changed, i, context_length)) for i in range(model.n_layers))
+            return all(_agree(*pair) for pair in probes)
         return False
 
     where = f"{format_count(context_length, 'token')} in {format_count(model.n_layers, 'layer')}"
@@ -74,32 +76,31 @@ def _iter_plainer(path: str, part: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from _iter_plainer(below, value)
 
 
-def _probe_layers(model: ModelConfig, context_length: int) -> Iterator[dict[str, Tensor]]:
-    """Of each layer, by name, its outputs for the last token of a full and of a half context, and a sum's gradients.
+def _probe_layer(model: ModelConfig, layer: int, context_length: int) -> dict[str, Tensor]:
+    """By name, a layer's outputs for last tokens of full and of half contexts, and the gradients of a sum of them.
 
     In float64. These tokens see what a batch would show, in time and memory linear in the context.
     """
     narrow = dataclasses.replace(model, d_model=WIDTH, head_dim=model.head_width, backend="reference")
-    for layer in range(model.n_layers):
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            mixer = narrow.build_mixer(layer, context_length)
-            position = narrow.position.build(WIDTH, mixer.rotary_dim, context_length)
-        found = {"lr_scale": torch.tensor(mixer.normaliser.lr_scale)}
-        parts = nn.ModuleDict({"attention": mixer, "position": position}).double()
-        for path, part in parts.named_modules():
-            if isinstance(part, SelfInitialised):
-                part.init_parameters(lambda name, path=path: parameter_generator(0, f"{path}.{name}"))
-        for seen in (context_length, context_length // 2 + 1):
-            draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(seen))
-            cache, heads = mixer.new_cache(), (1, narrow.kv_heads, seen - 1, narrow.head_width)
-            cache.extend(draw(heads), draw(heads), lambda keys: keys)
-            token = position.embed(SCALE * draw(1, 1, WIDTH), seen - 1)
-            rotate = position.rotation(1, seen - 1) if position.rotates(layer) else lambda heads: heads
-            out = mixer(token, PassInputs(rotate, cache))[0]
-            (out * draw(out.shape)).sum().backward()
-            found[f"{seen} tokens"] = out.detach()
-        yield found | {name: p.grad for name, p in parts.named_parameters() if p.grad is not None}
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        mixer = narrow.build_mixer(layer, context_length)
+        position = narrow.position.build(WIDTH, mixer.rotary_dim, context_length)
+    parts = nn.ModuleDict({"attention": mixer, "position": position}).double()
+    for path, part in parts.named_modules():
+        if isinstance(part, SelfInitialised):
+            part.init_parameters(lambda name, path=path: parameter_generator(0, f"{path}.{name}"))
+    found = {"lr_scale": torch.tensor(mixer.normaliser.lr_scale)}
+    for seen in (context_length, context_length // 2 + 1):
+        draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(seen))
+        cached, heads = mixer.new_cache(), (len(SIZES), narrow.kv_heads, seen - 1, narrow.head_width)
+        cached.extend(draw(heads), draw(heads), lambda keys: keys)
+        token = position.embed(SIZES * draw(len(SIZES), 1, WIDTH), seen - 1)
+        rotate = position.rotation(1, seen - 1) if position.rotates(layer) else lambda heads: heads
+        out = mixer(token, PassInputs(rotate, cached))[0]
+        (out * draw(out.shape)).sum().backward()
+        found[f"{seen} tokens"] = out.detach()
+    return found | {name: p.grad for name, p in parts.named_parameters() if p.grad is not None}
 
 
 def _agree(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:

@@ -260,7 +260,7 @@ def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Plac
 
 def _render_images(drawn: Mapping[str, Figure]) -> list[Placed]:
     """The images of figures, with sizes in CSS pixels."""
-    images = []
+    images: list[Placed] = []
     for name, figure in drawn.items():
         image = figures.render_image(figure)
         width, height = (round(inches * CSS_DPI) for inches in image.size)

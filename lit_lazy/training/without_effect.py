@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention import PassInputs
+from lit_lazy.attention import Attention, PassInputs
 from lit_lazy.attention.parts import SelfInitialised
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import get_default, replace_at
@@ -84,7 +84,7 @@ def _probe_layer(model: ModelConfig, layer: int, context_length: int) -> dict[st
     narrow = dataclasses.replace(model, d_model=WIDTH, head_dim=model.head_width, backend="reference")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        mixer = narrow.build_mixer(layer, context_length)
+        mixer = Attention(narrow.attention, narrow.layer_shape(layer, context_length), narrow.backend)
         position = narrow.position.build(WIDTH, mixer.rotary_dim, context_length)
     parts = nn.ModuleDict({"attention": mixer, "position": position}).double()
     for path, part in parts.named_modules():

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import explain, one_line
-from lit_lazy.support.process import call_with_timeout
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20

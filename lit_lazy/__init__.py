@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.support.no_telemetry import turn_off
+from lit_lazy.support.process import turn_off_telemetry
 
 if TYPE_CHECKING:
     from lit_lazy.api import load, results, show, train
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "results", "show", "train"]
 __version__ = "0.1.0"
 
-turn_off()  # before a library that would report is imported: it reads this once
+turn_off_telemetry()  # before a library that would report is imported: it reads this once
 
 
 def __getattr__(name: str) -> Any:

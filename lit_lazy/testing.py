@@ -132,7 +132,7 @@ def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _keeps_its_promises(normaliser: Normaliser) -> None:
     module = _build_module(normaliser, torch.float32)
-    module.probe(HEADS, WIDTH, torch.device("cpu"))
+    module.probe(HEADS, WIDTH, SHAPE.d_model, torch.device("cpu"))
     assert not (module.signed and normaliser.renormalise), "signed weights cannot be renormalised"
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]

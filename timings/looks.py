@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from lit_lazy.support.named_files import PROJECT
+from lit_lazy.table.build import read_table
 from lit_lazy.table.declaration import BY_STATEMENT, Comparison, Declaration, Rule, Statement
 from lit_lazy.table.looks import decide_draws
-from lit_lazy.table.stored import read_table
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
 AT_ONCE, SAMPLE = 2_000, 20_000

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,8 @@ class NormaliserModule(nn.Module, ABC):
         The first call raises a one-line ValueError if the module violates its contract (`probe`).
         """
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
-            self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
+            width = call.q.shape[1] * call.q.shape[3] if call.x is None else call.x.shape[-1]
+            self.probe(call.q.shape[1], call.q.shape[3], width, call.q.device, compute_dtype(call.q))
             self._probed = True
         out, stats = self._attend(call)
         return self.output(out), stats
@@ -225,7 +226,9 @@ class NormaliserModule(nn.Module, ABC):
         n = position if window is None else position.clamp(max=window)
         return self.weights(scores, Rows(rows.visible, n.to(rows.n.dtype), position))
 
-    def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def probe(
+        self, heads: int, head_dim: int, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Raises a one-line ValueError with the fix if the module violates its contract (`custom_rule_check`)."""
         name = type(self).__name__
         divides = isinstance(self.maps, int) and self.maps >= 1 and head_dim % self.maps == 0
@@ -233,7 +236,8 @@ class NormaliserModule(nn.Module, ABC):
         require(divides, f"{name}.maps", self.maps, fix)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            call = AttentionCall(q, k, v, x=q.transpose(1, 2).flatten(2))
+            x = pad(q.transpose(1, 2).flatten(2), (0, d_model - heads * head_dim))
+            call = AttentionCall(q, k, v, x=x)
             return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
@@ -254,9 +258,6 @@ def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
 class Normaliser(Drawn, ABC):
     """Settings of a normaliser."""
 
-    renormalised: ClassVar[str] = ""
-    """What renormalising makes of it, if that is nothing new: itself, or another class."""
-
     renormalise: bool = False
     """Divide the weights of each row by their sum (the paper does not)."""
 
@@ -269,7 +270,6 @@ class Softmax(Normaliser):
     """Softmax attention by `lazy_attention` at tau = 0, or PyTorch's SDPA without bias and window if faster."""
 
     colour = "#D55E00"
-    renormalised = "Softmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Softmax()

@@ -50,7 +50,6 @@ class OffByOne(Normaliser):
     """Softmax with 1 added to the sum, `e^s / (1 + sum e^s)`, so that a row can attend to nothing (Miller 2023)."""
 
     colour, spoken = "#009E73", "off by one"
-    renormalised = "Softmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Sink(torch.zeros(shape.n_heads), learned=False)
@@ -61,7 +60,6 @@ class SinkLogit(Normaliser):
     """Softmax with an additional learned logit per head that belongs to no key (gpt-oss, arXiv 2508.10925)."""
 
     colour, spoken = "#CC79A7", "sink logit"
-    renormalised = "Softmax"
 
     init: float = 0.0
     """Initial logit: 0 is OffByOne, minus infinity is Softmax."""
@@ -259,7 +257,6 @@ class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
     colour, spoken = "#B07AF5", "1.5-entmax"
-    renormalised = "Entmax15"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax(power=2)
@@ -270,7 +267,6 @@ class Sparsemax(Normaliser):
     """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
 
     colour = "#332288"
-    renormalised = "Sparsemax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax(power=1)
@@ -327,7 +323,6 @@ class ASEntmax(Normaliser):
     """
 
     colour = "#C0A0D0"
-    renormalised = "ASEntmax"
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _ASEntmax(shape)
@@ -360,7 +355,6 @@ class TopK(Normaliser):
     """
 
     colour, spoken = "#B2DF8A", "top k"
-    renormalised = "TopK"
 
     share: Annotated[float, Bounds(gt=0, le=1)] = 0.25
     """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
@@ -389,7 +383,6 @@ class SSMax(Normaliser):
     """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
 
     colour = "#999933"
-    renormalised = "SSMax"
 
     init: float = 0.43
     """Initial s; the default is the slope that the paper fitted to a trained model. 1 / 0.43 is about ln 10."""

@@ -162,8 +162,8 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
         check_writable_file("--out", options.out)
     from lit_lazy.grid.packed import read_row_settings
     from lit_lazy.support.provenance import read_committed
+    from lit_lazy.table.build import parse_table, read_table
     from lit_lazy.table.comparison import compare_tables, format_comparison
-    from lit_lazy.table.stored import parse_table, read_table
 
     first, second = (
         read_table(place) if isinstance(place, Path) else parse_table(read_committed(place), repr(place))
@@ -215,7 +215,7 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.stages import choose_best_rates, save_best_rates
-    from lit_lazy.table.stored import TABLE, read_table
+    from lit_lazy.table.build import TABLE, read_table
 
     tables = {place.resolve().name: read_table(place / TABLE) for place in options.folders}
     for name, table in tables.items():

@@ -278,7 +278,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]
 
 def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
     """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
-    from lit_lazy.table.stored import read_table
+    from lit_lazy.table.build import read_table
 
     file = options.runs / request.grid / "table.json"
     if not (has_looks(request.question, options) and file.exists()):

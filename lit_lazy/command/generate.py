@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
 from lit_lazy.support.checks import Bounds, NonNegativeInt
-from lit_lazy.support.streams import is_stdout_read
+from lit_lazy.support.process import is_stdout_read
 
 if TYPE_CHECKING:
     from lit_lazy.data.prompts import Prompts

@@ -42,8 +42,8 @@ from lit_lazy.command.options import (
 )
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
+from lit_lazy.support.process import prepare_streams
 from lit_lazy.support.secrets import hide_passwords
-from lit_lazy.support.streams import prepare_streams
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}

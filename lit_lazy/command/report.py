@@ -74,7 +74,7 @@ def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
     from lit_lazy.report.page import REPORT
     from lit_lazy.report.publish import write_table_report
     from lit_lazy.support.disk import check_writable_file
-    from lit_lazy.table.stored import TABLE
+    from lit_lazy.table.build import TABLE
 
     given = {"NAME": options.ablation, "--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
     if named := [option for option, value in given.items() if value]:

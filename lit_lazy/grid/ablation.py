@@ -20,10 +20,9 @@ from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
-from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
-from lit_lazy.table.records import Column, Contrast, RowInfo
+from lit_lazy.table.records import Column, Contrast, RowInfo, check_row_name
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import load_outline, prepare, prepare_outline

@@ -14,7 +14,8 @@ from lit_lazy.support.console import format_count, format_duration, track_progre
 from lit_lazy.support.errors import naming
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
-from lit_lazy.training.prepare import list_ineffective, load_outline
+from lit_lazy.training.prepare import load_outline
+from lit_lazy.training.without_effect import list_ineffective
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""

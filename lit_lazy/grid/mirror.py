@@ -19,15 +19,14 @@ from filelock import BaseFileLock, Timeout
 from rich.console import Console
 
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
-from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
+from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.support.stored_names import make_outcome_name
 from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import Table
+from lit_lazy.table.records import Table, make_outcome_name
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.training.result import METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import is_locked, read_settings

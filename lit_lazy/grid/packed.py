@@ -26,8 +26,8 @@ from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.provenance import collect_environment
-from lit_lazy.support.stored_names import check_row_name
 from lit_lazy.support.stored_records import parse_json, require_known_format
+from lit_lazy.table.records import check_row_name
 from lit_lazy.training.prepare import find_backend, load_data
 from lit_lazy.training.result import DECIDING, DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell

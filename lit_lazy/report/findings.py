@@ -20,12 +20,12 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.stored_records import make_record
+from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import Block, Heading, Paragraph, escape_markdown, to_markdown
 from lit_lazy.table.records import Column, Measure, Table
 from lit_lazy.table.render import build_verdict, choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
-from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import describe_bounds, format_finding, format_interval
 
 T = TypeVar("T")

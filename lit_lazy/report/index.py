@@ -7,20 +7,22 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from lit_lazy.grid.runs_folder import TRAINING
-from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.console import format_count
 from lit_lazy.support.stored_records import NewerFormatError
-from lit_lazy.table.document import escape_html, format_html_table, frame_html
+from lit_lazy.table.build import parse_table
+from lit_lazy.table.document import render_template
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.stored import parse_table
 from lit_lazy.training.result import RunResult
 
 INDEX = "index.html"
 PAGES = {"report": "report.html", "table": "table.html", "values": "table.csv"}
 """Files that the page links to, by the link's text."""
 HEADER = ("Name", "State", "Finding", "Cells", "Last change", "Pages")
-KINDS = ("", "", ' class="prose"', ' class="number"', "", "")
+KINDS = ("", "", "prose", "number", "", "")
+"""Classes of the columns."""
 TITLES = {
     "question": "Questions",
     "ablation": "Ablations",
@@ -28,15 +30,6 @@ TITLES = {
     "training": "Trainings",
     "other": "Without a table",
 }
-PROSE = """
-.ablation-table .prose { white-space: normal; min-width: 32ch; }
-@media screen and (max-width: 600px) {
-  .ablation-table td.prose { display: block; min-width: 0; text-align: left; }
-  .ablation-table td.prose::before { content: none; }
-  .ablation-table td:empty { display: none; }
-}
-"""
-"""A finding is a sentence or two: it wraps, and on narrow screens stands below its row's name."""
 
 
 @dataclass(frozen=True)
@@ -97,31 +90,30 @@ def _read_entry(folder: Path) -> IndexEntry:
 
 def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
     """The page, ASCII, without scripts and external files. place: the folder that it is written to."""
-    sections = []
+    sections, tables = {}, {}
     for kind, title in TITLES.items():
         rows = []
         for entry in (entry for entry in entries if entry.kind == kind):
             there = [(entry.folder / file, text) for text, file in PAGES.items() if (entry.folder / file).exists()]
             links = [_render_link(path, text, place) for path, text in there]
             name = entry.folder.name
-            linked = _render_link(there[0][0], name, place) if there else escape_html(name)
+            linked = _render_link(there[0][0], name, place) if there else name
             changed = f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-            words = map(escape_html, (entry.state, entry.finding, entry.cells))
-            rows.append((linked, *words, changed, f"<span>{' '.join(links)}</span>" if links else ""))
+            pages = Markup("<span>{}</span>").format(Markup(" ").join(links)) if links else ""
+            rows.append((linked, entry.state, entry.finding, entry.cells, changed, pages))
         if rows:
-            table = f'<div class="ablation-table">{format_html_table(rows, HEADER, KINDS)}</div>'
-            sections.append(Section(kind, title, table))
-    page = PAGE.format(
-        style=STYLE,
-        title=escape_html(f"Results in {runs}"),
+            sections[kind], tables[kind] = title, rows
+    return render_template(
+        Path(__file__).with_name("index.html"),
+        title=f"Results in {runs}",
         summary=f"{format_count(len(entries), 'result')} on {datetime.now():%Y-%m-%d %H:%M}",
-        opening=frame_html(f"<style>{PROSE}</style>"),
-        outline="".join(section.link for section in sections),
-        sections="".join(section.html for section in sections),
+        sections=sections,
+        tables=tables,
+        header=HEADER,
+        kinds=KINDS,
     )
-    return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _render_link(path: Path, text: str, place: Path) -> str:
+def _render_link(path: Path, text: str, place: Path) -> Markup:
     target = quote(os.fsencode(os.path.relpath(path, place)))
-    return f'<a href="{escape_html(target)}">{escape_html(text)}</a>'
+    return Markup('<a href="{}">{}</a>').format(target, text)

@@ -10,22 +10,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.plan import CellRecord, GridFolder
 from lit_lazy.measure.arrays import Diagnostics
-from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
-from lit_lazy.report.template import PAGE, STYLE, Section
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.columns import shorten_learned
-from lit_lazy.table.document import escape_html, format_html_table
+from lit_lazy.table.document import render_template
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.store import read_run_address
@@ -48,10 +47,12 @@ FINDING = ("verdict", "effects")
 """Figures shown before the table; figures over all variants come after it."""
 OVER_TRAINING = "_over_training"
 """End of the names of figures of the trainings of all variants."""
-ALL = "all variants"
-"""The subject of figures over all variants."""
 WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/bias/learned.", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
+
+
+Placed = Mapping[str, Any]
+"""An image, and what the template places it by."""
 
 
 def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping[str, Figure]) -> None:
@@ -93,46 +94,50 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
 
 def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
     """The report of a table without its runs. drawn: `draw_table_figures` of it."""
-    return _render_page(table, drawn, {}, [])
+    return _render_page(table, drawn, {})
 
 
 def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
-    of_runs = [
-        Section("variants", "Figures of each variant", _render_variant_figures(data)),
-        Section("run", "What was run", _render_run_facts(data)),
-        Section("cells", "Cells", _render_cells(data)),
-    ]
-    return _render_page(data.table, of_table, of_trainings, of_runs)
+    (variants, without), cells = _draw_run_figures(data), data.grid.cells
+    shas = [cell.result.environment["git_sha"] if cell.result else "" for cell in cells]
+    of_runs = {
+        "variants": variants,
+        "opened": " open" if len(data.drawn) <= FEW else "",
+        "without": without,
+        "others": ", ".join(row.variant for row in data.table.rows if row.variant not in data.drawn),
+        "draws_all": f"lit-lazy report {data.grid.path.name} --figures {EVERY}",
+        "facts": _collect_run_facts(data),
+        "cells": [(x.variant, x.seed, x.status, data.format_key(x), sha) for x, sha in zip(cells, shas, strict=True)],
+    }
+    return _render_page(data.table, of_table, of_trainings, **of_runs)
 
 
 def _render_page(
-    table: Table, of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure], of_runs: Sequence[Section]
+    table: Table, of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure], **of_runs: Any
 ) -> str:
-    opening, numbers = render_html_parts(table)
+    opening, numbers = map(Markup, render_html_parts(table))
     finding = {name: of_table[name] for name in FINDING if name in of_table}
-    others = {name: figure for name, figure in of_table.items() if name not in FINDING}
-    overall = _render_figures(others | dict(of_trainings), ALL)
-    title = "What the verdict rests on" if "verdict" in of_table else "What differs"
-    sections = [
-        *([Section("finding", title, _render_grid(_render_figures(finding, ALL)))] if finding else []),
-        Section("table", f"Results: {table.ablation}", numbers, heading=False),
-        *([Section("figures", "Figures over all variants", _render_grid(overall))] if overall else []),
-        Section(
-            "reading",
-            "How to read this",
-            f"<p>{ABOUT_READING}</p>{_render_definitions({term: [text] for term, text in READING.items()})}",
-        ),
-        *of_runs,
-    ]
-    page = PAGE.format(
-        style=STYLE,
-        title=escape_html(f"{table.ablation} on {table.base}"),
+    overall = {name: figure for name, figure in of_table.items() if name not in FINDING} | dict(of_trainings)
+    sections = {
+        "finding": finding and ("What the verdict rests on" if "verdict" in of_table else "What differs"),
+        "table": f"Results: {table.ablation}",
+        "figures": overall and "Figures over all variants",
+        "reading": "How to read this",
+        "variants": of_runs and "Figures of each variant",
+        "run": of_runs and "What was run",
+        "cells": of_runs and "Cells",
+    }
+    return render_template(
+        Path(__file__).with_name("report.html"),
+        title=f"{table.ablation} on {table.base}",
         summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
+        sections={name: title for name, title in sections.items() if title},
         opening=opening,
-        outline="".join(section.link for section in sections),
-        sections="".join(section.html for section in sections),
+        numbers=numbers,
+        finding=_render_images(finding),
+        overall=_render_images(overall),
+        **of_runs,
     )
-    return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -148,13 +153,13 @@ class _ReportData:
         """The finished cells of a variant by seed."""
         return [cell for cell in self.grid.cells if cell.variant == variant and cell.result is not None]
 
-    def format_key(self, cell: CellRecord) -> str:
-        """The key of a cell, with a link to its run in MLflow if the UI's address is known."""
-        code = f"<code>{escape_html(cell.key)}</code>"
+    def format_key(self, cell: CellRecord) -> Markup:
+        """The key of a cell as HTML, with a link to its run in MLflow if the UI's address is known."""
+        code = Markup("<code>{}</code>").format(cell.key)
         address = None if self.ui_url is None else read_run_address(cell.folder)
         if address is None or self.ui_url is None:
             return code
-        return f'<a href="{escape_html(run_link(self.ui_url, *address))}">{code}</a>'
+        return Markup('<a href="{}">{}</a>').format(run_link(self.ui_url, *address), code)
 
 
 def _load_data(grid: GridFolder, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:
@@ -187,33 +192,28 @@ def _format_completeness(table: Table) -> str:
     return "{} of {} cells complete".format(*table.count_cells())
 
 
-def _render_run_facts(data: _ReportData) -> str:
+def _collect_run_facts(data: _ReportData) -> dict[str, list[str]]:
+    """What was run, by term; terms without a text are not shown."""
     plan, table = data.grid.plan, data.table
     complete = [cell.result for row in table.rows for cell in data.complete_cells(row.variant) if cell.result]
     facts = (f"{name} {f'{x:.5g}' if isinstance(x, float) else x}" for name, x in plan.facts.items())
     seeds = table.group_by_seeds()
     lines = {
-        "Command": [f"<code>{escape_html(plan.command)}</code>"],
-        "Ablation": [escape_html(plan.ablation)],
-        "Experiment": [escape_html(plan.base)],
-        "Seeds": [escape_html(f"{', '.join(map(str, group))}: {', '.join(names)}") for group, names in seeds.items()],
+        "Command": [plan.command],
+        "Ablation": [plan.ablation],
+        "Experiment": [plan.base],
+        "Seeds": [f"{', '.join(map(str, group))}: {', '.join(names)}" for group, names in seeds.items()],
         "Cells": [_format_completeness(table)],
-        "Baseline": [escape_html(table.baseline)],
-        "Data": [escape_html(", ".join(facts))],
+        "Baseline": [table.baseline],
+        "Data": [", ".join(facts)],
         "Made with": _count_cells(result.made_in for result in complete),
         "Commit": _count_cells(result.environment["git_sha"] for result in complete),
     }
-    return _render_definitions({term: texts for term, texts in lines.items() if any(texts)})
+    return {term: texts for term, texts in lines.items() if any(texts)}
 
 
 def _count_cells(values: Iterable[str]) -> list[str]:
-    return [escape_html(f"{value} ({n} cell{'s' if n > 1 else ''})") for value, n in sorted(Counter(values).items())]
-
-
-def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
-    """A definition list of terms, each with its HTML texts."""
-    items = (f"<dt>{term}</dt>" + "".join(f"<dd>{text}</dd>" for text in texts) for term, texts in lines.items())
-    return f"<dl>{''.join(items)}</dl>"
+    return [f"{value} ({n} cell{'s' if n > 1 else ''})" for value, n in sorted(Counter(values).items())]
 
 
 def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
@@ -241,75 +241,31 @@ def _read_histories(data: _ReportData) -> Histories:
     return {row.variant: [read_history(cell) for cell in data.complete_cells(row.variant)] for row in data.table.rows}
 
 
-def _render_variant_figures(data: _ReportData) -> str:
-    """For each variant, the figures of its first complete seed with diagnostics."""
-    chosen, without = _choose_runs(data)
-    opened = " open" if len(data.drawn) <= FEW else ""
-    parts = [f"<p>{ONE_SEED}</p>"] if chosen else []
-    for (variant, seed), arrays in chosen.items():
-        name = f"{variant}, seed {seed}"
-        body = _render_grid(_render_figures(figures.draw_run_figures(arrays, name), name))
-        summary = f"<summary>{escape_html(variant)} <small>seed {seed}</small></summary>"
-        parts.append(f"<details{opened}>{summary}\n{body}</details>")
-    if without:
-        parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
-    if others := [escape_html(row.variant) for row in data.table.rows if row.variant not in data.drawn]:
-        command = escape_html(f"lit-lazy report {data.grid.path.name} --figures {EVERY}")
-        parts.append(f"<p><code>{command}</code>, or a list of rows, draws those of {', '.join(others)}.</p>")
-    return "\n".join(parts)
-
-
-def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, int], dict[str, np.ndarray]], list[str]]:
-    """Diagnostics by variant and seed, and for what has no figures, the reason as HTML."""
-    chosen, without = {}, []
+def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Placed]]], list[str]]:
+    """Each drawn variant with its first seed that has diagnostics, and the figures; why others have none, as HTML."""
+    drawn, without = [], []
     for row in data.table.rows:
         complete = data.complete_cells(row.variant)
         if not complete:
-            without.append(f"{escape_html(row.variant)}: no cell is complete")
+            without.append(f"{row.variant}: no cell is complete")
         if row.variant not in data.drawn:
             continue
         for cell in complete:
+            name = f"{row.variant}, seed {cell.seed}"
             if (stored := cell.folder / DIAGNOSTICS).exists():
-                chosen[row.variant, cell.seed] = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
+                arrays = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
+                drawn.append((row.variant, cell.seed, _render_images(figures.draw_run_figures(arrays, name))))
                 break
-            name = escape_html(f"{row.variant}, seed {cell.seed}")
-            without.append(f"{name}: {data.format_key(cell)} has no {DIAGNOSTICS}")
-    return chosen, without
+            without.append(Markup("{}: {} has no {}").format(name, data.format_key(cell), DIAGNOSTICS))
+    return drawn, without
 
 
-def _render_figures(drawn: Mapping[str, Figure], subject: str) -> str:
-    return "".join(_render_image(name, figures.render_image(figure), subject) for name, figure in drawn.items())
-
-
-def _render_grid(figures: str) -> str:
-    return f'<div class="figures">\n{figures}</div>\n'
-
-
-def _render_image(name: str, image: figures.Image, subject: str) -> str:
-    learned = name.removesuffix(OVER_TRAINING)
-    title, _, caption = CAPTIONS.get(name, CAPTIONS["tau_over_training"]).partition(". ")
-    title = title if name in CAPTIONS else f"{learned} over training"
-    width, height = (round(inches * CSS_DPI) for inches in image.size)
-    wide = ' class="wide"' if width > WIDE else ""
-    source = f"data:image/webp;base64,{base64.b64encode(image.data).decode()}"
-    return (
-        f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
-        f'alt="{escape_html(f"{title}: {subject}")}" src="{source}"></div>'
-        f"<figcaption><b>{title}.</b> {caption}</figcaption></figure>\n"
-    )
-
-
-def _render_cells(data: _ReportData) -> str:
-    header = ("Variant", "Seed", "State", "Cell", "Commit")
-    rows = [
-        (
-            escape_html(cell.variant),
-            str(cell.seed),
-            cell.status,
-            data.format_key(cell),
-            "" if cell.result is None else escape_html(cell.result.environment["git_sha"]),
-        )
-        for cell in data.grid.cells
-    ]
-    table = f'<div class="ablation-table">{format_html_table(rows, header, [""] * len(header))}</div>'
-    return f"<details><summary>All {len(rows)}</summary>{table}</details>"
+def _render_images(drawn: Mapping[str, Figure]) -> list[Placed]:
+    """The images of figures, with sizes in CSS pixels."""
+    images: list[Placed] = []
+    for name, figure in drawn.items():
+        image = figures.render_image(figure)
+        width, height = (round(inches * CSS_DPI) for inches in image.size)
+        data = Markup(base64.b64encode(image.data).decode())
+        images.append({"name": name, "width": width, "height": height, "wide": width > WIDE, "data": data})
+    return images

@@ -7,11 +7,10 @@ from lit_lazy import figures
 from lit_lazy.grid.plan import GridFolder, read_grid
 from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
-from lit_lazy.table.build import recompute_statistics
+from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import FILES, save
-from lit_lazy.table.stored import TABLE, read_table
 from lit_lazy.table.verdicts import add_verdict
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -38,7 +39,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Raises BusyError as `require_held` does.
     """
-    with _hold_scratch(path, _create_file) as (scratch, held):
+    create = partial(os.open, flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o666)
+    with _hold_scratch(path, create) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
@@ -57,10 +59,6 @@ def require_held(path: Path) -> None:
     for folder in (path.parent / "_").resolve().parents if guards else ():
         if folder in guards and not guards[folder]():
             raise BusyError(f"another process has taken over {folder}, as this one was stopped for long")
-
-
-def _create_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ def make_file_lock(path: Path) -> filelock.BaseFileLock:
     """
     if can_lock(path.parent):
         return filelock.FileLock(path)
-    return filelock.SoftFileLease(_locate_lease(path), lease_duration=LEASE_SECONDS, on_compromise=_interrupt)
+    lost = {"on_compromise": lambda _: os.kill(os.getpid(), signal.SIGTERM)}
+    return filelock.SoftFileLease(_locate_lease(path), lease_duration=LEASE_SECONDS, **lost)
 
 
 def is_held(path: Path) -> bool:
@@ -78,10 +79,6 @@ def _locate_lease(path: Path) -> Path:
 def _watch_lease(path: Path) -> filelock.SoftFileLease:
     """A lease that remembers for how long it saw no renewal."""
     return filelock.SoftFileLease(_locate_lease(path), lease_duration=LEASE_SECONDS)
-
-
-def _interrupt(_lost: filelock.LeaseCompromise) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

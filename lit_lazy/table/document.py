@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from lit_lazy.support.errors import escape_controls
 
@@ -122,17 +124,6 @@ def _unfold(blocks: Sequence[Block], width: float) -> Iterator[Unfolded]:
                 yield block
 
 
-def to_html(blocks: Sequence[Block]) -> str:
-    """An ASCII `<section>` with its style."""
-    return frame_html("\n".join(_format_html(block) for block in blocks))
-
-
-def frame_html(body: str) -> str:
-    """An ASCII `<section>` with the style of tables and some HTML."""
-    text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
-    return text.encode("ascii", "xmlcharrefreplace").decode()
-
-
 def _squeeze(text: str) -> str:
     """The text on one line, without control characters."""
     return escape_controls(re.sub(r"\s+", " ", text))
@@ -218,55 +209,28 @@ def _format_latex(block: Unfolded) -> str:
             return "\n".join([rf"\begin{{tabular}}{{{form}}}", *lines, r"\end{tabular}\par"])
 
 
-_STYLE = """
-.ablation-table { font: 14px/1.45 system-ui, sans-serif; color: inherit; }
-.ablation-table .grid { overflow-x: auto; margin: 1em 0; }
-.ablation-table details { margin: .8em 0; }
-.ablation-table summary { font-weight: 600; cursor: pointer; }
-.ablation-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.ablation-table th, .ablation-table td { padding: .3em .7em; border-bottom: 1px solid rgba(128, 128, 128, .35); }
-.ablation-table th { text-align: left; border-bottom-width: 2px; }
-.ablation-table .number { text-align: right; }
-.ablation-table .warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
-@media screen and (max-width: 600px) {
-  .ablation-table :is(table, tbody, tr) { display: block; white-space: normal; }
-  .ablation-table thead { display: none; }
-  .ablation-table tr { margin-bottom: 1em; border: 1px solid rgba(128, 128, 128, .35); border-radius: 6px; }
-  .ablation-table td { display: flex; justify-content: space-between; gap: 1em; padding: .15em .7em; border: 0; }
-  .ablation-table td + td { text-align: right; }
-  .ablation-table td + td::before { content: attr(data-label); text-align: left; opacity: .75; }
-  .ablation-table td:first-child { padding-block: .4em; font-weight: 600; }
-}
-"""
-"""On narrow screens each row becomes a card with a line per column."""
-
-
 def escape_html(text: str) -> str:
     """A text as HTML shows it."""
     return html_text.escape(_squeeze(text))
 
 
-def _format_html(block: Block) -> str:
-    match block:
-        case Heading(text, level):
-            return f"<h{level}>{escape_html(text)}</h{level}>"
-        case Paragraph(text, warning):
-            body = escape_html(text)
-            return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
-        case BulletList(items):
-            return "<ul>" + "".join(f"<li>{escape_html(item)}</li>" for item in items) + "</ul>"
-        case Tabular(header, rows, words):
-            kinds = ["" if i < words else ' class="number"' for i in range(len(header))]
-            return format_html_table([[escape_html(cell) for cell in row] for row in rows], header, kinds)
-        case Collapsible(title, blocks):
-            body = "\n".join(map(_format_html, blocks))
-            return f"<details><summary>{escape_html(title.text)}</summary>\n{body}\n</details>"
+def to_html(blocks: Sequence[Block]) -> str:
+    """An ASCII `<section>` with its style."""
+    return render_template(Path(__file__).with_name("document.html"), blocks=blocks)
 
 
-def format_html_table(rows: Sequence[Sequence[str]], header: Sequence[str], kinds: Sequence[str]) -> str:
-    """A table of HTML cells, each labelled with its column's name for narrow screens. kinds: attributes of columns."""
-    head = "".join(f"<th{kind}>{escape_html(name)}</th>" for kind, name in zip(kinds, header, strict=True))
-    opened = [f'<td{kind} data-label="{escape_html(name)}">' for kind, name in zip(kinds, header, strict=True)]
-    lines = ("".join(f"{start}{cell}</td>" for start, cell in zip(opened, row, strict=True)) for row in rows)
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+def render_template(file: Path, **values: Any) -> str:
+    """ASCII HTML of a Jinja template, in which every value is text unless it is Markup.
+
+    It can use the templates beside it and those of this folder.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # takes time that other formats can save
+    from markupsafe import Markup
+
+    def escape(value: object) -> Markup:
+        return value if isinstance(value, Markup) else Markup(escape_html(str(value)))
+
+    folders = FileSystemLoader([file.parent, Path(__file__).parent])
+    layout = {"trim_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=folders, autoescape=True, finalize=escape, undefined=StrictUndefined, **layout)
+    return environment.get_template(file.name).render(values).encode("ascii", "xmlcharrefreplace").decode()

@@ -3,6 +3,8 @@
 import csv
 import io
 import math
+import posixpath
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -10,15 +12,16 @@ from typing import Any, Literal
 
 from lit_lazy.support.checks import check_kinds, require
 from lit_lazy.support.errors import escape_controls, short_repr
-from lit_lazy.support.stored_names import check_row_name, is_metric_name
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.statistics import RESOLUTION, Effect
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""
-LONGEST_TEXT = 250
-"""Maximum length of a key, title or name; MLflow's limit for the name of a metric."""
-PRINTABLE = f"must be 1 to {LONGEST_TEXT} printable characters"
+LONGEST = 250
+"""Characters of a key, title or name: as many as a metric's name has in MLflow."""
+REFUSED = re.compile(r"[^/\w.\- :]")
+"""Characters that MLflow does not take in the name of a metric."""
+PRINTABLE = f"must be 1 to {LONGEST} printable characters"
 MOST_DIGITS = 20
 FORMAT = 2
 """Format of table.json; raised when a field is added, removed or changes its meaning. 1 had the statistics too."""
@@ -113,8 +116,28 @@ class Column:
         return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
+def is_metric_name(name: str) -> bool:
+    """Whether MLflow takes a name for a metric: some characters only, and no path that has another form."""
+    inside = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
+    return inside and len(name) <= LONGEST and not REFUSED.search(name)
+
+
+def make_outcome_name(key: str, row: str) -> str:
+    """The name in MLflow of a row's mean of a metric. A row's name may have any printable characters, and be long."""
+    return REFUSED.sub("_", f"{key}/{row}")[: LONGEST - 10].rstrip("./")
+
+
+def check_row_name(name: object) -> None:
+    """Raise a one-line ValueError if MLflow, a table or a terminal cannot have a row of this name."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST or not name.isprintable() or name.strip() != name:
+        raise ValueError(f"row {short_repr(name)} has an empty, long or unprintable name; rename it")
+    if posixpath.normpath(f"key/{name}") != f"key/{name}":
+        fix = "leave out //, /./, /../ and outer slashes"
+        raise ValueError(f"row {name!r}: MLflow would read its name as a path; {fix}")
+
+
 def _is_printable(text: str) -> bool:
-    return 0 < len(text) <= LONGEST_TEXT and text.isprintable()
+    return 0 < len(text) <= LONGEST and text.isprintable()
 
 
 @dataclass(frozen=True)
@@ -396,7 +419,7 @@ class Table:
     def to_json(self) -> dict[str, Any]:
         """Strict JSON (no NaN, no infinity) of the values and of all else that cannot be computed from them.
 
-        `lit_lazy.table.stored` reads it and computes the rest.
+        `lit_lazy.table.build` reads it and computes the rest.
         """
         return {
             "format": FORMAT,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
+from lit_lazy.table.build import TABLE
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
@@ -32,7 +33,6 @@ from lit_lazy.table.finding_text import (
 )
 from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
-from lit_lazy.table.stored import TABLE
 from lit_lazy.table.verdicts import (
     describe_bounds,
     describe_contrasts,
@@ -107,16 +107,6 @@ def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
 def render_markdown(table: Table, width: int = 120) -> str:
     """All of a table as Markdown that is valid on GitHub and aligned in its source; split as in `render_text`."""
     return to_markdown(_build_blocks(table), width)
-
-
-def render_latex(table: Table, width: int = 120) -> str:
-    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in `render_text`."""
-    return to_latex(_build_blocks(table), width)
-
-
-def render_html(table: Table) -> str:
-    """An ASCII `<section>` with its style, without scripts or links; it inherits the page's colours."""
-    return to_html(_build_blocks(table))
 
 
 def render_html_parts(table: Table) -> tuple[str, str]:
@@ -395,9 +385,9 @@ FILES: Mapping[str, Callable[[Table], str]] = {
     "table.md": render_brief,
     DETAILS: render_markdown,
     "table.csv": Table.to_csv,
-    "table.tex": render_latex,
+    "table.tex": lambda table: to_latex(_build_blocks(table)),
     TABLE: lambda table: json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-    "table.html": render_html,
+    "table.html": lambda table: to_html(_build_blocks(table)),
 }
 """What makes the text of each of a table's files, by name."""
 

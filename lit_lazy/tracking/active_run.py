@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_lazy.support.background import repeat_in_background
+from lit_lazy.support.process import repeat_in_background
 from lit_lazy.tracking.store import read_run_id, write_run_address
 from lit_lazy.tracking.tracker import OWNER, PARENT, Tracker, read_owner
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult

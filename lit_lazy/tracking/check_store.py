@@ -4,9 +4,9 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import one_line
+from lit_lazy.support.process import call_with_timeout
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.store import URI_VARIABLE, check_database, check_sqlite, quote_path, sqlite_file
 

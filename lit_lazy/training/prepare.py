@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from lit_lazy.attention import Attention, LearnedBias, MixerModule, PassInputs, Rope
+from lit_lazy.attention import Attention, MixerModule, PassInputs
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
@@ -16,7 +16,6 @@ from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require
-from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.machine import require_memory
 from lit_lazy.training.devices import find_missing_gpu, select_training_device
@@ -53,36 +52,6 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
-def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
-    """A line for each setting that does less in this training than it says. Valid: the model may read longer texts."""
-    attention, position, decay = cfg.model.attention, cfg.model.position, cfg.train.ema_decay
-    window, bias, normaliser = attention.window, attention.bias, attention.normaliser
-    rule, seen = type(normaliser).__name__, min(window or context_length, context_length)
-    length = (bias.length if isinstance(bias, LearnedBias) else None) or 0
-    rope = position if isinstance(position, Rope) else Rope()
-    layers = format_count(cfg.model.n_layers, "layer")
-    where = f"{'window' if seen < context_length else 'context'} of {seen} tokens in the training"
-    full, skipped, last = attention.full_layers, rope.skip_layers, cfg.model.n_layers - 1
-    beyond = f"has no effect beyond the last of {layers}, {last}"
-    same, other = normaliser.renormalised == rule, normaliser.renormalised
-    sums = f"has no effect, as the weights of {rule} sum to 1" if same else f"makes {rule} {other}"
-    warmup, steps, averaged = cfg.train.warmup_steps, cfg.train.steps, 1 / (1 - decay)
-    late = f"leaves {steps - warmup} of {steps} steps at the full rate and below; {steps // 10} would be a tenth"
-    long = f"averages about {averaged:,.0f} steps and the initial weights; a smaller one forgets these"
-    effects = [
-        ("model.attention.window", window, (window or 0) >= context_length, f"has no effect in the {where}"),
-        ("model.attention.bias.length", length, length > seen, f"has no effect beyond the {where}"),
-        ("model.position.skip_every", rope.skip_every, (rope.skip_every or 0) > last + 1, f"has no effect in {layers}"),
-        ("model.position.skip_layers", skipped, max(skipped, default=0) > last, beyond),
-        ("model.attention.full_layers", full, max(full, default=0) > last, beyond),
-        ("model.attention.full_layers", full, full and window is None, "has no effect without a window"),
-        ("model.attention.normaliser.renormalise", True, normaliser.renormalise and other, sums),
-        ("train.warmup_steps", warmup, 2 * warmup > steps, late),
-        ("train.ema_decay", decay, decay > 0 and averaged > steps, long),
-    ]
-    return [f"{field}={value}: {effect}" for field, value, applies, effect in effects if applies]
-
-
 def find_backend(cfg: RunConfig, data: Outline) -> str:
     """Name of the attention's implementation in a training on this machine."""
     device = select_training_device()
@@ -95,7 +64,7 @@ def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
     shape = cfg.layer_shape(0, context_length)
     try:
         attention = Attention(cfg.attention, shape, cfg.backend)
-        attention.normaliser.probe(shape.n_heads, shape.head_dim, torch.device("cpu"))
+        attention.normaliser.probe(shape.n_heads, shape.head_dim, shape.d_model, torch.device("cpu"))
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
         attention.compute_bias(context_length)

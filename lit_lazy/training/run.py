@@ -39,10 +39,11 @@ from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.prepare import list_ineffective, prepare, validates_on_training
+from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
 from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.without_effect import list_ineffective
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "

@@ -49,6 +49,7 @@ from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.testing import SHAPE, check_normaliser
+from lit_lazy.training.prepare import check_model
 
 CONTEXT = SHAPE.context_length
 
@@ -159,6 +160,10 @@ def test_every_normaliser_is_here() -> None:
 @pytest.mark.parametrize("normaliser", CHECKED, ids=repr)
 def test_keeps_what_users_rely_on(normaliser: Normaliser) -> None:
     check_normaliser(normaliser, FORMULAS[normaliser])
+
+
+def test_a_rule_reads_inputs_that_are_wider_than_its_heads() -> None:
+    check_model(ModelConfig(d_model=16, n_heads=2, head_dim=4, attention=AttentionSpec(ASEntmax())), context_length=8)
 
 
 @pytest.mark.parametrize("normaliser", RENORMALISED, ids=repr)

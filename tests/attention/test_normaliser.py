@@ -47,6 +47,7 @@ def bias_terms(spec, n_keys=LENGTH):
 
 def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_stats=False):  # noqa: B008
     call = AttentionCall(q, k, v, bias, window, renormalise=spec.renormalise, backend=backend, with_stats=with_stats)
+    call = call._replace(x=q.transpose(1, 2).flatten(2))
     return spec.build(SHAPE).double()(call)
 
 

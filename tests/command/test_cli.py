@@ -24,7 +24,7 @@ from flash_lazy.cpu import library
 from lit_lazy.command import doctor
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.new import COMMANDS, fill_template
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 
 
 def test_help_answers_in_a_second_without_torch() -> None:
@@ -156,7 +156,7 @@ def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_child_processes_print_in_the_encoding_of_the_command(encoding: str) -> None:
     code = (
-        "import subprocess, sys\nfrom lit_lazy.support.streams import prepare_streams\nprepare_streams()\n"
+        "import subprocess, sys\nfrom lit_lazy.support.process import prepare_streams\nprepare_streams()\n"
         "subprocess.run([sys.executable, '-c', r'print(\"loss \\u2193\")'], check=True)"
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}

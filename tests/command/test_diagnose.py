@@ -26,7 +26,7 @@ from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.report.checkpoint import Request, diagnose
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.module import LitLM

@@ -18,10 +18,9 @@ from samples import VARIANTS, Arrays, around, make_arrays, make_effects, make_qu
 
 from lit_lazy import figures
 from lit_lazy.figures import heads
-from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.build import TableSpec, build_table, read_table
 from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
-from lit_lazy.table.stored import read_table
 
 RUN_FIGURES = [
     *("attention_maps", "sink_heatmap", "mass_by_position", "sparsity_by_layer", "tau_by_layer", "parameters_by_head"),

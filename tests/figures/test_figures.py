@@ -27,20 +27,19 @@ from lit_lazy import figures
 from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
 from lit_lazy.attention.parts import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
-from lit_lazy.config.user_files import experiment, load_attribute
+from lit_lazy.config.user_files import experiment, load_attribute, load_module
 from lit_lazy.figures import heads, palette
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
 from lit_lazy.figures.effects import compute_limits
-from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.figures.palette import SPARE, Colours, choose_colours
 from lit_lazy.grid.search.definition import define
 from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.report.search import SearchReport
 from lit_lazy.support.named_files import find
+from lit_lazy.table.build import read_table
 from lit_lazy.table.records import Column, Point, Table
-from lit_lazy.table.stored import read_table
 
 ROOT = Path(__file__).parents[2]
 WEBP_LIMIT = 16383
@@ -305,12 +304,13 @@ def test_files_are_alike_whatever_the_users_own_style(tmp_path: Path) -> None:
 
 def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
     """The committed figure in docs/ is up to date, too."""
+    mechanism = load_module(ROOT / "docs" / "mechanism.py")
     scores = np.random.default_rng(1).normal(size=9)
     module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
     rows = Rows(torch.ones(1, 1, 1, 9, dtype=torch.bool), torch.full((1, 1, 1, 1), 9.0), torch.full((1, 1, 1, 1), 9))
     expected = module.weights(torch.tensor(scores, dtype=torch.float32).view(1, 1, 1, -1), rows)
-    np.testing.assert_allclose(weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
-    figure = mechanism_figure()
+    np.testing.assert_allclose(mechanism.weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
+    figure = mechanism.mechanism_figure()
     assert_legible(figure)
     _, svg = figures.save_figure(figure, tmp_path / "mechanism")
     assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()

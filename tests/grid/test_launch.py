@@ -14,7 +14,7 @@ from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.run import save_plan
 from lit_lazy.support.named_files import PROJECT, find
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.training.run_folder import locate_cell, write_settings
 
 ID = "pair-backcopy_tiny"

@@ -12,12 +12,11 @@ from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, describe_larger, make_yardstick
 from lit_lazy.support.named_files import list_available
-from lit_lazy.table.build import build_table, recompute_statistics
+from lit_lazy.table.build import build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Yardstick
 from lit_lazy.table.render import render_markdown
-from lit_lazy.table.stored import parse_table
 
 PLAN = Plan(
     ablation="pair",

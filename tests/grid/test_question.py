@@ -28,11 +28,11 @@ from lit_lazy.support import named_files
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
+from lit_lazy.table.build import parse_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.table.render import DETAILS, render_markdown
-from lit_lazy.table.stored import parse_table, read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 

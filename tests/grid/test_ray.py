@@ -23,7 +23,7 @@ from lit_lazy.grid.cells import read_state
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.plan import read_grid, read_grid_id
 from lit_lazy.grid.run import GridDriver
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.training.run_folder import read_failure
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")

@@ -17,7 +17,7 @@ import torch
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.plan import read_grid
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import RunResult

@@ -11,9 +11,8 @@ from lit_lazy.command.main import main
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find
-from lit_lazy.table.build import recompute_statistics
+from lit_lazy.table.build import read_table, recompute_statistics
 from lit_lazy.table.render import FILES, render_text, save
-from lit_lazy.table.stored import read_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 KEPT = sorted(RESULTS.glob("*/table.json"))

@@ -25,7 +25,7 @@ from lit_lazy.report.findings import (
     read_words,
 )
 from lit_lazy.support.named_files import list_available
-from lit_lazy.table.stored import read_table
+from lit_lazy.table.build import read_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -23,12 +23,11 @@ from scipy import stats
 from lit_lazy.support.console import PlainConsole
 from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table import render
-from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
+from lit_lazy.table.build import TableSpec, build_table, parse_table, read_table, recompute_statistics
 from lit_lazy.table.comparison import compare_tables, format_comparison
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Column, Contrast, Measure, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.statistics import Effect, compute_contrast, minimum_detectable_effect
-from lit_lazy.table.stored import parse_table, read_table
 
 PAGES = Path(__file__).parent / "pages"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -169,7 +168,7 @@ FORMATS: dict[str, Callable[[Table], str]] = {
     "markdown": render.render_markdown,
     "brief": render.render_brief,
     "txt": lambda found: render.render_summary(found, WHOLE) + render.render_text(found, WHOLE),
-    "tex": render.render_latex,
+    "tex": render.FILES["table.tex"],
     "html": lambda found: re.sub("<style>.*?</style>", "", "\n".join(render.render_html_parts(found)), flags=re.S),
 }
 anything = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
@@ -422,7 +421,7 @@ def test_others_texts_cannot_control_a_terminal() -> None:
         row |= {"git_shas": [CONTROLS], "labels": {CONTROLS: CONTROLS}, "note": CONTROLS, "source": CONTROLS}
         row |= {"reasons": {"0": CONTROLS}, "normaliser": CONTROLS, "position": CONTROLS}
     found = parse_table(json.dumps(whole), "it")
-    shown = [render.render_html(found), *(show(found) for show in FORMATS.values())]
+    shown = [render.FILES["table.html"](found), *(show(found) for show in FORMATS.values())]
     shown += [found.to_csv(), format_comparison(compare_tables(("a", "b"), (found, found), [], (None, None)))]
     PlainConsole(file=(printed := io.StringIO()), force_terminal=True, highlight=False).print(CONTROLS)
     for text in [*shown, printed.getvalue()]:

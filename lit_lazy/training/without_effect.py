@@ -22,7 +22,7 @@ from lit_lazy.support.console import format_count
 from lit_lazy.training.prepare import MISTAKES
 
 WIDTH, SIZES = 8, torch.tensor([0.25, 0.5, 1.0, 4.0], dtype=torch.float64)[:, None, None]
-"""Width of the probe's tokens, and their sizes: scores from even to uneven, where few keys have all the weight."""
+"""Width of the probe's tokens and heads, and sizes of the tokens: scores from even to uneven, most weights near 0."""
 
 
 def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
@@ -81,7 +81,7 @@ def _probe_layer(model: ModelConfig, layer: int, context_length: int) -> dict[st
 
     In float64. These tokens see what a batch would show, in time and memory linear in the context.
     """
-    narrow = dataclasses.replace(model, d_model=WIDTH, head_dim=model.head_width, backend="reference")
+    narrow = dataclasses.replace(model, d_model=WIDTH, head_dim=min(model.head_width, WIDTH), backend="reference")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         mixer = Attention(narrow.attention, narrow.layer_shape(layer, context_length), narrow.backend)

@@ -88,6 +88,10 @@ class MadeGrid:
             labels={"backend": "rules"},
             timings={"train_seconds": 2.0},
             environment={"git_sha": "c0ffee", "torch": "2"},
+            fingerprint="data",
+            execution={},
+            training_key=make_key(variant, seed),
+            evaluations={},
         ).write(folder)
 
     def fail(self, variant: str, seed: int, reason: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.config.key import SCHEMA
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_experiment
@@ -190,6 +191,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         axes=tuple(cells[0].axes),
         definitions=facts,
         facts={},
+        schema=SCHEMA,
         keys=group_keys(cells),
     )
     write_text(job.folder / PLAN, plan.to_json())

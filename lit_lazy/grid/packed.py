@@ -198,7 +198,7 @@ class AskedCell:
 
     def is_trained_in(self, result: RunResult) -> bool:
         """Whether a result is of the cell's training, whatever was measured on its model."""
-        return (result.training_key or result.key) == self.training_key
+        return result.training_key == self.training_key
 
     def is_described_by(self, result: RunResult) -> bool:
         """Whether the settings of a result, which says to be of this training, give its key."""
@@ -235,7 +235,7 @@ def take_from_files(
     serving: defaultdict[str, list[tuple[Pack, RunResult]]] = defaultdict(list)
     for pack in packs:
         for result in pack.results:
-            for key in {result.key, result.training_key or result.key}:
+            for key in {result.key, result.training_key}:
                 serving[key].append((pack, result))
     taken: dict[str, TakenResult] = {}
     asked: defaultdict[Path, list[tuple[AskedCell, RunResult]]] = defaultdict(list)

@@ -109,7 +109,7 @@ class Plan:
     command: str
     """The commands that asked for rows or seeds, or declared something else, in their order."""
     rows: tuple[RowInfo, ...]
-    """The rows requested so far; in older plans also the baseline, without keys."""
+    """The rows requested so far; in plans of format 2 also the baseline, without keys."""
     columns: tuple[Column, ...]
     contrasts: tuple[Contrast, ...]
     axes: tuple[str, ...]
@@ -118,22 +118,22 @@ class Plan:
     """Hash of what each row of the ablation trains, by name."""
     facts: dict[str, str | int | float]
     """Facts about the data: oracle, baselines, sizes."""
-    schema: int = 1
-    """`lit_lazy.config.key.SCHEMA` of the cells' keys; plans of schema 1 lack the field."""
+    schema: int
+    """`lit_lazy.config.key.SCHEMA` of the cells' keys."""
     declaration: Declaration | None = None
     """The declaration of the question that the ablation answers, if any."""
     primary: tuple[str, ...] = ()
-    """As in `Ablation`; empty in older plans."""
+    """As in `Ablation`."""
     files: dict[str, str] = field(default_factory=dict)
-    """Hashes of the user's files that are in no commit, by name; empty in plans of format 1."""
+    """Hashes of the user's files that are in no commit, by name."""
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Keys of the cells requested so far, by row and seed; none in plans of formats 1 and 2."""
+    """Keys of the cells requested so far, by row and seed; none in plans of format 2."""
     axis_values: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Values of the axes, by row; none in plans of formats 1 and 2."""
+    """Values of the axes, by row; none in plans of format 2."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The config of the experiment; none in plans of formats 1 and 2."""
+    """The config of the experiment; none in plans of format 2."""
     compiled: bool | None = None
-    """Whether the grid began with the compiled backend of CPUs; None in plans of formats 1 and 2."""
+    """Whether the grid began with the compiled backend of CPUs; None in plans of format 2."""
     replaced: dict[str, str] = field(default_factory=dict)
     """Rows of cells from before a change, and the rows that trained anew after it; none in plans before format 4."""
     format: int = FORMAT

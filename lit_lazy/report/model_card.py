@@ -1,31 +1,23 @@
 """The README of an exported model: its settings, results and use."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lit_lazy.data.text import Text
-from lit_lazy.support.checks import check_kinds
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import RESULT, RunResult
 
 
-def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
+def read_result(checkpoint: Path) -> RunResult | None:
     """The result next to a checkpoint; None if there is none. Raises ValueError if it is damaged."""
     path = checkpoint.parent / RESULT
-    if not path.exists():
-        return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        check_kinds(RESULT, RunResult(**found))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r}: is damaged ({type(error).__name__}); remove it, or train again") from None
-    return found
+        return RunResult.load(path) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(path)!r}: {error}; remove it, or train again") from None
 
 
-def format_model_card(module: LitLM, found: Mapping[str, Any] | None, has_text: bool) -> str:
+def format_model_card(module: LitLM, found: RunResult | None, has_text: bool) -> str:
     """The README of an exported model: settings, results, usage. Contains no path of this machine."""
     cfg = module.cfg
     attention = cfg.model.attention
@@ -50,9 +42,7 @@ def format_model_card(module: LitLM, found: Mapping[str, Any] | None, has_text: 
         "trained": trained,
     }
     if found is not None:
-        sizes["lit-lazy commit, torch"] = ", ".join(
-            found["environment"].get(x, "unknown") for x in ("git_sha", "torch")
-        )
+        sizes["lit-lazy commit, torch"] = ", ".join(found.environment.get(x, "unknown") for x in ("git_sha", "torch"))
     facts = "\n".join(f"| {name} | {value} |" for name, value in sizes.items())
     return f"""---
 library_name: transformers
@@ -93,11 +83,11 @@ print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its token
 """
 
 
-def format_row(found: Mapping[str, Any] | None) -> str:
+def format_row(found: RunResult | None) -> str:
     """The run's row of a table, from one seed."""
     if found is None:
         return "The checkpoint had no result next to it, so its metrics are unknown."
-    metrics = found["metrics"]
+    metrics = found.metrics
     columns = [column for column in COLUMNS if column.key in metrics]
     titles = [f"{column.title} ({column.unit})" if column.unit else column.title for column in columns]
     values = [column.format(metrics[column.key]) for column in columns]

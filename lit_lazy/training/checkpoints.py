@@ -1,6 +1,5 @@
 """Checkpoints: written atomically, loaded without running code, and validated before use."""
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
 from lit_lazy.training.optimiser import freeze_others, require_loaded
 from lit_lazy.training.prepare import check_size, load_data
-from lit_lazy.training.result import RESULT
+from lit_lazy.training.result import RunResult
 
 log = logging.getLogger("lit_lazy.training.checkpoints")
 TOKENIZER = "tokenizer.json"
@@ -329,11 +328,8 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
         if trained != current:
             problem = f"was trained on data with {name}={trained}, which now has {name}={current}"
             raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
-    try:
-        trained_on = json.loads((checkpoint.parent / RESULT).read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return source
-    if trained_on != source.fingerprint:
+    result = RunResult.peek(checkpoint.parent)
+    if result is not None and result.fingerprint != source.fingerprint:
         problem = f"its data ({source.name}) has changed since its training"
         raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
     return source

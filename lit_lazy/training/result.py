@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from lit_lazy.support.stored_records import make_record, parse_record
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
 FORMAT = 1
-COMPILED = "cpu"
-"""Label `backend` of results of the compiled backend of CPUs."""
 """Format of result.json; raised when a field is added, removed or changes its meaning."""
 
 DECIDING = ("torch", "python")
 """Versions that results share if they round alike, besides the backend."""
+COMPILED = "cpu"
+"""Label of the compiled backend."""
 LARGEST = 1e150
 """Largest size of a metric."""
 
@@ -36,14 +36,14 @@ class RunResult:
     timings: dict[str, float]
     """Seconds, and training tokens per second (since the last resume)."""
     environment: dict[str, str]
-    fingerprint: str = ""
-    """Fingerprint of the data; "" in results of earlier versions."""
-    execution: dict[str, Any] = field(default_factory=dict)
-    """`Execution` of the run; empty in results of earlier versions."""
-    training_key: str = ""
-    """`training_key` of the config; "" in results of earlier versions."""
-    evaluations: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the metrics that each evaluation measured, by `evaluation_key`; empty in results of earlier versions."""
+    fingerprint: str
+    """Fingerprint of the data."""
+    execution: dict[str, Any]
+    """`Execution` of the run."""
+    training_key: str
+    """`training_key` of the config."""
+    evaluations: dict[str, list[str]]
+    """Names of the metrics that each evaluation measured, by `evaluation_key`."""
     taken_from: str = ""
     """Where the result was taken from instead of being trained; "" if it was trained here."""
     format: int = FORMAT
@@ -91,7 +91,7 @@ class RunResult:
         Raises NewerFormatError if a newer version wrote it.
         """
         try:
-            return cls._read(folder / RESULT)
+            return cls.load(folder / RESULT)
         except (OSError, ValueError):
             return None
 
@@ -105,14 +105,14 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            return cls._read(path)
+            return cls.load(path)
         except ValueError as error:
             quarantine(path, str(error))
             return None
 
     @classmethod
-    def _read(cls, path: Path) -> "RunResult":
-        """Raises OSError, or ValueError if the file holds no result."""
+    def load(cls, path: Path) -> "RunResult":
+        """The result in a file. Raises OSError, ValueError if it holds none, NewerFormatError as `peek`."""
         return parse_record(path.read_bytes(), str(path), "result", FORMAT, cls.from_dict)
 
     def to_json(self) -> str:

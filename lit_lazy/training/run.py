@@ -244,7 +244,7 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
         # Parsed only if it may serve: it names its key, which is the training key without evaluations.
         path = model.with_name(RESULT)
         known = RunResult.peek(path.parent) if path.exists() and own.encode() in path.read_bytes() else None
-        if known is None or known.key == key or (known.training_key or known.key) != own:
+        if known is None or known.key == key or known.training_key != own:
             continue
         kept = known.keep_evaluations(asked.keys())
         left = [one for name, one in asked.items() if name not in known.evaluations]

@@ -97,9 +97,8 @@ class Training:
             loss = compute_loss(cfg, STEPS[-1])
             metrics = {"loss/val": loss, "loss/excess": loss - 0.1, "model/parameters": 8.0}
             labels = {"backend": "chunked" if find_obstacle() else "cpu"}
-            result = RunResult(
-                folder.name, to_dict(cfg), {}, metrics, labels, {}, collect_environment() | {"git_sha": "abc"}
-            )
+            made = collect_environment() | {"git_sha": "abc"}
+            result = RunResult(folder.name, to_dict(cfg), {}, metrics, labels, {}, made, "data", {}, folder.name, {})
             result.write(folder)
             remove_checkpoints(folder)
             return result

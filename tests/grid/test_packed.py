@@ -272,6 +272,8 @@ def make_result(*evaluations: Lengths) -> RunResult:
         labels={"backend": find_backend(request.config, request.config.data.load().outline)},
         timings={},
         environment={"git_sha": "c0ffee"},
+        fingerprint="data",
+        execution={},
         training_key=request.training_key,
         evaluations={evaluation_key(evaluation): NAMES[evaluation] for evaluation in evaluations},
     )

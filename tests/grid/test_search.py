@@ -102,7 +102,8 @@ def complete(driver: SearchDriver, cell: Cell, value: float | None = None) -> No
     loss = compute_objective(cell) if value is None else value
     folder = locate_cell(driver.work.folder, cell.key)
     folder.mkdir(parents=True, exist_ok=True)
-    RunResult(cell.key, cell.config, {}, {"loss/val": loss}, {}, {}, {"git_sha": "x"}).write(folder)
+    fields = {}, {"loss/val": loss}, {}, {}, {"git_sha": "x"}, "data", {}, cell.key, {}
+    RunResult(cell.key, cell.config, *fields).write(folder)
     driver.record(Ending(cell.key, "done"))
 
 

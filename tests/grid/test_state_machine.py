@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         return st.sampled_from(sorted(self.locks))
 
     def write_result(self, key: str) -> None:
-        fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}
+        fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
         RunResult(key, *fields).write(self.folder(key))
 
     @rule(key=KEYS)

@@ -1,7 +1,7 @@
-"""A runs folder of commit 3b7b986, killed in its second cell, ends in that commit's results; newer files are refused.
+"""A runs folder of commit 82aa2800, killed in its second cell, ends in that commit's results; newer files are refused.
 
 Made there by `lit-lazy ablate run table2` with the options of `COMMAND`. The archive holds both databases, the plan, a
-finished cell, and a cell with a checkpoint; `results-3b7b986.json` holds the metrics that 3b7b986 itself ended with.
+finished cell, and a cell with a checkpoint; `results-82aa2800.json` holds the metrics that 82aa2800 itself ended with.
 """
 
 import json
@@ -43,8 +43,8 @@ def machine() -> str:
 
 
 def unpack(runs: Path) -> None:
-    """The runs folder of 3b7b986, at `runs`."""
-    with tarfile.open(HERE / "runs-3b7b986.tar.xz") as archive:
+    """The runs folder of 82aa2800, at `runs`."""
+    with tarfile.open(HERE / "runs-82aa2800.tar.xz") as archive:
         archive.extractall(runs.parent, filter="data")
 
 
@@ -71,11 +71,11 @@ def test_a_grid_of_an_earlier_version_is_read(runs: Path, tmp_path: Path, capsys
     states = {"softmax": "complete", "lazy": "waiting"}
     assert dict(zip(cells["variant"], cells["status"], strict=True)) == states
     assert {path for path in runs.rglob("*") if path.is_file()} == before
-    assert read_grid(runs / ID).plan.compiled is False
-    result = RunResult.peek(runs / ID / "cells" / FINISHED)
-    result.labels["backend"] = "cpu"
-    result.write(runs / ID / "cells" / FINISHED)
     assert read_grid(runs / ID).plan.compiled is True
+    result = RunResult.peek(runs / ID / "cells" / FINISHED)
+    result.labels["backend"] = "chunked"
+    result.write(runs / ID / "cells" / FINISHED)
+    assert read_grid(runs / ID).plan.compiled is False
     shutil.rmtree(runs / ID / "cells" / FINISHED)
     assert read_grid(runs / ID).plan.compiled is None
     assert main([*COMMAND, "--fresh", "--rows", "lazy", "--runs", str(runs)]) == 0
@@ -99,7 +99,7 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
     assert not list(cells.rglob("*.damaged"))
 
     assert find_run_ids(runs) == begun
-    expected = json.loads((HERE / "results-3b7b986.json").read_text())
+    expected = json.loads((HERE / "results-82aa2800.json").read_text())
     found = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
     metrics = {name: found[name] for name in expected["cells"][INTERRUPTED]}  # and metrics that are newer
     if machine() == expected["machine"]:

@@ -99,9 +99,9 @@ def format_table(result: Mapping[str, Any]) -> str:
         lines.append(format_row(cells))
     lines += [
         "",
-        f"Float32 on {result['environment']['threads']} thread, with / without in CPU time; median [quartiles] of "
-        f"{len(summary['rounds'])} rounds. Required at L = {LENGTH} with {HEADS} heads: a peak below "
-        f"{MOST_BYTES / 1e6:.0f} MB; required of the callback: at most {MOST_SHARE:.0%} of the training time.",
+        f"Float32 on {result['environment']['threads']} thread: median [quartiles] of {len(summary['rounds'])} rounds. "
+        f"with / without compares CPU times. Limits: a peak of {MOST_BYTES / 1e6:.0f} MB at L = {LENGTH} with "
+        f"{HEADS} heads; {MOST_SHARE:.0%} of the training time inside the callback.",
         format_provenance(result),
     ]
     return "\n".join(lines) + "\n"

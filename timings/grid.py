@@ -278,7 +278,7 @@ def format_tables(result: dict[str, Any]) -> str:
         ),
         "",
         "A grid's cell, as a share of bare `Trainer.fit` "
-        f"({over['steps']} steps; paired cells, one thread; [least, most]): "
+        f"({over['steps']} steps, one thread, paired cells; median [least, most]): "
         + ", ".join(
             f"{name} {100 * s['median']:.1f} % [{100 * s['least']:.1f}, {100 * s['most']:.1f}]"
             for name, s in over["overhead"].items()
@@ -293,6 +293,6 @@ def format_tables(result: dict[str, Any]) -> str:
         "|:---|" + "---:|" * len(rows),
         *(format_row([name, *(f"{row['milliseconds'][name]:.3f}" for row in rows)]) for name in names),
         "",
-        f"{format_provenance(result)} Queue and MLflow on sqlite.",
+        f"{format_provenance(result)} Queue and MLflow: sqlite.",
     ]
     return "\n".join(lines) + "\n"

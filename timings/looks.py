@@ -182,18 +182,18 @@ def format_markdown(result: Mapping[str, Any]) -> str:
     errors += f"; {find_errors(rows, worst):.3f} up to skewness {worst:g}"
     parts = [
         "# Errors and power of verdicts at looks",
-        f"Claims of four contrasts with correlation {CORRELATION:g} over seeds, looks at n = "
-        f"{', '.join(map(str, LOOKS))}; {result['draws']:,} draws per scenario. True contrasts and standard deviations "
-        "are in margins, one number for four equal contrasts; of statements, the shares of trainings in which they "
-        "hold. An error is a supported claim of "
-        "which a contrast is at 0 (same, no_worse: at the margin), or a refuted one of which all hold by the margin "
-        f"(same: by half of it). Largest error: {errors}. The JSON file beside this page has each scenario.",
+        f"Claims have four contrasts with correlation {CORRELATION:g} over seeds, and looks at n = "
+        f"{', '.join(map(str, LOOKS))}; each scenario has {result['draws']:,} draws. Contrasts and standard "
+        "deviations are in margins; one number means four equal contrasts. For mostly, contrasts are shares of "
+        "trainings in which a statement holds. Supporting a claim is an error if a contrast is at 0 (same, no_worse: "
+        "at the margin). Refuting it is an error if all contrasts hold by the margin (same: by half of it). Largest "
+        f"error: {errors}. The JSON file has each scenario.",
         "## Errors, by skewness of the contrasts",
         "\n".join(_format_table([*_SCENARIO, *forms], edges)),
         "## Power, of normal contrasts",
         "\n".join(_format_table([*_SCENARIO, "supported", "refuted", "seeds"], power)),
         "## Errors, of outcomes as observed",
-        "Whole seeds of committed questions, drawn with replacement around the true values at which wrong support and "
+        "Whole seeds of committed questions are drawn with replacement. True values are where wrong support and "
         "wrong refutation are likeliest.",
         "\n".join(
             _format_table(

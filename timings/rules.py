@@ -55,9 +55,8 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"Attention only, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path "
-        f"of {BASELINE}; the median rule takes {slow:.2f} times as long. The JSON file beside "
-        "this page has their peak memory.",
+        f"Attention only, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias. Times are relative to "
+        f"{BASELINE}'s fused path; the median rule takes {slow:.2f} times as long. The JSON file has the peak memory.",
     ]
 
 

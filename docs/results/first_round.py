@@ -15,15 +15,15 @@ HERE = Path(__file__).parent
 OPENING = """\
 # The first round
 
-Fifteen questions were asked with five seeds each and judged by fixed rules: Welch's intervals, with one correlation
-over seeds for all rows of a table. Four claims were refuted, eleven stayed undecided. Thirteen were asked again at
-looks, with new seeds ([verdicts](README.md)); q_length and q_null, which are refuted, were not.
+The first round tested fifteen questions with five seeds each. Fixed rules decided them: Welch's intervals, with one
+correlation over seeds for all rows of a table. Four claims were refuted; eleven stayed undecided. Thirteen questions
+were repeated at looks with new seeds ([verdicts](README.md)). The refuted q_length and q_null were not repeated.
 
-Commit 03268cd2 is the last with the rules, questions, tables, figures and reports of this round: `git show
-03268cd2:docs/results/README.md` has what was written of them, `git checkout 03268cd2` all of it. Their trainings were
-not kept, so their figures cannot be drawn again. [first-round.json.xz](first-round.json.xz) has every metric of every
-row and seed; [first_round.py](first_round.py) makes this page from it: means are recomputed, intervals, which are
-simultaneous, are as published. `undecided: 11 seeds` means that 11 would have sufficed with the same means and spreads.
+Commit 03268cd2 is the last with this round's rules, questions, tables, figures and reports. `git show
+03268cd2:docs/results/README.md` prints its results page; `git checkout 03268cd2` restores everything. The trainings were
+not kept, so figures cannot be redrawn. [first-round.json.xz](first-round.json.xz) has every metric of every row and
+seed, from which [first_round.py](first_round.py) makes this page. It recomputes means; the simultaneous intervals are
+as published. `undecided: 11 seeds` means that 11 seeds would have sufficed with the same means and spreads.
 """
 
 

@@ -205,18 +205,18 @@ class Soak:
         asked = " ".join(f"--{name} {number}" for name, number in vars(self).items())
         return f"""# What a grid survives
 
-{2 * self.seeds} cells that train on {self.devices} device(s), validate and checkpoint (every 20 of {self.steps} steps),
-run by {self.workers} worker(s), {outcome["grids"]} time(s) from the beginning; SIGKILL, without warning,
-{count_kills(outcome)} times:
+{self.workers} worker(s) ran a grid of {2 * self.seeds} cells {outcome["grids"]} time(s) from the beginning. A cell
+trains {self.steps} steps on {self.devices} device(s), validates, and writes a checkpoint every 20 steps. SIGKILL ended
+processes {count_kills(outcome)} times:
 
 | killed | times |
 | --- | --: |
 {rows}
 
-The command was given {outcome["commands"]} times in all, again whenever it had been killed or had ended early. In the
-end of each grid every cell was complete once, in its folder and in MLflow, where every curve had each point once; all
-results were bit-equal to those of the same grid undisturbed, and so was the table; no process was left. That took
-{outcome["seconds"]} s.
+The command was given {outcome["commands"]} times, again whenever it was killed or ended early. At the end of each
+grid, every cell was complete once, in its folder and in MLflow. Every curve in MLflow had each point once. All results
+and the table were bit-equal to those of an undisturbed grid. No process was left. All grids took
+{outcome["seconds"]} s together.
 
 Made by `python tests/grid/chaos.py {asked}` (`make soak`) at {git_sha()} on {time.strftime("%Y-%m-%d")}: Python
 {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.

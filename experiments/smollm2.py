@@ -1,4 +1,4 @@
-"""SmolLM2-135M, continued on the source of Python's library, twenty minutes a training. After `make smollm2`."""
+"""SmolLM2-135M, continued on the source of Python's library, 15 minutes a training. After `make smollm2`."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

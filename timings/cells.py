@@ -351,8 +351,8 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
         )  # fmt: skip
     lines += [
         "",
-        f"Whole cells on one thread, in turns with those of commit {against}: median [quartiles] of pairs. Core-hours "
-        "are CPU time; the ratio is over that commit. A step: forward, backward, optimiser.",
+        f"Whole cells on one thread, in turns with cells of commit {against}: median [quartiles] of pairs. Core-hours "
+        "are CPU time. The ratio is to that commit's cells per core-hour. A step: forward, backward, optimiser.",
         "",
         *_format_header(["cell", *PHASES[:4], "forward + backward", *PHASES[4:]], 1),
     ]
@@ -364,8 +364,8 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
     return [
         *lines,
         "",
-        "Shares of a cell's CPU time, median over pairs. A call that computes loss and gradients counts as forward. "
-        "rest: Lightning's loop, the loader, checkpoints, building the model.",
+        "Shares of a cell's CPU time: medians over pairs. Forward includes calls that compute loss and gradients. "
+        "Rest: Lightning's loop, the loader, checkpoints, building the model.",
         "",
     ]
 
@@ -392,8 +392,8 @@ def _format_agreement(groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any
     return [
         *lines,
         "",
-        f"Difference: outcome of this commit minus that of {against} with the same seed, in nats. The margins were "
-        "declared before the runs.",
+        f"Difference: this commit's outcome minus that of {against} with the same seed, in nats. Margins were declared "
+        "before the runs.",
         "",
     ]
 
@@ -408,8 +408,8 @@ def _format_attention(shapes: Mapping[str, Mapping[str, Any]], identity: Mapping
         *lines,
         "",
         f"CPU time of forward and backward for {identity['tokens']} tokens in float32 on one thread: median "
-        "[quartiles] of paired rounds. softmax: tau 0, no bias; untrained: tau 1, bias 0; local: tau 1, bias "
-        f"-distance / 8. Tiles of {TILE_ROWS} x {TILE_COLUMNS}. The JSON file has all backends.",
+        "[quartiles] of paired rounds. States: softmax (tau 0, no bias), untrained (tau 1, bias 0), local (tau 1, bias "
+        f"-distance / 8). Tiles: {TILE_ROWS} x {TILE_COLUMNS}. The JSON file has all backends.",
         "",
     ]
 
@@ -420,7 +420,12 @@ def _format_threads(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines += [
         format_row([name, *(format_spread(shape["ratio"][path]) for path in paths)]) for name, shape in shapes.items()
     ]
-    return [*lines, "", "Wall time on one thread over that on two; the rest is as for attention.", ""]
+    return [
+        *lines,
+        "",
+        "Wall time on one thread divided by wall time on two. Shapes and states are as for attention.",
+        "",
+    ]
 
 
 def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -430,7 +435,7 @@ def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"CPU time of one query for each of B sequences with a cache, on one thread, {DECODE_HEADS} heads of "
+        f"CPU time on one thread for B cached sequences, one query each, with {DECODE_HEADS} heads of dimension "
         f"{DECODE_HEAD_DIM}.",
         "",
     ]

@@ -100,7 +100,7 @@ def format_table(result: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Float32 on {result['environment']['threads']} thread: median [quartiles] of {len(summary['rounds'])} rounds. "
-        f"with / without compares CPU times. Limits: a peak of {MOST_BYTES / 1e6:.0f} MB at L = {LENGTH} with "
+        f"The last column compares CPU times. Limits: a peak of {MOST_BYTES / 1e6:.0f} MB at L = {LENGTH} with "
         f"{HEADS} heads; {MOST_SHARE:.0%} of the training time inside the callback.",
         format_provenance(result),
     ]

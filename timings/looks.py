@@ -182,19 +182,19 @@ def format_markdown(result: Mapping[str, Any]) -> str:
     errors += f"; {find_errors(rows, worst):.3f} up to skewness {worst:g}"
     parts = [
         "# Errors and power of verdicts at looks",
-        f"Claims have four contrasts with correlation {CORRELATION:g} over seeds, and looks at n = "
-        f"{', '.join(map(str, LOOKS))}; each scenario has {result['draws']:,} draws. Contrasts and standard "
-        "deviations are in margins; one number means four equal contrasts. For mostly, contrasts are shares of "
-        "trainings in which a statement holds. Supporting a claim is an error if a contrast is at 0 (same, no_worse: "
-        "at the margin). Refuting it is an error if all contrasts hold by the margin (same: by half of it). Largest "
+        f"Each claim has four contrasts with correlation {CORRELATION:g} over seeds. Looks are at n = "
+        f"{', '.join(map(str, LOOKS))}. Each scenario has {result['draws']:,} draws. Contrasts and standard deviations "
+        "are measured in margins; one number means four equal contrasts. In the rule `mostly`, contrasts are shares of "
+        "trainings in which a statement holds. Support is an error if a contrast is at 0 (`same`, `no_worse`: at the "
+        "margin). Refutation is an error if all contrasts hold by the margin (`same`: by half the margin). Largest "
         f"error: {errors}. The JSON file has each scenario.",
         "## Errors, by skewness of the contrasts",
         "\n".join(_format_table([*_SCENARIO, *forms], edges)),
         "## Power, of normal contrasts",
         "\n".join(_format_table([*_SCENARIO, "supported", "refuted", "seeds"], power)),
         "## Errors, of outcomes as observed",
-        "Whole seeds of committed questions are drawn with replacement. True values are where wrong support and "
-        "wrong refutation are likeliest.",
+        "Seeds of committed questions are drawn whole, with replacement. The true values make wrong support and wrong "
+        "refutation likeliest.",
         "\n".join(
             _format_table(
                 ["question", "rule", "supported", "refuted"], [[*name, *found] for name, found in observed.items()]

@@ -55,8 +55,9 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"Attention only, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias. Times are relative to "
-        f"{BASELINE}'s fused path; the median rule takes {slow:.2f} times as long. The JSON file has the peak memory.",
+        f"Forward and backward of attention alone, {HEADS} heads of dimension {HEAD_DIM}, learned bias. Times are "
+        f"relative to {BASELINE}'s fused path; the median of rule / lazy is {slow:.2f}. The JSON file has the peak "
+        "memory.",
     ]
 
 

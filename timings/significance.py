@@ -350,37 +350,37 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         [
             "# Test for a table's differences",
             "",
-            f"Each setting has {result['draws']} draws (Monte Carlo error of 0.05: "
-            f"{np.sqrt(0.05 * 0.95 / result['draws']):.4f}). Tests are at {ALPHA}, followed by Holm over the "
+            f"Each setting has {result['draws']} draws (Monte Carlo error at a rate of 0.05: "
+            f"{np.sqrt(0.05 * 0.95 / result['draws']):.4f}). Tests at {ALPHA} are followed by Holm's method over the "
             "differences to a baseline row.",
             "",
-            "- **False findings**: the worst setting's family-wise error over all differences / error of a single "
-            f"contrast. At most {result['limit']} is required for 4 and 16 rows; n = 3, 5, 8; intra-seed correlation "
-            "0, 0.35 and 0.7; seed effects additive or scaled with a row's spread; spreads equal or differing by "
-            "e^0.5; and rows of rules (below).",
-            "- **n = 3, 5, 8**: mean power in these settings, at 4 and 16 rows. Half the rows differ from the "
+            "- **False findings**: worst family-wise error of all differences / worst error of one contrast. "
+            f"Both must be at most {result['limit']} in the required settings: 4 and 16 rows; n = 3, 5, 8; intra-seed "
+            "correlation 0, 0.35 and 0.7; seed effects additive or scaled with a row's spread; spreads equal or "
+            "differing by e^0.5; rows of rules (below).",
+            "- **n = 3, 5, 8**: mean power in required settings, at 4, then at 16 rows. Half the rows differ from the "
             f"baseline by {EFFECT:g} standard deviations of a typical row.",
-            "- **Beyond**: spreads differ by e^1.5, one row's is e^1.5 times the others', or the baseline's is e^-1.5 "
-            "times the others'. **Two rows**: in a table of two rows, spreads are equal or differ by e^0.5.",
+            "- **Beyond**: spreads differ by e^1.5, or one row's spread is e^1.5 (the baseline's: e^-1.5) times the "
+            "others'. **Two rows**: in a table of two rows, spreads are equal or differ by e^0.5.",
             "",
             *_format_table(header, lines),
             "",
-            f"Within the limit in all required settings, most power at n = {N_FOR_POWER} first: "
-            f"{'; '.join(find_eligible(result))}. Beyond it only for a single contrast: "
-            f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
+            f"Within the limit in all required settings, by power at n = {N_FOR_POWER}: "
+            f"{'; '.join(find_eligible(result))}. Beyond the limit only for one contrast: "
+            f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use {result['chosen']}. Reasons: "
             "[decisions.md](../decisions.md).",
             "",
             "## Rows of rules",
             "",
             "These settings resemble this project's tables. Each rule has two rows with correlation 0.7 or 0.99 over "
-            "seeds; rows of different rules have none. Every second rule, with or without the baseline's, has 2 or 15 "
-            "times the spread. Errors: family is the greatest family-wise error; across and within are ranges for one "
-            "difference, across rules or within a rule. Power: mean over all rows, then within a rule, for a "
-            f"difference of {EFFECT / np.sqrt(2):.2f} of its standard deviations.",
+            "seeds; rows of different rules are uncorrelated. Every second rule has 2 or 15 times the spread; the "
+            "baseline's may be one. Family is the greatest family-wise error. Across and within are ranges of one "
+            "difference's error, across rules or within a rule. Power, for a difference of "
+            f"{EFFECT / np.sqrt(2):.2f} of its standard deviations: mean over all rows, then within a rule.",
             "",
             *_format_table(header_by_rule, lines_by_rule),
             "",
-            f"The JSON file has each of the {len(rows)} settings. "
+            f"The JSON file has all {len(rows)} settings. "
             f"`{result['command']}`, {result['date']}, commit {environment['git_sha']}, numpy {packages['numpy']}, "
             f"scipy {packages['scipy']}, Python {environment['python']}, {environment['machine']}, "
             f"{environment['cpu']}.",

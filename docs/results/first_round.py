@@ -15,15 +15,16 @@ HERE = Path(__file__).parent
 OPENING = """\
 # The first round
 
-The first round tested fifteen questions with five seeds each. Fixed rules decided them: Welch's intervals, with one
+The first round tested fifteen questions with five seeds each. Its fixed rules used Welch's intervals and one
 correlation over seeds for all rows of a table. Four claims were refuted; eleven stayed undecided. Thirteen questions
-were repeated at looks with new seeds ([verdicts](README.md)). The refuted q_length and q_null were not repeated.
+were repeated at looks with new seeds ([verdicts](README.md)), all but the refuted q_length and q_null.
 
-Commit 03268cd2 is the last with this round's rules, questions, tables, figures and reports. `git show
-03268cd2:docs/results/README.md` prints its results page; `git checkout 03268cd2` restores everything. The trainings were
-not kept, so figures cannot be redrawn. [first-round.json.xz](first-round.json.xz) has every metric of every row and
-seed, from which [first_round.py](first_round.py) makes this page. It recomputes means; the simultaneous intervals are
-as published. `undecided: 11 seeds` means that 11 seeds would have sufficed with the same means and spreads.
+Commit 03268cd2 is the last with this round's rules, questions and results. `git show 03268cd2:docs/results/README.md`
+prints its results; `git checkout 03268cd2` restores everything. No training was kept.
+[first-round.json.xz](first-round.json.xz) has every metric of every row and seed; [first_round.py](first_round.py)
+makes this page. Means are recomputed; simultaneous intervals are as published. `undecided: 11 seeds` means that 11
+seeds would have sufficed with the same means and spreads. R1 to R15 are [reviewers'
+questions](README.md#questions-of-the-reviewers); "via review" means quoted in a review.
 """
 
 

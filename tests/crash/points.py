@@ -541,7 +541,7 @@ def report(every: Sequence[Outcome]) -> str:
         f"| all | | {len(met)} | {sum(wrong.values())} |",
         "",
         *(f"- {o.scenario}, {o.way}, {o.at}, {o.where}: {'; '.join(o.violations)}" for o in every if o.violations),
-        f"That took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours, at "
+        f"The attempts took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours, at "
         f"{', '.join(Counter(outcome.commit for outcome in every))}, on {os.cpu_count()} CPU cores.",
     ]
     return "\n".join(lines)

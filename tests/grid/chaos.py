@@ -207,16 +207,16 @@ class Soak:
 
 {self.workers} worker(s) ran a grid of {2 * self.seeds} cells {outcome["grids"]} time(s) from the beginning. A cell
 trains {self.steps} steps on {self.devices} device(s), validates, and writes a checkpoint every 20 steps. SIGKILL ended
-processes {count_kills(outcome)} times:
+{count_kills(outcome)} processes:
 
 | killed | times |
 | --- | --: |
 {rows}
 
-The command was given {outcome["commands"]} times, again whenever it was killed or ended early. At the end of each
-grid, every cell was complete once, in its folder and in MLflow. Every curve in MLflow had each point once. All results
-and the table were bit-equal to those of an undisturbed grid. No process was left. All grids took
-{outcome["seconds"]} s together.
+The command was given {outcome["commands"]} times, again whenever it was killed or ended early. Each grid ended with
+exactly one complete run per cell, in its folder and MLflow. Every curve in MLflow had each point once. All results and
+the table were bit-equal to an undisturbed grid's. No process was left over. All grids took {outcome["seconds"]} s
+together.
 
 Made by `python tests/grid/chaos.py {asked}` (`make soak`) at {git_sha()} on {time.strftime("%Y-%m-%d")}: Python
 {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.

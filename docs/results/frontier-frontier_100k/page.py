@@ -38,14 +38,14 @@ COLOURS = {
 OPENING = """\
 # Compute-optimal language models
 
-Language models of Python source code, trained from the beginning on {usual} tokens for each parameter of their blocks
-([method](../../method.md), "A ladder"). Each rule has its best learning rate at its size.
+These language models learned Python source code from scratch, on {usual} tokens for each parameter of their blocks
+([method](../../method.md), "A ladder"). Each rule has its best learning rate at each size.
 """
 CLOSING = """\
 ## Limits
 
-The text is source code, not prose; one recipe; 4,096 tokens; at most {largest} parameters. Learning rates were chosen
-on one seed and a quarter of the tokens ([100k](../frontier_rates-frontier_100k/table.md),
+The text is source code, not prose. Tried: one recipe, a vocabulary of 4,096, at most {largest} parameters.
+Learning rates were chosen with one seed and a quarter of the tokens ([100k](../frontier_rates-frontier_100k/table.md),
 [300k](../frontier_rates-frontier_300k/table.md)). The {count} cells took {hours:.0f} hours of one CPU core, at commits
 {commits}. [page.py](page.py) writes this page and its figure from [cells.jsonl.xz](cells.jsonl.xz).
 """
@@ -128,13 +128,13 @@ def describe(ladder: Ladder) -> list[str]:
     return [
         "**Loss**, Lazy Attention's minus softmax's: "
         + join((compare(place, SOFTMAX, LOSS), f"nats a token at {place.size}") for place in sizes),
-        "**Sink**, heads and sequences that have one: "
+        "**Sink**, share of heads and sequences with one: "
         + join((measure(place, rule, SINK), f"% under {rule} at {place.size}") for place in sizes for rule in SINKS),
         "**Sparsity**, Lazy Attention's zeros minus those that Gaussian scores give: "
         + join((measure(place, LAZY, ZEROS), f"points at {place.size}") for place in sizes),
-        "**Length**, Lazy Attention's loss minus that of softmax with the bias at four times the training's length: "
+        "**Length**, Lazy Attention's loss minus that of softmax + bias, at four times the training length: "
         + join((compare(place, BIASED, FAR), f"nats at {place.size}") for place in sizes),
-        "**Tokens**, the difference in loss to softmax with others than 20 a parameter: "
+        "**Tokens**, Lazy Attention's loss minus softmax's, with other numbers of tokens a parameter: "
         + join(
             (compare(place, SOFTMAX, LOSS), f"nats with {place.ratio} at {place.size}")
             for place in ladder.cells
@@ -183,9 +183,9 @@ def format_page(ladder: Ladder) -> str:
     closing = CLOSING.format(largest=ladder.usual[-1].size, count=len(results), hours=seconds / 3600, commits=commits)
     parts = [
         OPENING.format(usual=USUAL),
-        "![A panel for each claim, over the size](ladder.png)\n",
+        "![One panel a claim, against size](ladder.png)\n",
         "\n".join(f"- {sentence}" for sentence in describe(ladder)) + "\n",
-        "± is the half-width of a 95 % interval over at least three seeds, paired by seed in differences.\n",
+        "± is the half-width of a 95 % interval over at least three seeds; differences are paired by seed.\n",
         "\n".join(format_table(ladder)) + "\n",
         closing,
     ]

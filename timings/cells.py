@@ -351,8 +351,9 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
         )  # fmt: skip
     lines += [
         "",
-        f"Whole cells on one thread, in turns with cells of commit {against}: median [quartiles] of pairs. Core-hours "
-        "are CPU time. The ratio is to that commit's cells per core-hour. A step: forward, backward, optimiser.",
+        f"Whole cells of this commit and {against}, run alternately on one thread: median [quartiles] of pairs. "
+        f"Core-hours are CPU time. `ratio`: cells per core-hour, divided by those of {against}. A step: forward, "
+        "backward, optimiser.",
         "",
         *_format_header(["cell", *PHASES[:4], "forward + backward", *PHASES[4:]], 1),
     ]
@@ -364,8 +365,8 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
     return [
         *lines,
         "",
-        "Shares of a cell's CPU time: medians over pairs. Forward includes calls that compute loss and gradients. "
-        "Rest: Lightning's loop, the loader, checkpoints, building the model.",
+        "Shares of a cell's CPU time: medians over pairs. `forward` includes calls that compute loss and gradients. "
+        "`rest`: Lightning's loop, the loader, checkpoints, building the model.",
         "",
     ]
 
@@ -392,7 +393,7 @@ def _format_agreement(groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any
     return [
         *lines,
         "",
-        f"Difference: this commit's outcome minus that of {against} with the same seed, in nats. Margins were declared "
+        f"Difference with the same seed: this commit's outcome minus {against}'s, in nats. Margins were declared "
         "before the runs.",
         "",
     ]
@@ -407,7 +408,7 @@ def _format_attention(shapes: Mapping[str, Mapping[str, Any]], identity: Mapping
     return [
         *lines,
         "",
-        f"CPU time of forward and backward for {identity['tokens']} tokens in float32 on one thread: median "
+        f"CPU time of the forward and backward passes for {identity['tokens']} tokens in float32 on one thread: median "
         "[quartiles] of paired rounds. States: softmax (tau 0, no bias), untrained (tau 1, bias 0), local (tau 1, bias "
         f"-distance / 8). Tiles: {TILE_ROWS} x {TILE_COLUMNS}. The JSON file has all backends.",
         "",
@@ -423,7 +424,7 @@ def _format_threads(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        "Wall time on one thread divided by wall time on two. Shapes and states are as for attention.",
+        "Wall time on one thread divided by wall time on two. Shapes and states: see two tables above.",
         "",
     ]
 

@@ -264,7 +264,7 @@ def format_tables(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     over = result["overhead"]
     lines = [
-        "| seconds of a cell, median | wall | CPU |",
+        "| median seconds per cell | wall | CPU |",
         "|:---|---:|---:|",
         *(
             format_row(
@@ -278,7 +278,7 @@ def format_tables(result: dict[str, Any]) -> str:
         ),
         "",
         "A grid's cell, as a share of bare `Trainer.fit` "
-        f"({over['steps']} steps, one thread, paired cells; median [least, most]): "
+        f"({over['steps']} steps, one thread); median [least, most] of paired cells: "
         + ", ".join(
             f"{name} {100 * s['median']:.1f} % [{100 * s['least']:.1f}, {100 * s['most']:.1f}]"
             for name, s in over["overhead"].items()

@@ -185,16 +185,16 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         f"Each claim has four contrasts with correlation {CORRELATION:g} over seeds. Looks are at n = "
         f"{', '.join(map(str, LOOKS))}. Each scenario has {result['draws']:,} draws. Contrasts and standard deviations "
         "are measured in margins; one number means four equal contrasts. In the rule `mostly`, contrasts are shares of "
-        "trainings in which a statement holds. Support is an error if a contrast is at 0 (`same`, `no_worse`: at the "
-        "margin). Refutation is an error if all contrasts hold by the margin (`same`: by half the margin). Largest "
-        f"error: {errors}. The JSON file has each scenario.",
+        "trainings in which a statement holds. Support is wrong if any contrast is 0 (for `same` and `no_worse`: the "
+        "margin). Refutation is wrong if all contrasts hold by the margin (for `same`: by half). Largest error: "
+        f"{errors}. The JSON file has each scenario.",
         "## Errors, by skewness of the contrasts",
         "\n".join(_format_table([*_SCENARIO, *forms], edges)),
         "## Power, of normal contrasts",
         "\n".join(_format_table([*_SCENARIO, "supported", "refuted", "seeds"], power)),
         "## Errors, of outcomes as observed",
-        "Seeds of committed questions are drawn whole, with replacement. The true values make wrong support and wrong "
-        "refutation likeliest.",
+        "Whole seeds of committed questions are drawn with replacement. At the true values used, wrong support and "
+        "wrong refutation are likeliest.",
         "\n".join(
             _format_table(
                 ["question", "rule", "supported", "refuted"], [[*name, *found] for name, found in observed.items()]

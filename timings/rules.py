@@ -55,8 +55,8 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"Forward and backward of attention alone, {HEADS} heads of dimension {HEAD_DIM}, learned bias. Times are "
-        f"relative to {BASELINE}'s fused path; the median of rule / lazy is {slow:.2f}. The JSON file has the peak "
+        f"Attention alone, forward and backward, with {HEADS} heads of dimension {HEAD_DIM} and a learned bias. Times "
+        f"are relative to {BASELINE}'s fused path; the median of `rule / lazy` is {slow:.2f}. The JSON file has peak "
         "memory.",
     ]
 

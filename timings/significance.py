@@ -350,33 +350,33 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         [
             "# Test for a table's differences",
             "",
-            f"Each setting has {result['draws']} draws (Monte Carlo error at a rate of 0.05: "
-            f"{np.sqrt(0.05 * 0.95 / result['draws']):.4f}). Tests at {ALPHA} are followed by Holm's method over the "
+            f"Each setting has {result['draws']} draws: at a rate of 0.05, the Monte Carlo error is "
+            f"{np.sqrt(0.05 * 0.95 / result['draws']):.4f}. Tests at {ALPHA} are followed by Holm's method over the "
             "differences to a baseline row.",
             "",
             "- **False findings**: worst family-wise error of all differences / worst error of one contrast. "
             f"Both must be at most {result['limit']} in the required settings: 4 and 16 rows; n = 3, 5, 8; intra-seed "
             "correlation 0, 0.35 and 0.7; seed effects additive or scaled with a row's spread; spreads equal or "
             "differing by e^0.5; rows of rules (below).",
-            "- **n = 3, 5, 8**: mean power in required settings, at 4, then at 16 rows. Half the rows differ from the "
+            "- **n = 3, 5, 8**: mean power in required settings with 4 rows, then 16. Half the rows differ from the "
             f"baseline by {EFFECT:g} standard deviations of a typical row.",
-            "- **Beyond**: spreads differ by e^1.5, or one row's spread is e^1.5 (the baseline's: e^-1.5) times the "
-            "others'. **Two rows**: in a table of two rows, spreads are equal or differ by e^0.5.",
+            "- **Beyond**: spreads differ by e^1.5, or one row has e^1.5 times the others' spread (the baseline: "
+            "e^-1.5 times). **Two rows**: spreads are equal or differ by e^0.5.",
             "",
             *_format_table(header, lines),
             "",
-            f"Within the limit in all required settings, by power at n = {N_FOR_POWER}: "
-            f"{'; '.join(find_eligible(result))}. Beyond the limit only for one contrast: "
+            f"Candidates within the limit in all required settings, by power at n = {N_FOR_POWER}: "
+            f"{'; '.join(find_eligible(result))}. Candidates beyond it only for one contrast: "
             f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use {result['chosen']}. Reasons: "
             "[decisions.md](../decisions.md).",
             "",
             "## Rows of rules",
             "",
             "These settings resemble this project's tables. Each rule has two rows with correlation 0.7 or 0.99 over "
-            "seeds; rows of different rules are uncorrelated. Every second rule has 2 or 15 times the spread; the "
-            "baseline's may be one. Family is the greatest family-wise error. Across and within are ranges of one "
-            "difference's error, across rules or within a rule. Power, for a difference of "
-            f"{EFFECT / np.sqrt(2):.2f} of its standard deviations: mean over all rows, then within a rule.",
+            "seeds; rows of different rules are uncorrelated. Every second rule (with or without the baseline's) has 2 "
+            "or 15 times the others' spread. Column `family`: greatest family-wise error. Columns `across` and "
+            "`within`: range of one difference's error across rules, or within one. Power is the mean over all rows, "
+            f"then within a rule, for a difference of {EFFECT / np.sqrt(2):.2f} of its standard deviations.",
             "",
             *_format_table(header_by_rule, lines_by_rule),
             "",

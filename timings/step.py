@@ -109,7 +109,7 @@ def format_table(result: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"A training step of {result['tokens']} tokens in float32 on {result['environment']['threads']} thread: median "
-        f"[quartiles] of {result['rounds']} paired rounds. Peak: resident memory beyond that of model and optimiser.",
+        f"[quartiles] of {result['rounds']} paired rounds. Peak: resident memory, excluding model and optimiser.",
         "",
         *format_rules_table(result["rules"]),
         format_provenance(result),

@@ -15,16 +15,16 @@ HERE = Path(__file__).parent
 OPENING = """\
 # The first round
 
-The first round tested fifteen questions with five seeds each. Its fixed rules used Welch's intervals and one
-correlation over seeds for all rows of a table. Four claims were refuted; eleven stayed undecided. Thirteen questions
-were repeated at looks with new seeds ([verdicts](README.md)), all but the refuted q_length and q_null.
+The first round tested fifteen questions with exactly five seeds each. Its rules used Welch's intervals; all rows of a
+table shared one correlation over seeds. Four claims were refuted; eleven stayed undecided. Thirteen questions were
+repeated with new seeds and looks ([verdicts](README.md)); the refuted q_length and q_null were not.
 
-Commit 03268cd2 is the last with this round's rules, questions and results. `git show 03268cd2:docs/results/README.md`
-prints its results; `git checkout 03268cd2` restores everything. No training was kept.
-[first-round.json.xz](first-round.json.xz) has every metric of every row and seed; [first_round.py](first_round.py)
-makes this page. Means are recomputed; simultaneous intervals are as published. `undecided: 11 seeds` means that 11
-seeds would have sufficed with the same means and spreads. R1 to R15 are [reviewers'
-questions](README.md#questions-of-the-reviewers); "via review" means quoted in a review.
+Commit 03268cd2 is the last that has this round's rules, questions and results.
+`git show 03268cd2:docs/results/README.md` prints its results; `git checkout 03268cd2` restores everything. No training
+was kept. [first-round.json.xz](first-round.json.xz) has every metric of every row and seed;
+[first_round.py](first_round.py) makes this page. Means are recomputed; simultaneous intervals are the published ones.
+`undecided: 11 seeds` says that 11 seeds would have sufficed if means and spreads had stayed the same. R1 to R15 are
+[reviewers' questions](README.md#questions-of-the-reviewers); "via review" marks a quotation in a review.
 """
 
 
@@ -69,7 +69,7 @@ def _format_contrast(question: dict[str, Any], contrast: dict[str, Any], column:
         format(number * column["scale"], spec)
         for number in (compute_mean(question, contrast), contrast["low"], contrast["high"])
     )
-    status, why = contrast["status"], contrast["why"]
+    status, why = contrast["status"], contrast["why"].replace("it is above 0.3 otherwise", "softmax's is above 0.3")
     if status == "undecided":
         why = f"{contrast['needed']} seeds" if contrast["needed"] else ""
     return f"- {contrast['name']}: {mean} [{low}, {high}]{unit}, {': '.join(filter(None, (status, why)))}"

@@ -205,7 +205,7 @@ class Soak:
         asked = " ".join(f"--{name} {number}" for name, number in vars(self).items())
         return f"""# What a grid survives
 
-{self.workers} worker(s) ran a grid of {2 * self.seeds} cells {outcome["grids"]} time(s) from the beginning. A cell
+{self.workers} worker(s) ran a grid of {2 * self.seeds} cells from scratch, {outcome["grids"]} time(s). A cell
 trains {self.steps} steps on {self.devices} device(s), validates, and writes a checkpoint every 20 steps. SIGKILL ended
 {count_kills(outcome)} processes:
 
@@ -213,9 +213,9 @@ trains {self.steps} steps on {self.devices} device(s), validates, and writes a c
 | --- | --: |
 {rows}
 
-The command was given {outcome["commands"]} times, again whenever it was killed or ended early. Each grid ended with
-exactly one complete run per cell, in its folder and MLflow. Every curve in MLflow had each point once. All results and
-the table were bit-equal to an undisturbed grid's. No process was left over. All grids took {outcome["seconds"]} s
+Whenever the command was killed or ended early, it was repeated: {outcome["commands"]} commands in all. Each grid ended
+with exactly one complete run per cell, in its folder and MLflow. Every curve in MLflow had each point once. All results
+and the table were bit-equal to an undisturbed grid's. No process was left over. All grids took {outcome["seconds"]} s
 together.
 
 Made by `python tests/grid/chaos.py {asked}` (`make soak`) at {git_sha()} on {time.strftime("%Y-%m-%d")}: Python

@@ -21,12 +21,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 import lit_lazy
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training import run as run_module
-from lit_lazy.training.loggers import MetricFile
 from lit_lazy.training.module import LitLM
 
 ROWS = {"lazy": AttentionSpec(Elastic(), LearnedBias()), "softmax": AttentionSpec()}
@@ -190,10 +190,10 @@ def measure_cell(tree: Path, experiment: str, row: str, seed: int, steps: int | 
 
 
 def train_cell(cfg: RunConfig, *callbacks: L.Callback) -> Any:
-    """The result of a cell with the logger of a grid's cells."""
+    """The result of a cell, with the one logger of files that the code of either commit has."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as name:
         folder = Path(name)
-        return run_module.run(cfg, folder, logger=MetricFile(folder), callbacks=callbacks)
+        return run_module.run(cfg, folder, logger=CSVLogger(folder), callbacks=callbacks)
 
 
 def measure_product_rates() -> list[float]:

@@ -46,8 +46,6 @@ def add_to(commands: Commands) -> None:
             "--baseline ROW": "the row to compare with (default: the ablation's baseline)",
             "--results FILE ...": "take finished cells from this file of `ablate pack` and train only what it lacks; "
             "repeatable",
-            "--mixed": "also take cells of another backend, torch or Python, from --results and from other grids of "
-            "--runs: their rounding differs",
             "--limit 90m": "start no cell after this time, in m or h, from the command's start; those that run are "
             "finished, and the same command resumes; each worker starts at least one, however long the preparation "
             "took",
@@ -145,7 +143,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     console = plain_console()
     with follow(GridMirror(grid.folder), console):
         with allocate_workers(options) as (workers, gpus):
-            same = ("threads", "fresh", "storage", "retry_failed", "launcher", "mixed")
+            same = ("threads", "fresh", "storage", "retry_failed", "launcher")
             given = {name: getattr(options, name) for name in same} | {"loggers": tuple(options.loggers)}
             keep = options.keep_checkpoint
             launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
@@ -393,7 +391,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
     verdict: of a question with looks, that of the looks made so far.
     """
-    from flash_lazy.cpu.library import find_obstacle
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
@@ -432,7 +429,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         keys=group_keys(cells),
         axis_values={cell.variant: cell.axes for cell in cells},
         config=to_dict(base),
-        compiled=find_obstacle() is None,
     )
     folder = None if options.fresh else options.runs / request.grid
     return Grid(
@@ -442,7 +438,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         cells=cells,
         runs=options.runs,
         files=request.files,
-        taken=take_from_files(cells, options.results, folder, options.mixed),
+        taken=take_from_files(cells, options.results, folder),
         changed=options.changed,
     )
 

@@ -17,6 +17,7 @@ import pytest
 from chaos import Soak, check, count_kills, run_killed
 from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, stop_while, wait_until
 
+from flash_lazy.cpu import library
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid import run, worker
 from lit_lazy.grid.ablation import Cell
@@ -29,6 +30,7 @@ from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.run import Grid
 from lit_lazy.grid.runs_folder import RunsEntry
 from lit_lazy.report.page import draw_table_figures
+from lit_lazy.training import devices
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RESULT, RunResult
@@ -106,6 +108,25 @@ def test_results_are_taken_into_no_cell_that_another_command_trains(lab, gate, t
     assert (command.wait(), other.wait()) == (0, 0), command.said + other.said
     assert set(lab.states().values()) == {"complete"}
     assert set(lab.count_steps()) == {f"{trained.name} {step}" for step in STEPS}
+
+
+def test_each_machine_trains_with_the_best_backend_it_has(lab: Lab, tmp_path: Path, monkeypatch) -> None:
+    """A result counts with whatever it was made, in another grid too; the table says which cells differ."""
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    said = []
+    for seeds, instructions in (("0", None), ("0,1", "avx2")):
+        for module in (library, devices):
+            monkeypatch.setattr(module, "get_instruction_set", lambda instructions=instructions: instructions)
+        here = make_lab(tmp_path, lab.training, "--rows", "lazy", "--seeds", seeds)
+        said.append(here.run().count("attention runs slower than it could: no compiled backend is installed"))
+    assert said == [1, 0]
+    other = replace(here, work=replace(here.work, id="other", plan=replace(here.work.plan, ablation="other")))
+    assert f"2 of 2 cells are taken from {here.work.id} " in other.run()
+    caveat = (
+        "Comparable cells differ in backend, which may change rounding: backend chunked: lazy (seed 0); backend cpu: "
+    )
+    for grid in (here, other):
+        assert f"{caveat}lazy (seed 1)." in read_grid(grid.folder).build_table().notes
 
 
 def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_wer
     for more in (["--dry-run"], []):
         before = snapshot_tree(grid)
         said = run(*more, status=2)
-        assert said.startswith("lit-lazy: evaluations: were added, and 1 finished cells kept no model")
+        assert said.startswith("lit-lazy: evaluations: changed, and 1 finished cells kept no model")
         assert snapshot_tree(grid).keys() == before.keys()
     run("--changed", "--keep-checkpoint")
     trained = read_cells()

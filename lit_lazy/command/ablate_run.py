@@ -135,9 +135,10 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
+    from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.mirror import GridMirror, follow
-    from lit_lazy.grid.run import count_waiting, run_grid
+    from lit_lazy.grid.run import run_grid
 
     check_destinations(options)
     console = plain_console()
@@ -155,8 +156,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
         _print_table(options, request.question, grid, table)
-        if not finished and until is not None and (waiting := count_waiting(grid)):
-            print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
+        waiting = [cell for cell in grid.cells if read_state(grid.locate(cell.key)) == "waiting"]
+        if not finished and until is not None and waiting:
+            print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
         report, saved = grid.folder / "report.html", grid.folder / "table.json"
         if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
             from lit_lazy.report.publish import draw_report
@@ -394,7 +396,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
 
     request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
@@ -407,16 +409,20 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
     from lit_lazy.grid.packed import take_from_files
-    from lit_lazy.grid.plan import Plan, group_keys
+    from lit_lazy.grid.plan import Plan
     from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
+    from lit_lazy.table.records import RowInfo
 
+    keys: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
     plan = Plan(
         ablation=ablation.name,
         base=request.base_title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(chosen, request.base_title)),
+        rows=tuple(RowInfo(row.name, row.source, seeds, request.base_title, row.note) for row, seeds in chosen),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
@@ -426,7 +432,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         declaration=request.declaration,
         primary=ablation.primary,
         files=hash_uncommitted(request.files),
-        keys=group_keys(cells),
+        keys=keys,
         axis_values={cell.variant: cell.axes for cell in cells},
         config=to_dict(base),
     )

@@ -25,11 +25,10 @@ from lit_lazy.grid.cells import read_files
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.pool import Pool
-from lit_lazy.grid.worker import execute, prepare_process
+from lit_lazy.grid.worker import execute, log_by, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores
-from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
 from lit_lazy.training.run_folder import FAILURE, SETTINGS, clear_failure, locate_cell
@@ -42,8 +41,6 @@ AGAIN_SECONDS = 5.0
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Near Ray's minimum: a cell's files are small."""
-
-log = logging.getLogger("lit_lazy.worker")
 
 
 @dataclass(frozen=True)
@@ -215,32 +212,14 @@ def execute_task(cell: Cell, job: Job, folder: str) -> Ending:
     if not shared:  # a folder of this grid alone: after --fresh there is another, and the head decides who tries again
         job = dataclasses.replace(job, folder=job.folder.parent / f"ray-{job.mark[:8]}" / job.folder.name)
         clear_failure(locate_cell(job.folder, cell.key))
-    with _log_to_file(job):
-        prepare_process(job)
-        with Interrupts(patient=True) as interrupts:
-            ending = execute(cell, job, interrupts, lambda *_: "")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / f"worker-{socket.gethostname()}-ray.log"  # of all tasks of the grid on this machine
+    path.touch(mode=PRIVATE)
+    log_by(logging.FileHandler(path))
+    prepare_process(job)
+    with Interrupts(patient=True) as interrupts:
+        ending = execute(cell, job, interrupts, lambda *_: "")
     if shared:
         return ending
     names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, FAILURE, RESULT
     return dataclasses.replace(ending, files=read_files(locate_cell(job.folder, cell.key), names))
-
-
-@contextmanager
-def _log_to_file(job: Job) -> Iterator[None]:
-    """Log to one file for all tasks of a grid on this machine."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / f"worker-{socket.gethostname()}-ray.log"
-    path.touch(mode=PRIVATE)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    root.addHandler(handler)
-    try:
-        yield
-    except Exception:
-        log.exception("the task failed")
-        raise
-    finally:
-        root.removeHandler(handler)
-        handler.close()

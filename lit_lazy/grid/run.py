@@ -368,11 +368,6 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
         write_text(known.path / PLAN, replace(known.plan, declaration=replace(declared, seen=True)).to_json())
 
 
-def count_waiting(work: Work) -> int:
-    """The number of cells that wait, as a time limit leaves them."""
-    return sum(read_state(work.locate(cell.key)) == "waiting" for cell in work.cells)
-
-
 class Supervisor:
     """Gives cells to workers until none waits or runs."""
 

@@ -76,14 +76,6 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
 
     Raises KeyboardInterrupt at an interrupt, with a checkpoint of the training.
     """
-    try:
-        return _execute(cell, job, interrupts, judge)
-    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
-        log.info("%s", error)
-        return Ending(cell.key, "busy")
-
-
-def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Ending:
     folder, name = locate_cell(job.folder, cell.key), f"{cell.variant} seed {cell.seed}"
     callbacks: list[Callback] = [] if job.monitored is None else [Pruning(job.monitored, judge)]
     lock = None
@@ -107,8 +99,9 @@ def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endi
         )
         log.info("done %s", name)
         return Ending(cell.key, "done")
-    except BusyError:
-        raise
+    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
+        log.info("%s", error)
+        return Ending(cell.key, "busy")
     except PrunedError as error:
         log.info("pruned %s: %s", name, error)
         write_failure(folder, str(error), final=True)  # another command may have given it to a worker too
@@ -171,10 +164,14 @@ def _log_to(file: Path) -> str:
         if not is_disk_full(error):
             raise
         return describe_exception(error)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    log_by(logging.StreamHandler(sys.stdout))
     return ""
+
+
+def log_by(handler: logging.Handler) -> None:
+    """Let a handler write what this process logs, without secrets."""
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def _serve(connection: Connection, job: Job, interrupts: Interrupts) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,24 +66,19 @@ class Share:
 class Cluster:
     """A Ray cluster that this process has joined."""
 
-    machines: Sequence[Mapping[str, Any]]
-    """Ray's description of each machine."""
+    sizes: Sequence[tuple[float, float]]
+    """CPUs and GPUs of each machine."""
 
     @property
     def has_gpus(self) -> bool:
         """Whether any machine has a GPU."""
-        return any(gpus >= 1 for _, gpus in self._sizes)
-
-    @property
-    def _sizes(self) -> list[tuple[float, float]]:
-        found = [machine["Resources"] for machine in self.machines]
-        return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]
+        return any(gpus >= 1 for _, gpus in self.sizes)
 
     def count_cells(self, share: Share) -> int:
         """How many cells run at once. Raises ValueError if none fits: they would wait forever."""
-        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self._sizes)
+        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self.sizes)
         if not times:
-            sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self._sizes))
+            sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self.sizes))
             raise ValueError(
                 f"--threads {share.cpus}, --gpus {share.gpus:g}: each cell asks for {share}, which no machine of the "
                 f"Ray cluster has (they have {sizes}); ask for less"
@@ -109,7 +104,8 @@ def join_cluster(address: str) -> Iterator[Cluster]:
             ray.init(address, **quiet)
         if in_main_thread:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers requeue
-        yield Cluster([machine for machine in ray.nodes() if machine["Alive"]])
+        machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+        yield Cluster([(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in machines])
     finally:
         ray.shutdown()
 

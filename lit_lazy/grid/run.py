@@ -269,7 +269,7 @@ def is_finished(states: Mapping[str, str]) -> bool:
     return all(state in FINISHED for state in states.values())
 
 
-def save_plan(grid: Grid, console: Console) -> Plan:
+def save_plan(grid: Grid, console: Console) -> None:
     """Write the plan of a grid, merged with the former one in its folder."""
     with make_file_lock(grid.folder / f"{PLAN}.lock"):
         try:
@@ -280,7 +280,6 @@ def save_plan(grid: Grid, console: Console) -> Plan:
         write_text(grid.folder / PLAN, plan.to_json())
     if measurable:
         console.print(describe_measurable(measurable), highlight=False)
-    return plan
 
 
 def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:

@@ -48,19 +48,6 @@ def cells_of(lab: Lab, state: str) -> list[Path]:
     return [lab.cell(key) for key, found in lab.states().items() if found == state]
 
 
-def test_a_grid_from_start_to_table_and_again(lab: Lab) -> None:
-    said = lab.run(workers=2)
-    assert "4 cells, 0 already finished, 4 to train" in said
-    assert "4/4 cells done, 0 running" in said
-    lab.check_done()
-    table = lab.table()
-    written = {path: path.stat().st_mtime_ns for path in lab.folder.rglob("*.json")}
-    assert lab.run().strip() == "4 cells, all finished: nothing to do"
-    assert (lab.table(), lab.count_steps()) == (table, dict.fromkeys(lab.count_steps(), 1))
-    changed = {path.name for path, then in written.items() if path.stat().st_mtime_ns != then}
-    assert changed <= {"plan.json"}
-
-
 def test_commands_that_share_a_folder_share_its_cells(tmp_path: Path, lab: Lab) -> None:
     """Three with six workers each, more than cells at the end; one asks for all rows, the others for one each."""
     seeds = ("--seeds", "0,1,2,3,4,5")

@@ -1,6 +1,7 @@
 """Cells as Ray tasks on a cluster of two nodes on this machine."""
 
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -204,13 +205,13 @@ def test_a_mistake_is_one_line_and_creates_nothing(options, said, pair, closed_p
     ],
 )
 def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -> None:
-    sizes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 2.0}]
-    assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
+    assert Cluster([(8.0, 2.0), (2.0, 0.0)]).count_cells(share) == times
 
 
 def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, monkeypatch) -> None:
     """They are written here, the result last, and the cell is done."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a task sets its own
     lab.folder.mkdir(parents=True)
     cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
     mark = read_grid_id(lab.folder)

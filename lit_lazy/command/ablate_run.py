@@ -474,11 +474,11 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
-    from lit_lazy.grid.ray_pool import Share, join_cluster
+    from lit_lazy.grid.ray_pool import count_cells, join_cluster
 
-    with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
+    with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as machines:
         devices = options.devices or 1
-        gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
-        share = Share(options.threads * devices, gpus)
-        fitting = cluster.count_cells(share)
-        yield options.workers or fitting, share.gpus
+        has_gpus = any(gpus >= 1 for _, gpus in machines)
+        gpus = devices * float(has_gpus) if options.gpus is None else options.gpus
+        fitting = count_cells(machines, options.threads * devices, gpus)
+        yield options.workers or fitting, gpus

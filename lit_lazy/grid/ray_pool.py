@@ -5,6 +5,7 @@ Ray places the tasks by their share of CPUs and GPUs; it retries nothing.
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -43,52 +43,32 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Near Ray's minimum: a cell's files are small."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """The resources of one cell."""
-
-    cpus: int
-    gpus: float
-    """A fraction of one GPU, or a whole number of GPUs."""
-
-    def __str__(self) -> str:
-        return f"{self.cpus} CPU{'s' * (self.cpus != 1)} and {self.gpus:g} GPU{'s' * (self.gpus != 1)}"
-
-    def count_cells_in(self, cpus: float, gpus: float) -> int:
-        """How many cells of this share fit on a machine. A fraction lies within one GPU."""
-        times = int(cpus // self.cpus)
-        if self.gpus == 0:
-            return times
-        return min(times, int(gpus // self.gpus) if self.gpus >= 1 else int(gpus) * int(1 / self.gpus))
+Machine = tuple[float, float]
+"""The CPUs and GPUs of a machine."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A Ray cluster that this process has joined."""
+def count_cells(machines: Sequence[Machine], cpus: int, gpus: float) -> int:
+    """How many cells, each with so many CPUs and GPUs, or a fraction of one GPU, run at once on a cluster's machines.
 
-    sizes: Sequence[tuple[float, float]]
-    """CPUs and GPUs of each machine."""
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether any machine has a GPU."""
-        return any(gpus >= 1 for _, gpus in self.sizes)
-
-    def count_cells(self, share: Share) -> int:
-        """How many cells run at once. Raises ValueError if none fits: they would wait forever."""
-        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self.sizes)
-        if not times:
-            sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self.sizes))
-            raise ValueError(
-                f"--threads {share.cpus}, --gpus {share.gpus:g}: each cell asks for {share}, which no machine of the "
-                f"Ray cluster has (they have {sizes}); ask for less"
-            )
-        return times
+    Raises ValueError if none fits: they would wait forever.
+    """
+    times = 0
+    for has_cpus, has_gpus in machines:
+        of_gpus = has_gpus // gpus if gpus >= 1 else int(has_gpus) * int(1 / gpus) if gpus else math.inf
+        times += int(min(has_cpus // cpus, of_gpus))
+    if not times:
+        sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in machines))
+        share = f"{cpus} CPU{'s' * (cpus != 1)} and {gpus:g} GPU{'s' * (gpus != 1)}"
+        raise ValueError(
+            f"--threads {cpus}, --gpus {gpus:g}: each cell asks for {share}, which no machine of the Ray cluster has "
+            f"(they have {sizes}); ask for less"
+        )
+    return times
 
 
 @contextmanager
-def join_cluster(address: str) -> Iterator[Cluster]:
-    """Join the cluster at `HOST:PORT` or `auto`; for `local`, start one that ends with the context.
+def join_cluster(address: str) -> Iterator[list[Machine]]:
+    """Join the cluster at `HOST:PORT` or `auto`, whose machines it gives; for `local`, start one for the context.
 
     Raises a one-line ValueError if that fails.
     """
@@ -105,7 +85,7 @@ def join_cluster(address: str) -> Iterator[Cluster]:
         if in_main_thread:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers requeue
         machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-        yield Cluster([(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in machines])
+        yield [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in machines]
     finally:
         ray.shutdown()
 

@@ -352,17 +352,15 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
 
     Those are taken results, and those that --fresh moved aside, which the same trainings give again.
     """
-    if grid.plan.declaration is None or not grid.plan.declaration.commit:
+    known, now = read_grid(grid.folder), grid.plan.declaration
+    declared = known.plan.declaration
+    if now is None or declared is None or not now.commit or declared.seen:
         return
     keys = {cell.key for cell in grid.cells}
     aside = [folder for folder in grid.runs.glob(f"{escape(grid.id)}{ASIDE}*/cells/*") if folder.name in keys]
     again = [(result, read_end(folder)) for folder in aside if (result := RunResult.peek(folder))]
-    known = [*((one.result, one.ended) for one in taken), *again]
-    made = {(result.environment.get("git_sha", ""), ended) for result, ended in known}
-    known = GridFolder.read(grid.folder) if made else None
-    declared = None if known is None else known.plan.declaration
-    if known is None or declared is None or declared.seen:
-        return
+    results = [*((one.result, one.ended) for one in taken), *again]
+    made = {(result.environment.get("git_sha", ""), ended) for result, ended in results}
     if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
         write_text(known.path / PLAN, replace(known.plan, declaration=replace(declared, seen=True)).to_json())
 

@@ -396,7 +396,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows
 
     request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
@@ -409,20 +409,16 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
     from lit_lazy.grid.packed import take_from_files
-    from lit_lazy.grid.plan import Plan
+    from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
-    from lit_lazy.table.records import RowInfo
 
-    keys: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
     plan = Plan(
         ablation=ablation.name,
         base=request.base_title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(RowInfo(row.name, row.source, seeds, request.base_title, row.note) for row, seeds in chosen),
+        rows=tuple(make_row_infos(chosen, request.base_title)),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
@@ -432,7 +428,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         declaration=request.declaration,
         primary=ablation.primary,
         files=hash_uncommitted(request.files),
-        keys=keys,
+        keys=group_keys(cells),
         axis_values={cell.variant: cell.axes for cell in cells},
         config=to_dict(base),
     )

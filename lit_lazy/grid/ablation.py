@@ -22,7 +22,7 @@ from lit_lazy.support.errors import describe_exception, did_you_mean, naming, sh
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
-from lit_lazy.table.records import Column, Contrast, check_row_name
+from lit_lazy.table.records import Column, Contrast, RowInfo, check_row_name
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import load_data, load_outline, prepare, prepare_outline
@@ -379,3 +379,8 @@ def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, st
         row: {name: shown[path][str(config[path])] for path, name in names.items() if path in config}
         for row, config in flat.items()
     }
+
+
+def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
+    """The rows' descriptions for the table."""
+    return [RowInfo(row.name, row.source, seeds, base_name, row.note) for row, seeds in chosen]

@@ -4,14 +4,14 @@ import ast
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from glob import escape
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data.facts import compute_learned_nats, list_doubts
@@ -27,6 +27,9 @@ from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.ablation import Cell
 
 PLAN = "plan.json"
 """File in a grid's folder."""
@@ -497,6 +500,14 @@ def list_grids(runs: Path) -> list[str]:
     """Names of the grids in a runs folder, without those that `--fresh` moved aside."""
     folders = [folder for folder in runs.iterdir() if ASIDE not in folder.name] if runs.is_dir() else []
     return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder))
+
+
+def group_keys(cells: "Iterable[Cell]") -> dict[str, dict[str, str]]:
+    """The keys of cells by row and seed."""
+    keys: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
+    return keys
 
 
 def _sum_seconds(cells: Sequence[CellRecord]) -> float | None:

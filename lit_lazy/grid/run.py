@@ -495,12 +495,9 @@ class Supervisor:
         repeated = self._pause > 0  # the first time, space may have been freed since
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
         if repeated:
-            places = " and ".join(
-                map(str, {folder.stat().st_dev: folder for folder, _ in self._list_places()}.values())
-            )
             self._say(
-                f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
-                f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
+                f"a write failed for lack of space, but there is some in {self.folder} (a quota? another disk?): "
+                f"retrying in {self._pause:.0f} s; see worker-*.log there"
             )
         time.sleep(self._pause)
 

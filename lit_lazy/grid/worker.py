@@ -76,6 +76,14 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
 
     Raises KeyboardInterrupt at an interrupt, with a checkpoint of the training.
     """
+    try:
+        return _execute(cell, job, interrupts, judge)
+    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
+        log.info("%s", error)
+        return Ending(cell.key, "busy")
+
+
+def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Ending:
     folder, name = locate_cell(job.folder, cell.key), f"{cell.variant} seed {cell.seed}"
     callbacks: list[Callback] = [] if job.monitored is None else [Pruning(job.monitored, judge)]
     lock = None
@@ -99,9 +107,8 @@ def execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endin
         )
         log.info("done %s", name)
         return Ending(cell.key, "done")
-    except BusyError as error:  # also of a lease that was lost, where nothing may be written, not even a failure
-        log.info("%s", error)
-        return Ending(cell.key, "busy")
+    except BusyError:
+        raise
     except PrunedError as error:
         log.info("pruned %s: %s", name, error)
         write_failure(folder, str(error), final=True)  # another command may have given it to a worker too

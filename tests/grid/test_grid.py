@@ -305,26 +305,19 @@ def test_fresh_moves_a_grid_aside_unless_it_is_in_use(lab: Lab, gate: Path) -> N
     assert len(list(aside.glob("cells/*/result.json"))) == 4
 
 
-def test_a_limit_starts_no_further_cell(lab: Lab) -> None:
+def test_a_limit_starts_no_further_cell_and_waits_for_no_other_command(lab: Lab, gate: Path) -> None:
     """Each worker starts one, so that a command that is given again and again ends the grid."""
-    for left in (2, 0):
-        assert "cells done" in lab.run(workers=2, status=1 if left else 0, until=time.time() - 1)
-        assert len(cells_of(lab, "waiting")) == left
+    assert "cells done" in lab.run(workers=2, status=1, until=time.time() - 1)
+    assert len(cells_of(lab, "waiting")) == 2
+    with hold(gate):
+        command = lab.start(workers=2, until=time.time() - 1)
+        wait_until(lambda: len(cells_of(lab, "running")) == 2)
+        lab.run(workers=2, status=1, until=time.time() - 1)
+        assert command.is_alive
+    assert command.wait() == 0
     lab.check_done()
     assert is_over(time.time() - 1)
     assert not is_over(None)
-
-
-def test_a_limit_ends_a_command_that_finds_nothing_to_start(lab: Lab, gate: Path) -> None:
-    """More workers than cells are left, as in the second job of a cluster: it does not wait for the first."""
-    gate.touch()
-    command = lab.start(workers=4)
-    wait_until(lambda: len(cells_of(lab, "running")) == 4)
-    lab.run(workers=2, status=1, until=time.time() - 1)
-    assert command.is_alive
-    gate.unlink()
-    assert command.wait() == 0
-    lab.check_done()
 
 
 def make_pool(size: int, judge: Callable[[], str] = str, is_alive: Callable[[], bool] = lambda: True):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
@@ -259,10 +259,10 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
-def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
+def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
 
-    former: the grid's settings as text, by row and dotted path. Other evaluations may need no training.
+    former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows

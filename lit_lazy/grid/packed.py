@@ -129,12 +129,9 @@ def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     if not found and (file := folder / CELLS).exists():
         packed = Pack.read(file, "packed cells").cells.values()
         found = {cell.row: flatten(cell.result.config) for cell in packed}
-    return {row: describe_settings(settings) for row, settings in found.items()} or None
-
-
-def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings by dotted path as text, without the seed."""
-    return {path: str(value) for path, value in settings.items() if path != "seed"}
+    return {
+        row: {path: str(value) for path, value in settings.items() if path != "seed"} for row, settings in found.items()
+    } or None
 
 
 @dataclass(frozen=True)

@@ -298,18 +298,17 @@ def _drop_finished(
     from lit_lazy.grid.ablation import has_built_data
     from lit_lazy.grid.plan import GridFolder
 
-    known = GridFolder.read(options.runs / request.grid)
-    if known is None:
+    if GridFolder.read(options.runs / request.grid) is None:
         return request.chosen
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
+    from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.run import describe_measurable, merge_plan
 
     grid = make()
     _, measurable = merge_plan(grid)
-    finished = {cell.key for cell in known.cells if cell.status == "complete"}
-    done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
+    done = {(cell.variant, cell.seed) for cell in grid.cells if read_state(grid.locate(cell.key)) == "complete"}
     if measurable:
         print(describe_measurable(measurable))
     left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]

@@ -294,17 +294,18 @@ def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
     if known is None:
         return grid.plan, set()
     former, asked = known.cells, {(cell.variant, cell.seed): cell for cell in grid.cells}
-    is_trained: dict[tuple[str, int], bool] = {}
-    """Whether the former finished cell of a row and seed has another key, but the same training."""
+    is_trained: dict[tuple[str, int], bool] = {}  # of finished cells with another key: whether by the same training
     measurable, lost = set[tuple[str, int]](), list[float]()
     for cell in former:
         place = cell.variant, cell.seed
         if place not in asked or asked[place].key == cell.key or cell.result is None:
             continue
         is_trained[place] = cell.result.training_key == asked[place].training_key
-        if is_trained[place] and (cell.folder / FINAL_CHECKPOINT).exists():
+        if not is_trained[place] or read_state(grid.locate(asked[place].key)) == "complete":
+            continue
+        if (cell.folder / FINAL_CHECKPOINT).exists():
             measurable.add(place)
-        elif is_trained[place]:
+        else:
             lost.append(cell.result.timings.get("train_seconds", 0.0))
     if lost and not grid.changed:
         raise ValueError(

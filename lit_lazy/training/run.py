@@ -240,7 +240,7 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
     """
     own = training_key(cfg, source.fingerprint)
     asked = {evaluation_key(one): one for one in cfg.evaluations}
-    for model in folder.parent.glob(f"*/{FINAL_CHECKPOINT}") if asked else ():
+    for model in folder.parent.glob(f"*/{FINAL_CHECKPOINT}"):
         # Parsed only if it may serve: it names its key, which is the training key without evaluations.
         path = model.with_name(RESULT)
         known = RunResult.peek(path.parent) if path.exists() and own.encode() in path.read_bytes() else None

@@ -90,7 +90,7 @@ def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
 
 
 def _make_run_options(options: Namespace, name: str, limit: float | None = None) -> Namespace:
-    own = {"ablation": name, "rows": [], "baseline": None, "results": [], "mixed": False, "limit": limit}
+    own = {"ablation": name, "rows": [], "baseline": None, "results": [], "limit": limit}
     return Namespace(**vars(options) | own)
 
 

@@ -99,7 +99,6 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
 def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
     """What a grid's file says otherwise than when the grid began; "" if nothing, or if NAME is not that file's."""
     from lit_lazy.command.ablate_run import check_settings, parse_request
-    from lit_lazy.grid.packed import describe_settings
     from lit_lazy.support.named_files import list_available
 
     if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
@@ -109,9 +108,7 @@ def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
         request = parse_request(argparse.Namespace(**vars(options), **all_cells), [])
         if request.grid != grid.path.name:
             return ""
-        check_settings(
-            request, {cell.variant: describe_settings(cell.settings) for cell in grid.cells if cell.settings}
-        )
+        check_settings(request, {cell.variant: cell.settings for cell in grid.cells if cell.settings})
         begun, declared = grid.plan.declaration, request.declaration
         if begun is not None and declared is not None and begun.digest != declared.digest:
             return "its claim or rules changed since its run, so another verdict would be exploratory"

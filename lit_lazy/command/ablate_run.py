@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
@@ -46,8 +46,6 @@ def add_to(commands: Commands) -> None:
             "--baseline ROW": "the row to compare with (default: the ablation's baseline)",
             "--results FILE ...": "take finished cells from this file of `ablate pack` and train only what it lacks; "
             "repeatable",
-            "--mixed": "also take cells of another backend, torch or Python, from --results and from other grids of "
-            "--runs: their rounding differs",
             "--limit 90m": "start no cell after this time, in m or h, from the command's start; those that run are "
             "finished, and the same command resumes; each worker starts at least one, however long the preparation "
             "took",
@@ -137,15 +135,16 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
+    from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.mirror import GridMirror, follow
-    from lit_lazy.grid.run import count_waiting, run_grid
+    from lit_lazy.grid.run import run_grid
 
     check_destinations(options)
     console = plain_console()
     with follow(GridMirror(grid.folder), console):
         with allocate_workers(options) as (workers, gpus):
-            same = ("threads", "fresh", "storage", "retry_failed", "launcher", "mixed")
+            same = ("threads", "fresh", "storage", "retry_failed", "launcher")
             given = {name: getattr(options, name) for name in same} | {"loggers": tuple(options.loggers)}
             keep = options.keep_checkpoint
             launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
@@ -157,8 +156,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
         _print_table(options, request.question, grid, table)
-        if not finished and until is not None and (waiting := count_waiting(grid)):
-            print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
+        waiting = [cell for cell in grid.cells if read_state(grid.locate(cell.key)) == "waiting"]
+        if not finished and until is not None and waiting:
+            print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
         report, saved = grid.folder / "report.html", grid.folder / "table.json"
         if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
             from lit_lazy.report.publish import draw_report
@@ -259,10 +259,10 @@ def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
-def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, str]]) -> None:
+def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError if rows have other settings than in the grid, which the run itself would refuse too.
 
-    former: the grid's settings as text, by row and dotted path. Other evaluations may need no training.
+    former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
@@ -298,18 +298,17 @@ def _drop_finished(
     from lit_lazy.grid.ablation import has_built_data
     from lit_lazy.grid.plan import GridFolder
 
-    known = GridFolder.read(options.runs / request.grid)
-    if known is None:
+    if GridFolder.read(options.runs / request.grid) is None:
         return request.chosen
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
+    from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.run import describe_measurable, merge_plan
 
     grid = make()
     _, measurable = merge_plan(grid)
-    finished = {cell.key for cell in known.cells if cell.status == "complete"}
-    done = {(cell.variant, cell.seed) for cell in grid.cells if cell.key in finished}
+    done = {(cell.variant, cell.seed) for cell in grid.cells if read_state(grid.locate(cell.key)) == "complete"}
     if measurable:
         print(describe_measurable(measurable))
     left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]
@@ -393,7 +392,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
     verdict: of a question with looks, that of the looks made so far.
     """
-    from flash_lazy.cpu.library import find_obstacle
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
@@ -432,7 +430,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         keys=group_keys(cells),
         axis_values={cell.variant: cell.axes for cell in cells},
         config=to_dict(base),
-        compiled=find_obstacle() is None,
     )
     folder = None if options.fresh else options.runs / request.grid
     return Grid(
@@ -442,7 +439,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         cells=cells,
         runs=options.runs,
         files=request.files,
-        taken=take_from_files(cells, options.results, folder, options.mixed),
+        taken=take_from_files(cells, options.results, folder),
         changed=options.changed,
     )
 
@@ -472,11 +469,11 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
-    from lit_lazy.grid.ray_pool import Share, join_cluster
+    from lit_lazy.grid.ray_pool import count_cells, join_cluster
 
-    with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
+    with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as machines:
         devices = options.devices or 1
-        gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
-        share = Share(options.threads * devices, gpus)
-        fitting = cluster.count_cells(share)
-        yield options.workers or fitting, share.gpus
+        has_gpus = any(gpus >= 1 for _, gpus in machines)
+        gpus = devices * float(has_gpus) if options.gpus is None else options.gpus
+        fitting = count_cells(machines, options.threads * devices, gpus)
+        yield options.workers or fitting, gpus

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.key import cell_key, training_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
+from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import load_attribute
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
@@ -25,7 +25,7 @@ from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, RowInfo, check_row_name
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import load_outline, prepare, prepare_outline
+from lit_lazy.training.prepare import load_data, load_outline, prepare, prepare_outline
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
@@ -226,6 +226,12 @@ class Cell:
     """Canonical form of the RunConfig."""
     axes: dict[str, str]
     """Values of the fields that vary within the ablation, by short name."""
+
+    @property
+    def training_key(self) -> str:
+        """The key of its training, whatever is measured on its model."""
+        config = from_dict(RunConfig, self.config)
+        return training_key(config, load_data(config.data).fingerprint)
 
 
 def load_ablation(path: Path) -> Ablation:

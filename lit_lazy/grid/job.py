@@ -1,8 +1,4 @@
-"""What to execute and how: for a command, and for the workers that it starts.
-
-A grid's cells are trained with the compiled backend of CPUs as the grid began, on whichever machine: the backends round
-differently, and a table should not mix them. The plan holds the choice.
-"""
+"""What to execute and how: for a command, and for the workers that it starts."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.inside import join_name
-from lit_lazy.training.devices import find_missing_backend, select_training_device
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.run_folder import locate_cell
 
@@ -66,8 +60,6 @@ class LaunchOptions:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
-    mixed: bool = False
-    """Take results of another backend, torch or Python too."""
     until: float | None = None
     """Time, as by `time.time`, after which no cell starts; None for no limit."""
 
@@ -88,8 +80,6 @@ class Job:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
-    compiled: bool | None = None
-    """Whether cells are trained with the compiled backend of CPUs; None: if the machine has it."""
     monitored: str | None = None
     """Metric by which the points of a search are judged at each validation; None for no judgement."""
 
@@ -105,28 +95,3 @@ class Ending:
     """Whether another attempt would fail again."""
     files: Mapping[str, bytes] | None = None
     """The run folder's files, by name, from a worker that does not share the folder."""
-
-
-def require_compiled_backend(grid: str) -> None:
-    """Raise a one-line ValueError if this machine would train cells without the compiled backend."""
-    if missing := find_missing_backend():
-        raise ValueError(
-            f"{grid}: began with the compiled backend and keeps it, but {missing}, or name another --runs folder"
-        )
-
-
-def keeps_another_backend(compiled: bool) -> bool:
-    """Whether a grid that began with or without the compiled backend differs in it from trainings of this process."""
-    return select_training_device().type == "cpu" and compiled != (find_obstacle() is None)
-
-
-def describe_portable_backend(grid: str) -> str | None:
-    """One line on what a grid without the compiled backend lacks on this machine's CPU; None on an accelerator."""
-    if select_training_device().type != "cpu":
-        return None
-    if obstacle := find_obstacle():
-        return f"attention runs slower than it could: {obstacle}"
-    return (
-        f"{grid} began without the compiled backend and keeps doing without it; --fresh starts again with it, another "
-        "--runs folder keeps both"
-    )

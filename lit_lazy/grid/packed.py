@@ -1,22 +1,15 @@
-"""Finished cells in one file, and results that a grid takes from such files or from other grids instead of training.
-
-A result serves a cell with the same key. It also serves one with the same training key, if it has all of its
-evaluations: they were measured on the same model.
-"""
+"""Finished cells in one file, and results that a grid takes from such files or from other grids by the cell's key."""
 
 import json
 import lzma
 import os
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from lit_lazy.config.key import cell_key, evaluation_key, training_key
+from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
@@ -25,11 +18,10 @@ from lit_lazy.grid.plan import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.table.records import check_row_name
-from lit_lazy.training.prepare import find_backend, load_data
-from lit_lazy.training.result import DECIDING, DIAGNOSTICS, METRICS, RESULT, RunResult
+from lit_lazy.training.prepare import load_data
+from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2
@@ -42,7 +34,6 @@ MOST_BYTES = 2**28
 """Largest content of a packed file: cells by the ten thousand; also what decompressing it may take."""
 LATEST = 1e11
 """Largest time of a file, in seconds since the epoch."""
-STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
 
 
 def pack_grid(grid: GridFolder, out: Path) -> tuple[int, int]:
@@ -70,6 +61,25 @@ def read_end(folder: Path) -> float:
     return (folder / RESULT).stat().st_mtime
 
 
+class PackedCell(NamedTuple):
+    """A line of a packed file."""
+
+    row: str
+    """In the grid that was packed; one that asks for the result may name its rows otherwise."""
+    ended: float
+    """As of `read_end`."""
+    result: RunResult
+
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> "PackedCell":
+        """Parse a line's JSON. Raises ValueError, TypeError or LookupError if it is none of a packed file."""
+        row, ended = line.pop("variant"), line.pop("ended", 0)  # format 1 has no end
+        check_row_name(row)
+        check_value("ended", ended, Annotated[float, Bounds(ge=0, le=LATEST)])
+        del line["seed"]  # the config has it
+        return cls(row, ended, RunResult.from_dict(line))
+
+
 @dataclass(frozen=True)
 class Pack:
     """The content of a packed file."""
@@ -77,11 +87,8 @@ class Pack:
     path: Path
     grid: str
     """The id of the grid that was packed."""
-    results: Sequence[RunResult]
-    rows: Sequence[str]
-    """The row of each result in that grid; one that asks for the result may name its rows otherwise."""
-    ended: Mapping[str, float]
-    """When each training ended, by the result's key, in seconds since the epoch; 0 if that is unknown."""
+    cells: Mapping[str, PackedCell]
+    """By key."""
 
     @classmethod
     def read(cls, path: Path, what: str = "--results") -> "Pack":
@@ -99,17 +106,10 @@ class Pack:
             header, *lines = map(parse_json, content.splitlines())
             kind, _, number = header["format"].rpartition(" ")
             require_known_format(option, {"format": int(number)}, FORMAT)
-            if kind != KIND or header["cells"] != len(lines):
-                raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
-            rows = [line.pop("variant") for line in lines]
-            for row in rows:
-                check_row_name(row)
-            for line in lines:
-                del line["seed"]  # the config has it
-            ended = {line["key"]: line.pop("ended", 0) for line in lines}  # format 1 has none
-            for key, time in ended.items():
-                check_value(f"ended of {key}", time, Annotated[float, Bounds(ge=0, le=LATEST)])
-            return cls(path, str(header["grid"]), [RunResult.from_dict(line) for line in lines], rows, ended)
+            cells = {cell.result.key: cell for cell in map(PackedCell.from_line, lines)}
+            if kind != KIND or header["cells"] != len(cells):
+                raise ValueError(f"{header['format']!r} with {len(cells)} of {header['cells']} cells")
+            return cls(path, str(header["grid"]), cells)
         except OSError as error:
             raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
         except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -127,14 +127,11 @@ def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     cells = [] if grid is None else [cell for cell in grid.cells if cell.variant not in grid.plan.replaced]
     found = {cell.variant: cell.settings for cell in cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
-        pack = Pack.read(file, "packed cells")
-        found = dict(zip(pack.rows, (flatten(result.config) for result in pack.results), strict=True))
-    return {row: describe_settings(settings) for row, settings in found.items()} or None
-
-
-def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings by dotted path as text, without the seed."""
-    return {path: str(value) for path, value in settings.items() if path != "seed"}
+        packed = Pack.read(file, "packed cells").cells.values()
+        found = {cell.row: flatten(cell.result.config) for cell in packed}
+    return {
+        row: {path: str(value) for path, value in settings.items() if path != "seed"} for row, settings in found.items()
+    } or None
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,18 @@ class TakenResult:
     """A result that serves a cell without training it."""
 
     result: RunResult
-    """As the cell's own."""
+    """As the cell's own, marked with where it comes from."""
     ended: float
     """When its training ended, in seconds since the epoch; 0 if that is unknown."""
     folder: Path | None = None
     """The run folder that it comes from; None for a packed file."""
+
+    @classmethod
+    def mark(cls, result: RunResult, where: str, ended: float, folder: Path | None = None) -> "TakenResult":
+        """A result as taken from `where`, such as the name of a grid."""
+        made = result.environment
+        origin = f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})"
+        return cls(replace(result, taken_from=origin), ended, folder)
 
     def write(self, folder: Path) -> bool:
         """Write a cell's run folder, unless it is done or being trained; whether it did."""
@@ -157,152 +161,74 @@ class TakenResult:
         return True
 
 
-@dataclass(frozen=True)
-class AskedCell:
-    """What a result must be to serve a cell."""
-
-    cell: Cell
-
-    @cached_property
-    def config(self) -> RunConfig:
-        return from_dict(RunConfig, self.cell.config)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return load_data(self.config.data).fingerprint
-
-    @cached_property
-    def training_key(self) -> str:
-        return training_key(self.config, self.fingerprint)
-
-    @cached_property
-    def evaluations(self) -> frozenset[str]:
-        """Keys of the evaluations that the cell asks for."""
-        return frozenset(map(evaluation_key, self.config.evaluations))
-
-    def adapt(self, result: RunResult, where: str) -> RunResult | None:
-        """A result as the cell's own, marked with where it comes from; None if it is another training or measured less.
-
-        Metrics of evaluations that the cell does not ask for are left out; a name that two evaluations gave has an
-        unknown value, so such a result serves only its own key.
-        """
-        made = result.environment
-        origin = f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})"
-        if result.key == self.cell.key:
-            return replace(result, taken_from=origin)
-        kept = result.keep_evaluations(self.evaluations)
-        if kept is None or not (self.is_trained_in(result) and self.evaluations <= kept.evaluations.keys()):
-            return None
-        own = {"key": self.cell.key, "config": self.cell.config, "training_key": self.training_key}
-        return replace(kept, **own, taken_from=origin)
-
-    def is_trained_in(self, result: RunResult) -> bool:
-        """Whether a result is of the cell's training, whatever was measured on its model."""
-        return result.training_key == self.training_key
-
-    def is_described_by(self, result: RunResult) -> bool:
-        """Whether the settings of a result, which says to be of this training, give its key."""
-        own = self.cell.config
-        config = result.config | ({"init_from": own["init_from"]} if result.config.get("init_from") else {})
-        try:
-            if result.key == self.cell.key:
-                return cell_key(from_dict(RunConfig, config), self.fingerprint) == result.key
-            return (
-                training_key(from_dict(RunConfig, config | {"evaluations": ()}), self.fingerprint) == self.training_key
-            )
-        except (ValueError, TypeError, LookupError):
-            return False
-
-    def find_differences(self, result: RunResult) -> list[str]:
-        """What a result was made with that a training here would not be, as `torch 2.12.0 (here 2.13.0)`."""
-        here = collect_environment()
-        pairs = {name: (result.environment.get(name), here[name]) for name in DECIDING}
-        backend = find_backend(self.config, load_data(self.config.data).outline)
-        pairs["backend"] = result.labels.get("backend"), backend
-        return [f"{name} {made} (here {now})" for name, (made, now) in pairs.items() if made != now]
+def is_described_by(cell: Cell, result: RunResult) -> bool:
+    """Whether the settings of a result give the cell's key."""
+    own = from_dict(RunConfig, cell.config)
+    start = {"init_from": own.init_from} if result.config.get("init_from") else {}
+    try:  # where its first weights lie does not matter
+        settings = from_dict(RunConfig, result.config | start)
+        return cell_key(settings, load_data(own.data).fingerprint) == result.key == cell.key
+    except (ValueError, TypeError, LookupError):
+        return False
 
 
-def take_from_files(
-    cells: Iterable[Cell], files: Sequence[Path], folder: Path | None, mixed: bool
-) -> dict[str, TakenResult]:
+def take_from_files(cells: Sequence[Cell], files: Sequence[Path], folder: Path | None) -> dict[str, TakenResult]:
     """The results by key of the cells that packed files hold. Creates nothing.
 
-    folder: the grid's, whose own results come first; None if they do not count. mixed: also take results of another
-    backend, torch or Python. Raises a one-line ValueError for a file that cannot be used, and for a cell that has
-    different metrics in two places: all count but those of `Costs`, and timings do not.
+    folder: the grid's, whose own results come first; None if they do not count. Raises a one-line ValueError for a file
+    that cannot be used, and for a cell that has different metrics in two places: all count but those of `Costs`, and
+    timings do not.
     """
     packs = [Pack.read(file) for file in files]
-    serving: defaultdict[str, list[tuple[Pack, RunResult]]] = defaultdict(list)
     for pack in packs:
-        for result in pack.results:
-            for key in {result.key, result.training_key}:
-                serving[key].append((pack, result))
-    taken: dict[str, TakenResult] = {}
-    asked: defaultdict[Path, list[tuple[AskedCell, RunResult]]] = defaultdict(list)
-    for request in map(AskedCell, cells if packs else ()):
-        key = request.cell.key
-        kept = RunResult.peek(locate_cell(folder, key)) if folder else None
-        found = [(str(folder), kept)] if kept else []
-        candidates = [*serving[key], *serving[request.training_key]]
-        for pack, result in {id(result): (pack, result) for pack, result in candidates}.values():
-            if not request.is_described_by(result):
-                raise ValueError(
-                    f"--results {str(pack.path)!r}: the settings of {request.cell.variant} seed {request.cell.seed} do "
-                    f"not give its key {result.key}; leave the file out"
-                )
-            if adapted := request.adapt(result, f"{pack.path.name} of {pack.grid}"):
-                found.append((str(pack.path), adapted))
-                asked[pack.path] += [] if kept else [(request, adapted)]
-                if not kept:
-                    taken.setdefault(key, TakenResult(adapted, pack.ended[result.key]))
-        for (first, one), (second, other) in combinations(found, 2):
-            for name in sorted(one.metrics.keys() & other.metrics.keys()):
-                a, b = one.metrics[name], other.metrics[name]
-                if not name.startswith(TIMED) and a != b:
-                    raise ValueError(
-                        f"--results: {request.cell.variant} seed {request.cell.seed} has {name} {a!r} in {first!r} and "
-                        f"{b!r} in {second!r}; leave out the file that is wrong, or name another --runs folder"
-                    )
-    for pack in packs:
-        if pack.path not in asked:
+        if pack.cells.keys().isdisjoint(cell.key for cell in cells):
             raise ValueError(
-                f"--results {str(pack.path)!r}: none of its {len(pack.results)} cells, of {pack.grid}, is asked for "
+                f"--results {str(pack.path)!r}: none of its {len(pack.cells)} cells, of {pack.grid}, is asked for "
                 "here; leave it out"
             )
-        made = [] if mixed else [request.find_differences(result) for request, result in asked[pack.path]]
-        if differences := [*filter(None, made)]:
-            kinds = sorted({kind for found in differences for kind in found})
-            raise ValueError(
-                f"--results {str(pack.path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; "
-                "leave the file out, or give --mixed to take them all the same"
-            )
+    taken: dict[str, TakenResult] = {}
+    for cell in cells if packs else ():
+        serving = [(pack, pack.cells[cell.key]) for pack in packs if cell.key in pack.cells]
+        for pack, found in serving:
+            if not is_described_by(cell, found.result):
+                raise ValueError(
+                    f"--results {str(pack.path)!r}: the settings of {cell.variant} seed {cell.seed} do not give its "
+                    f"key {cell.key}; leave the file out"
+                )
+        places = [(str(pack.path), found.result) for pack, found in serving]
+        if folder and (kept := RunResult.peek(locate_cell(folder, cell.key))):
+            places.insert(0, (str(folder), kept))
+        elif serving:
+            pack, found = serving[0]
+            taken[cell.key] = TakenResult.mark(found.result, f"{pack.path.name} of {pack.grid}", found.ended)
+        _require_agreement(cell, places)
     return taken
 
 
-def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, TakenResult]:
+def _require_agreement(cell: Cell, places: Sequence[tuple[str, RunResult]]) -> None:
+    """Raise a one-line ValueError if the results of a cell in two places have different metrics."""
+    for (first, one), (second, other) in combinations(places, 2):
+        for name in sorted(one.metrics.keys() & other.metrics.keys()):
+            a, b = one.metrics[name], other.metrics[name]
+            if not name.startswith(TIMED) and a != b:
+                raise ValueError(
+                    f"--results: {cell.variant} seed {cell.seed} has {name} {a!r} in {first!r} and {b!r} in "
+                    f"{second!r}; leave out the file that is wrong, or name another --runs folder"
+                )
+
+
+def find_shared(cells: Sequence[Cell], grid: Path) -> dict[str, TakenResult]:
     """The results by key of cells that other grids in the same runs folder have finished.
 
-    grid: the folder of the cells' own grid. mixed: as in `take_from_files`; other results are not shared without it.
+    grid: the folder of the cells' own grid. A result that was taken itself keeps the mark of where it was trained.
     """
-    requests = {request.cell.key: request for request in map(AskedCell, cells)}
-    asking: defaultdict[str, list[AskedCell]] = defaultdict(list)
-    for key, request in requests.items():
-        for name in {key, request.training_key}:
-            asking[name].append(request)
-    shared: dict[str, TakenResult] = {}
-    for path in sorted(grid.parent.glob(f"*/cells/*/{RESULT}")) if requests else ():
-        owner = path.parents[2]
-        if owner.name == grid.name or ASIDE in owner.name:
+    asked, shared = {cell.key: cell for cell in cells}, dict[str, TakenResult]()
+    for path in sorted(grid.parent.glob(f"*/cells/*/{RESULT}")) if asked else ():
+        folder, owner = path.parent, path.parents[2].name
+        cell = asked.get(folder.name)
+        if cell is None or folder.name in shared or owner == grid.name or ASIDE in owner:
             continue
-        # Parsed only if it may serve: a thousand results are then read in a tenth of a second.
-        keys = {path.parent.name, *(key.decode() for key in STORED_KEY.findall(path.read_bytes()))}
-        serves = [request for key in keys for request in asking.get(key, ()) if request.cell.key not in shared]
-        if not serves or (result := RunResult.peek(path.parent)) is None:
-            continue
-        for request in serves:
-            adapted = request.adapt(result, owner.name) if request.is_described_by(result) else None
-            if adapted and (mixed or not request.find_differences(adapted)):
-                first = result.taken_from or adapted.taken_from  # name the grid that trained it
-                taken = replace(adapted, taken_from=first)
-                shared[request.cell.key] = TakenResult(taken, read_end(path.parent), path.parent)
+        if (result := RunResult.peek(folder)) and is_described_by(cell, result):
+            marked = TakenResult.mark(result, owner, read_end(folder), folder)
+            shared[cell.key] = replace(marked, result=result) if result.taken_from else marked
     return shared

@@ -25,7 +25,7 @@ from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
-from lit_lazy.training.result import RunResult, was_compiled
+from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
 """The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
 THEN = ", then "
 """Between the commands of a plan."""
-FORMAT = 4
+FORMAT = 5
 """Format of the plan; raised when a field is added, removed or changes its meaning."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
@@ -132,8 +132,6 @@ class Plan:
     """Values of the axes, by row; none in plans of format 2."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config of the experiment; none in plans of format 2."""
-    compiled: bool | None = None
-    """Whether the grid began with the compiled backend of CPUs; None in plans of format 2."""
     replaced: dict[str, str] = field(default_factory=dict)
     """Rows of cells from before a change, and the rows that trained anew after it; none in plans before format 4."""
     format: int = FORMAT
@@ -181,7 +179,7 @@ class Plan:
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
             command=self.command,
             labels=("backend",),
-            alternatives=ALTERNATIVES,
+            alternatives={"backend": ALTERNATIVES, "torch": None, "python": None},
             warnings=[*warnings, *left_out, *alone],
             primary=self.primary,
             declaration=self.declaration,
@@ -240,7 +238,6 @@ class Plan:
             keys={name: former.keys.get(name, {}) | self.keys.get(name, {}) for name in order if name in rows},
             # A row's values stay: MLflow takes new ones only.
             axis_values={name: self.axis_values.get(name, {}) | former.axis_values.get(name, {}) for name in rows},
-            compiled=self.compiled if former.compiled is None else former.compiled,
         )
 
     def _collect_changes(
@@ -429,7 +426,7 @@ class CellRecord:
             seed=self.seed,
             status=self.status,
             metrics=self.metrics,
-            labels=result.labels,
+            labels={**result.environment, **result.labels},
             normaliser=self.normaliser,
             position=str(self.settings.get("model.position", "")),
             git_sha=result.environment["git_sha"],
@@ -463,10 +460,7 @@ class GridFolder:
             plan = Plan.from_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DamagedPlanError(file, one_line(error)) from None
-        if former is None:
-            return cls(path, plan)
-        grid = cls(path, add_queued_keys(plan, path))
-        return replace(grid, plan=replace(grid.plan, compiled=was_compiled(cell.result for cell in grid.cells)))
+        return cls(path, plan if former is None else add_queued_keys(plan, path))
 
     @cached_property
     def cells(self) -> list[CellRecord]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -138,44 +139,36 @@ def _count_finished(counts: Mapping[str, int]) -> int:
 
 def print_status(grid: GridFolder, console: Console) -> None:
     """Print the number of cells by state, then tables of running, failed and interrupted cells."""
-    counts = Counter[str](cell.status for cell in grid.cells)
-    console.print(f"{grid.title}: {counts['complete']}/{len(grid.cells)} cells complete", highlight=False)
-    for state in ("running", "waiting", "failed"):
-        if counts[state]:
-            console.print(f"  {counts[state]:5} {state}", highlight=False)
-    cells = {state: [cell for cell in grid.cells if cell.status == state] for state in counts}
-    columns = ("process", "host", "for", "training")
-    _print_table("running", columns, cells.get("running", []), _describe_holder, console)
-    if failed := cells.get("failed", []):
-        _print_table("failed", ("why",), failed, lambda cell: (sanitise(cell.reason),), console)
+    cells: dict[str, list[CellRecord]] = {"complete": [], "running": [], "waiting": [], "failed": []}
+    for cell in grid.cells:
+        cells[cell.status].append(cell)
+    console.print(f"{grid.title}: {len(cells.pop('complete'))}/{len(grid.cells)} cells complete", highlight=False)
+    for state, found in cells.items():
+        if found:
+            console.print(f"  {len(found):5} {state}", highlight=False)
+    running = [(cell, *_describe_holder(cell)) for cell in cells["running"]]
+    _print_table("running", ("process", "host", "for", "training"), running, console)
+    _print_table("failed", ("why",), [(cell, sanitise(cell.reason)) for cell in cells["failed"]], console)
+    if cells["failed"]:
         console.print("The same `ablate run` command tries failed cells again.", highlight=False)
-    interrupted = [cell for cell in cells.get("waiting", []) if cell.settings]
-
-    def describe_interrupt(cell: CellRecord) -> tuple[str]:
-        holder = find_dead(cell.folder)
-        return ("interrupted" if holder is None else f"its worker ({holder}) died",)
-
-    _print_table("waiting, interrupted", ("why",), interrupted, describe_interrupt, console)
+    dead = [(cell, find_dead(cell.folder)) for cell in cells["waiting"] if cell.settings]
+    why = [(cell, f"its worker ({holder}) died" if holder else "interrupted") for cell, holder in dead]
+    _print_table("waiting, interrupted", ("why",), why, console)
 
 
-def _print_table(
-    title: str,
-    columns: Sequence[str],
-    cells: Sequence[CellRecord],
-    describe: Callable[[CellRecord], Sequence[str]],
-    console: Console,
-) -> None:
-    """Print a table of cells, if there are any; `describe` returns the values of the columns after cell and key."""
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], console: Console) -> None:
+    """Print a table of cells, each with the values of the columns, if there are any."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for column in ("cell", "key", *columns):
         table.add_column(column, overflow="fold")
-    for cell in cells:
-        table.add_row(f"{cell.variant} seed {cell.seed}", cell.key, *describe(cell))
-    if cells:
+    for cell, *values in rows:
+        table.add_row(f"{cell.variant} seed {cell.seed}", cell.key, *values)
+    if rows:
         console.print(table)
 
 
 def _describe_holder(cell: CellRecord) -> tuple[str, str, str, str]:
+    """Process and host of the worker that trains a cell, for how long, and how far it is."""
     holder, steps = Holder.read(cell.folder), cell.settings.get("train.steps")
     training = describe_training(cell.folder, steps if isinstance(steps, int) else None)
     if holder is None:

@@ -5,6 +5,7 @@ Ray places the tasks by their share of CPUs and GPUs; it retries nothing.
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import socket
@@ -12,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,11 +25,10 @@ from lit_lazy.grid.cells import read_files
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.pool import Pool
-from lit_lazy.grid.worker import execute, prepare_process
+from lit_lazy.grid.worker import execute, log_by, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores
-from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
 from lit_lazy.training.run_folder import FAILURE, SETTINGS, clear_failure, locate_cell
@@ -43,60 +42,33 @@ FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Near Ray's minimum: a cell's files are small."""
 
-log = logging.getLogger("lit_lazy.worker")
+
+Machine = tuple[float, float]
+"""The CPUs and GPUs of a machine."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """The resources of one cell."""
+def count_cells(machines: Sequence[Machine], cpus: int, gpus: float) -> int:
+    """How many cells, each with so many CPUs and GPUs, or a fraction of one GPU, run at once on a cluster's machines.
 
-    cpus: int
-    gpus: float
-    """A fraction of one GPU, or a whole number of GPUs."""
-
-    def __str__(self) -> str:
-        return f"{self.cpus} CPU{'s' * (self.cpus != 1)} and {self.gpus:g} GPU{'s' * (self.gpus != 1)}"
-
-    def count_cells_in(self, cpus: float, gpus: float) -> int:
-        """How many cells of this share fit on a machine. A fraction lies within one GPU."""
-        times = int(cpus // self.cpus)
-        if self.gpus == 0:
-            return times
-        return min(times, int(gpus // self.gpus) if self.gpus >= 1 else int(gpus) * int(1 / self.gpus))
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A Ray cluster that this process has joined."""
-
-    machines: Sequence[Mapping[str, Any]]
-    """Ray's description of each machine."""
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether any machine has a GPU."""
-        return any(gpus >= 1 for _, gpus in self._sizes)
-
-    @property
-    def _sizes(self) -> list[tuple[float, float]]:
-        found = [machine["Resources"] for machine in self.machines]
-        return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]
-
-    def count_cells(self, share: Share) -> int:
-        """How many cells run at once. Raises ValueError if none fits: they would wait forever."""
-        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self._sizes)
-        if not times:
-            sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self._sizes))
-            raise ValueError(
-                f"--threads {share.cpus}, --gpus {share.gpus:g}: each cell asks for {share}, which no machine of the "
-                f"Ray cluster has (they have {sizes}); ask for less"
-            )
-        return times
+    Raises ValueError if none fits: they would wait forever.
+    """
+    times = 0
+    for has_cpus, has_gpus in machines:
+        of_gpus = has_gpus // gpus if gpus >= 1 else int(has_gpus) * int(1 / gpus) if gpus else math.inf
+        times += int(min(has_cpus // cpus, of_gpus))
+    if not times:
+        sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in machines))
+        share = f"{cpus} CPU{'s' * (cpus != 1)} and {gpus:g} GPU{'s' * (gpus != 1)}"
+        raise ValueError(
+            f"--threads {cpus}, --gpus {gpus:g}: each cell asks for {share}, which no machine of the Ray cluster has "
+            f"(they have {sizes}); ask for less"
+        )
+    return times
 
 
 @contextmanager
-def join_cluster(address: str) -> Iterator[Cluster]:
-    """Join the cluster at `HOST:PORT` or `auto`; for `local`, start one that ends with the context.
+def join_cluster(address: str) -> Iterator[list[Machine]]:
+    """Join the cluster at `HOST:PORT` or `auto`, whose machines it gives; for `local`, start one for the context.
 
     Raises a one-line ValueError if that fails.
     """
@@ -112,7 +84,8 @@ def join_cluster(address: str) -> Iterator[Cluster]:
             ray.init(address, **quiet)
         if in_main_thread:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers requeue
-        yield Cluster([machine for machine in ray.nodes() if machine["Alive"]])
+        machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+        yield [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in machines]
     finally:
         ray.shutdown()
 
@@ -215,32 +188,14 @@ def execute_task(cell: Cell, job: Job, folder: str) -> Ending:
     if not shared:  # a folder of this grid alone: after --fresh there is another, and the head decides who tries again
         job = dataclasses.replace(job, folder=job.folder.parent / f"ray-{job.mark[:8]}" / job.folder.name)
         clear_failure(locate_cell(job.folder, cell.key))
-    with _log_to_file(job):
-        prepare_process(job)
-        with Interrupts(patient=True) as interrupts:
-            ending = execute(cell, job, interrupts, lambda *_: "")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / f"worker-{socket.gethostname()}-ray.log"  # of all tasks of the grid on this machine
+    path.touch(mode=PRIVATE)
+    log_by(logging.FileHandler(path))
+    prepare_process(job)
+    with Interrupts(patient=True) as interrupts:
+        ending = execute(cell, job, interrupts, lambda *_: "")
     if shared:
         return ending
     names = SETTINGS, METRICS, DIAGNOSTICS, FINAL_CHECKPOINT, FAILURE, RESULT
     return dataclasses.replace(ending, files=read_files(locate_cell(job.folder, cell.key), names))
-
-
-@contextmanager
-def _log_to_file(job: Job) -> Iterator[None]:
-    """Log to one file for all tasks of a grid on this machine."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / f"worker-{socket.gethostname()}-ray.log"
-    path.touch(mode=PRIVATE)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    root.addHandler(handler)
-    try:
-        yield
-    except Exception:
-        log.exception("the task failed")
-        raise
-    finally:
-        root.removeHandler(handler)
-        handler.close()

@@ -14,21 +14,11 @@ from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
-from lit_lazy.grid.job import (
-    Ending,
-    Job,
-    LaunchOptions,
-    Work,
-    describe_portable_backend,
-    is_over,
-    keeps_another_backend,
-    require_compiled_backend,
-)
-from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared, read_end
+from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.packed import TakenResult, find_shared, read_end
 from lit_lazy.grid.plan import (
     ASIDE,
     PLAN,
-    CellRecord,
     DamagedPlanError,
     GridFolder,
     Plan,
@@ -53,6 +43,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.store import default_uri, sqlite_file
+from lit_lazy.training.devices import find_missing_backend
 from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,
@@ -178,13 +169,13 @@ class GridDriver:
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console) -> Outcome:
     """Execute the missing cells of a grid and write its table."""
     with open_folder(grid, launch, console):
-        compiled = bool(save_plan(grid, console).compiled)
-        taken = _take_results(grid, launch, compiled, console)
+        save_plan(grid, console)
+        taken = _take_results(grid, launch, console)
         driver = GridDriver(grid, launch.storage)
         for key, state in driver.states().items():
             if state == "failed":
                 driver.retry(key)
-        executed = execute_cells(grid, launch, driver, console, compiled=compiled, taken=len(taken))
+        executed = execute_cells(grid, launch, driver, console, taken=len(taken))
         table = read_grid(grid.folder).build_table()
         if not is_saved(table, grid.folder):
             save(table, grid.folder)
@@ -233,19 +224,16 @@ def execute_cells(
     console: Console,
     notes: Callable[[], list[str]] = list,
     *,
-    compiled: bool,
     taken: int = 0,
     monitored: str | None = None,
 ) -> bool:
     """Execute the missing cells; returns whether any was missing.
 
-    notes: further lines of the progress display. compiled, monitored: as in `Job`. taken: how many of the finished
-    cells were missing before.
+    notes: further lines of the progress display. monitored: as in `Job`. taken: how many of the finished cells were
+    missing before.
     """
     states, n = driver.states(), len(work.cells)
     left = sum(state not in FINISHED for state in states.values())
-    if left and compiled:
-        require_compiled_backend(work.id)
     if not left and not taken:
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         return False
@@ -254,8 +242,8 @@ def execute_cells(
     console.print(f"{n} {work.noun}, {', '.join(counts)}", highlight=False)
     if not left:
         return True
-    if not compiled and (line := describe_portable_backend(work.id)):
-        console.print(line, highlight=False, soft_wrap=True)
+    if missing := find_missing_backend():
+        console.print(f"attention runs slower than it could: {missing}", highlight=False, soft_wrap=True)
     job = Job(
         work.folder.resolve(),
         read_grid_id(work.folder),
@@ -264,7 +252,6 @@ def execute_cells(
         launch.keep_checkpoints,
         launch.execution,
         launch.loggers,
-        compiled,
         monitored,
     )
     if launch.launcher == "ray":
@@ -282,7 +269,7 @@ def is_finished(states: Mapping[str, str]) -> bool:
     return all(state in FINISHED for state in states.values())
 
 
-def save_plan(grid: Grid, console: Console) -> Plan:
+def save_plan(grid: Grid, console: Console) -> None:
     """Write the plan of a grid, merged with the former one in its folder."""
     with make_file_lock(grid.folder / f"{PLAN}.lock"):
         try:
@@ -293,7 +280,6 @@ def save_plan(grid: Grid, console: Console) -> Plan:
         write_text(grid.folder / PLAN, plan.to_json())
     if measurable:
         console.print(describe_measurable(measurable), highlight=False)
-    return plan
 
 
 def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
@@ -307,21 +293,23 @@ def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
     known = GridFolder.read(grid.folder)
     if known is None:
         return grid.plan, set()
-    former, pairings = known.cells, [*_pair_results(grid, known)]
-    trained = [(asked, cell, result) for asked, cell, result in pairings if asked.is_trained_in(result)]
-    measurable = {
-        (cell.variant, cell.seed)
-        for asked, cell, result in trained
-        if asked.evaluations <= result.evaluations.keys() or (cell.folder / FINAL_CHECKPOINT).exists()
-    }
-    lost = [
-        cell.metrics.get("time/train_seconds", 0.0)
-        for _, cell, _ in trained
-        if (cell.variant, cell.seed) not in measurable
-    ]
+    former, asked = known.cells, {(cell.variant, cell.seed): cell for cell in grid.cells}
+    is_trained: dict[tuple[str, int], bool] = {}  # of finished cells with another key: whether by the same training
+    measurable, lost = set[tuple[str, int]](), list[float]()
+    for cell in former:
+        place = cell.variant, cell.seed
+        if place not in asked or asked[place].key == cell.key or cell.result is None:
+            continue
+        is_trained[place] = cell.result.training_key == asked[place].training_key
+        if not is_trained[place] or read_state(grid.locate(asked[place].key)) == "complete":
+            continue
+        if (cell.folder / FINAL_CHECKPOINT).exists():
+            measurable.add(place)
+        else:
+            lost.append(cell.result.timings.get("train_seconds", 0.0))
     if lost and not grid.changed:
         raise ValueError(
-            f"evaluations: were added, and {len(lost)} finished cells kept no model to measure; --changed trains them "
+            f"evaluations: changed, and {len(lost)} finished cells kept no model to measure; --changed trains them "
             f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
         )
 
@@ -331,8 +319,8 @@ def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
         now = [cell.config for cell in grid.cells if cell.variant == variant]
         if not (begun and now):
             return "its settings, code or data changed"
-        pairs = [(asked, result) for asked, cell, result in pairings if cell.variant == variant]
-        if pairs and all(asked.is_trained_in(result) for asked, result in pairs):
+        same = [one for (row, _), one in is_trained.items() if row == variant]
+        if same and all(same):
             return ""
         return describe_changes(begun[0], now[0]) or "its code or data changed"
 
@@ -340,35 +328,18 @@ def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
     return grid.plan.merge(known.plan, grid.row_order, find_changes, finished), measurable
 
 
-def _pair_results(grid: Grid, known: GridFolder) -> Iterator[tuple[AskedCell, CellRecord, RunResult]]:
-    """The cells of a grid whose keys have changed, each with the former finished cell of its row and seed."""
-    asked = {(cell.variant, cell.seed): cell for cell in grid.cells}
-    for cell in known.cells:
-        now = asked.get((cell.variant, cell.seed))
-        if now is not None and now.key != cell.key and cell.result is not None:
-            yield AskedCell(now), cell, cell.result
-
-
 def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
     """A line on the cells of which `merge_plan` says that they are measurable."""
     return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
 
 
-def _take_results(grid: Grid, launch: LaunchOptions, compiled: bool, console: Console) -> dict[str, TakenResult]:
-    """Write the results that packed files and other grids have of missing cells; returns them by key.
-
-    Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps.
-    """
+def _take_results(grid: Grid, launch: LaunchOptions, console: Console) -> dict[str, TakenResult]:
+    """Write the results that packed files and other grids have of missing cells; returns them by key."""
     place = {cell.key: grid.locate(cell.key) for cell in grid.cells}
     untrained = [cell for cell in grid.cells if read_state(place[cell.key]) in ("waiting", "failed")]
     taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
-    if untrained and not launch.mixed and keeps_another_backend(compiled):
-        if compiled:
-            require_compiled_backend(grid.id)
-        if taken:
-            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
-    elif untrained and not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
-        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
+    if not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
+        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder)
     _note_known_results(grid, taken.values())
     taken = {key: one for key, one in taken.items() if one.write(place[key])}
     for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
@@ -382,24 +353,17 @@ def _note_known_results(grid: Grid, taken: Iterable[TakenResult]) -> None:
 
     Those are taken results, and those that --fresh moved aside, which the same trainings give again.
     """
-    if grid.plan.declaration is None or not grid.plan.declaration.commit:
+    known, now = read_grid(grid.folder), grid.plan.declaration
+    declared = known.plan.declaration
+    if now is None or declared is None or not now.commit or declared.seen:
         return
     keys = {cell.key for cell in grid.cells}
     aside = [folder for folder in grid.runs.glob(f"{escape(grid.id)}{ASIDE}*/cells/*") if folder.name in keys]
     again = [(result, read_end(folder)) for folder in aside if (result := RunResult.peek(folder))]
-    known = [*((one.result, one.ended) for one in taken), *again]
-    made = {(result.environment.get("git_sha", ""), ended) for result, ended in known}
-    known = GridFolder.read(grid.folder) if made else None
-    declared = None if known is None else known.plan.declaration
-    if known is None or declared is None or declared.seen:
-        return
+    results = [*((one.result, one.ended) for one in taken), *again]
+    made = {(result.environment.get("git_sha", ""), ended) for result, ended in results}
     if not all(is_earlier(declared.commit, Path(grid.files[0]), commit, seconds) for commit, seconds in made):
         write_text(known.path / PLAN, replace(known.plan, declaration=replace(declared, seen=True)).to_json())
-
-
-def count_waiting(work: Work) -> int:
-    """The number of cells that wait, as a time limit leaves them."""
-    return sum(read_state(work.locate(cell.key)) == "waiting" for cell in work.cells)
 
 
 class Supervisor:
@@ -532,12 +496,9 @@ class Supervisor:
         repeated = self._pause > 0  # the first time, space may have been freed since
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
         if repeated:
-            places = " and ".join(
-                map(str, {folder.stat().st_dev: folder for folder, _ in self._list_places()}.values())
-            )
             self._say(
-                f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
-                f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
+                f"a write failed for lack of space, but there is some in {self.folder} (a quota? another disk?): "
+                f"retrying in {self._pause:.0f} s; see worker-*.log there"
             )
         time.sleep(self._pause)
 

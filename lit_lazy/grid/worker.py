@@ -14,13 +14,12 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from flash_lazy.cpu.library import SWITCH
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import claim, give_back
-from lit_lazy.grid.job import Ending, Job, require_compiled_backend
+from lit_lazy.grid.job import Ending, Job
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long, open_private
 from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
@@ -62,11 +61,7 @@ class Pruning(AtStart):
 
 
 def prepare_process(job: Job) -> None:
-    """Prepare a process, once, to execute cells. Raises ValueError if it lacks the grid's backend."""
-    if job.compiled:
-        require_compiled_backend(job.folder.name)
-    elif job.compiled is False:
-        os.environ[SWITCH] = "0"  # for its children too
+    """Prepare a process, once, to execute cells."""
     git_sha()
     torch.set_num_threads(job.threads)
     for file in job.files:
@@ -176,10 +171,14 @@ def _log_to(file: Path) -> str:
         if not is_disk_full(error):
             raise
         return describe_exception(error)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    log_by(logging.StreamHandler(sys.stdout))
     return ""
+
+
+def log_by(handler: logging.Handler) -> None:
+    """Let a handler write what this process logs, without secrets."""
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def _serve(connection: Connection, job: Job, interrupts: Interrupts) -> None:

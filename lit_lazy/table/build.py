@@ -51,9 +51,10 @@ Values = Mapping[str, float | None]
 class TableSpec:
     """What a table shows, apart from the observations.
 
-    `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row; a note
-    lists the cells that differ in one although their rows need not: within a row, or by one of `alternatives`. The
-    primary outcome is the first key of `primary` that is a column's: data sources have different ones.
+    `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row. A note
+    lists the cells that differ in a label of `alternatives` although they need not: within a row, or between rows by
+    values that compute the same, which are those given for the label, or all. The primary outcome is the first key of
+    `primary` that is a column's: data sources have different ones.
     A baseline of "" compares no rows. Raises ValueError for a baseline or contrast without a row, and for duplicates.
     """
 
@@ -65,7 +66,7 @@ class TableSpec:
     contrasts: Sequence[Contrast]
     command: str
     labels: Sequence[str] = ()
-    alternatives: Collection[str] = ()
+    alternatives: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     primary: Sequence[str] = ()
     declaration: Declaration | None = None
@@ -297,29 +298,33 @@ def _collect_notes(
     notes += [f"{n} of {len(expected)} cells were taken from {origin}." for origin, n in sorted(origins.items())]
     if extra := [f"{o.variant} seed {o.seed}" for o in observed if (o.variant, o.seed) not in expected]:
         notes.append("Left out, because the ablation does not ask for them: " + ", ".join(extra) + ".")
-    return [*notes, *(note for label in spec.labels if (note := _describe_mixture(label, spec.alternatives, complete)))]
+    return [*notes, *_describe_mixture(spec.alternatives, complete)]
 
 
 def _describe_mixture(
-    label: str, alternatives: Collection[str], complete: Mapping[str, Sequence[Observation]]
-) -> str | None:
-    """One sentence on the cells that differ in a label although their rows need not; None if there are none."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for name, cells in complete.items():
-        for o in cells:
-            if label in o.labels:
-                found.setdefault(name, {}).setdefault(o.labels[label], []).append(o.seed)
-    used = {value for seeds in found.values() for value in seeds}.intersection(alternatives)
-    mixed = {name: s for name, s in found.items() if len(s) > 1 or (len(used) > 1 and used.intersection(s))}
-    if not mixed:
-        return None
-    cells_of: dict[str, list[str]] = {}
-    for name, seeds in mixed.items():
-        for value, some in seeds.items():
-            which = f" (seed {', '.join(map(str, some))})" if len(seeds) > 1 else ""
-            cells_of.setdefault(value, []).append(name + which)
-    listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in sorted(cells_of.items()))
-    return f"Comparable cells ran on different {label}s, which round differently: {listed}."
+    alternatives: Mapping[str, Collection[str] | None], complete: Mapping[str, Sequence[Observation]]
+) -> list[str]:
+    """One sentence on the cells that differ in labels although they need not; none if there are none."""
+    differing, listed = [], []
+    for label, comparable in alternatives.items():
+        seeds_of: dict[str, dict[str, list[int]]] = {}
+        for name, cells in complete.items():
+            for o in cells:
+                if label in o.labels:
+                    seeds_of.setdefault(name, {}).setdefault(o.labels[label], []).append(o.seed)
+        used = {value for seeds in seeds_of.values() for value in seeds if comparable is None or value in comparable}
+        cells_of: dict[str, list[str]] = {}
+        for name, seeds in seeds_of.items():
+            if len(seeds) > 1 or (len(used) > 1 and used.intersection(seeds)):
+                for value, some in seeds.items():
+                    which = f" (seed {', '.join(map(str, some))})" if len(seeds) > 1 else ""
+                    cells_of.setdefault(value, []).append(name + which)
+        if cells_of:
+            differing.append(label)
+            listed += [f"{label} {value}: {', '.join(names)}" for value, names in sorted(cells_of.items())]
+    if not listed:
+        return []
+    return [f"Comparable cells differ in {' and '.join(differing)}, which may change rounding: {'; '.join(listed)}."]
 
 
 def _require_unique(kind: str, names: Sequence[str]) -> None:

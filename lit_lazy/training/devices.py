@@ -9,7 +9,6 @@ from flash_lazy.cpu.library import find_obstacle, get_instruction_set
 from flash_lazy.fused import configurations
 from lit_lazy.support.checks import require
 from lit_lazy.support.machine import count_cores
-from lit_lazy.training.result import COMPILED
 
 BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
 """How long other processes are watched, and how many cores of those of the threads may be busy."""
@@ -34,7 +33,7 @@ def find_missing_gpu(backend: str) -> str | None:
 
 def describe_backend(label: str) -> str:
     """A backend's label in tables; that of the compiled backend with its instruction set, as in `cpu (avx512)`."""
-    return f"{label} ({get_instruction_set()})" if label == COMPILED else label
+    return f"{label} ({get_instruction_set()})" if label == "cpu" else label
 
 
 def find_busy_cores() -> str | None:

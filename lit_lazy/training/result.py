@@ -1,7 +1,7 @@
 """Result file of a finished run."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,6 @@ RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "d
 FORMAT = 1
 """Format of result.json; raised when a field is added, removed or changes its meaning."""
 
-DECIDING = ("torch", "python")
-"""Versions that results share if they round alike, besides the backend."""
-COMPILED = "cpu"
-"""Label of the compiled backend."""
 LARGEST = 1e150
 """Largest size of a metric."""
 
@@ -121,9 +117,3 @@ class RunResult:
     def write(self, folder: Path) -> None:
         """Write the result into a run folder, which finishes the run."""
         write_text(folder / RESULT, self.to_json())
-
-
-def was_compiled(results: Iterable[RunResult | None]) -> bool | None:
-    """Whether trainings used the compiled backend of CPUs; None if none has a result."""
-    backends = {result.labels.get("backend") for result in results if result is not None}
-    return COMPILED in backends if backends else None

@@ -40,7 +40,7 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare, validates_on_training
-from lit_lazy.training.result import DECIDING, DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
 from lit_lazy.training.trainer import build_module, fit, make_trainer
 from lit_lazy.training.without_effect import list_ineffective
@@ -238,9 +238,9 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
 
     Evaluations that it lacks are measured on that model, which stays with the result.
     """
-    own, here = training_key(cfg, source.fingerprint), collect_environment()
+    own = training_key(cfg, source.fingerprint)
     asked = {evaluation_key(one): one for one in cfg.evaluations}
-    for model in folder.parent.glob(f"*/{FINAL_CHECKPOINT}") if asked else ():
+    for model in folder.parent.glob(f"*/{FINAL_CHECKPOINT}"):
         # Parsed only if it may serve: it names its key, which is the training key without evaluations.
         path = model.with_name(RESULT)
         known = RunResult.peek(path.parent) if path.exists() and own.encode() in path.read_bytes() else None
@@ -248,7 +248,7 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
             continue
         kept = known.keep_evaluations(asked.keys())
         left = [one for name, one in asked.items() if name not in known.evaluations]
-        if kept is None or any(known.environment.get(name) != here[name] for name in DECIDING):
+        if kept is None:
             continue
         log.info("trained already, in %s", path.parent)
         begun, evaluated = time.perf_counter(), {}

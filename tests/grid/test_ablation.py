@@ -211,9 +211,6 @@ def test_names_of_axes_leave_rounding_errors_out() -> None:
         named = {row.name.split(f"{axis}=")[1].split(" normaliser")[0] for row in made.all_rows}
         assert named == {form.format(number) for number in ("0.3", "0.30000000000000004")}
     assert {cell.axes["lr"] for cell in cells_of(made)} == {"0.3", "0.30000000000000004"}
-
-
-def test_a_value_as_a_name() -> None:
     names = {3 * 1e-4: "0.0003", sum([0.1] * 10): "1.0", 10**-3.5: "0.00031622776601683794", 1e-5: "1e-05"}
     names |= {float("inf"): "inf", 0.0: "0.0", 300: "300"}
     assert {value: describe_value(value) for value in names} == names

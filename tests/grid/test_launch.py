@@ -15,7 +15,7 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.run import save_plan
 from lit_lazy.support.named_files import PROJECT, find
 from lit_lazy.table.build import read_table
-from lit_lazy.training.run_folder import locate_cell, write_settings
+from lit_lazy.training.run_folder import write_settings
 
 ID = "pair-backcopy_tiny"
 
@@ -79,18 +79,6 @@ def test_the_command_imports_little() -> None:
     assert said.split("\n")[:2] == ["set()", "set()"]
 
 
-def begin(ablation: Path, runs: Path) -> Path:
-    """Begin a grid without training its cells, each of which has its settings; returns its folder."""
-    grid = make_grid(make_parser().parse_args(["ablate", "run", str(ablation), "--runs", str(runs)]), [])
-    grid.folder.mkdir()
-    save_plan(grid, Console())
-    for cell in grid.cells:
-        folder = locate_cell(grid.folder, cell.key)
-        folder.mkdir(parents=True)
-        write_settings(folder, cell.key, "data", cell.config)
-    return grid.folder
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
@@ -105,19 +93,25 @@ def begin(ablation: Path, runs: Path) -> Path:
     ],
 )
 def test_the_status_says_that_a_file_was_edited_since_the_grid_began(name, old, new, said, tmp_path, capsys) -> None:
+    """No cell is trained, each has its settings."""
     path = tmp_path / name
     if name == "mine.py":
         path.write_text(two_rows("mine"))
     else:
         shutil.copy(find("ablations", path.stem), path)
         shutil.copy(find("ablations", path.stem).with_suffix(".toml"), tmp_path)
-    folder = begin(path, tmp_path)
+    grid = make_grid(make_parser().parse_args(["ablate", "run", str(path), "--runs", str(tmp_path)]), [])
+    grid.folder.mkdir()
+    save_plan(grid, Console())
+    for cell in grid.cells:
+        grid.locate(cell.key).mkdir(parents=True)
+        write_settings(grid.locate(cell.key), cell.key, "data", cell.config)
     if name != "mine.py":
-        shutil.copy(PROJECT / "docs" / "results" / folder.name / "table.json", folder)
+        shutil.copy(PROJECT / "docs" / "results" / grid.id / "table.json", grid.folder)
     command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
     assert main(command) == 0
     assert "edited" not in (out := capsys.readouterr().out)
-    assert f"{folder.name}: 0/" in out
+    assert f"{grid.id}: 0/" in out
     forget_user_files()
     path.write_text(path.read_text().replace(old, new))
     assert main(command) == 0

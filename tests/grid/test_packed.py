@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from mlflow.tracking import MlflowClient
 from two_rows import two_rows
 
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.config.key import evaluation_key
-from lit_lazy.config.serialisation import replace_at, to_dict
-from lit_lazy.config.user_files import experiment
-from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared
-from lit_lazy.measure.lengths import Lengths
-from lit_lazy.training.prepare import find_backend
+from lit_lazy.grid.packed import TakenResult, find_shared
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
 ID = "pair-backcopy_tiny"
@@ -183,15 +176,13 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     "other settings": (edit(set_at("config", "seed", 99)), "the settings of "),
     "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
     "another grid": (
-        edit(lambda line: line | {"key": "0" * 12, "training_key": "1" * 12}, grid="other-stdlib"),
+        edit(lambda line: line | {"key": line["key"][::-1]}, grid="other-stdlib"),
         "none of its 4 cells, of other-stdlib, is asked for here; leave it out",
     ),
-    "another torch": (
-        edit(set_at("environment", "torch", "1.0")),
-        f"4 of its cells were made with torch 1.0 (here {torch.__version__}); leave the file out, or give --mixed to",
+    "one key twice": (
+        edit(lambda line: line | {"key": "0" * 12}),
+        f"{TRUNCATED}ValueError: 'lit-lazy cells 2' with 1 of 4",
     ),
-    "another Python": (edit(set_at("environment", "python", "2.7")), "4 of its cells were made with python 2.7 (here "),
-    "another backend": (edit(set_at("labels", "backend", "abacus")), "4 of its cells were made with backend abacus ("),
 }
 
 
@@ -204,15 +195,12 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, train
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"lit-lazy: --results '{path}': {message}")
     assert list_files(elsewhere) == before
-    if case == "another torch":
-        taken = trained.take(elsewhere, "--results", str(path), "--mixed")
-        assert [found.result.environment["torch"] for found in taken.values()] == ["1.0"] * 4
-        assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"cells.xz of {ID}"}
 
 
 def test_two_sources_of_a_cell_must_agree(trained, elsewhere, tmp_path, capsys) -> None:
-    """Timings may differ, and the metrics that are times."""
+    """Timings may differ, and what they were made with."""
     slower = trained.edit(tmp_path / "slower.xz", set_at("timings", "train_seconds", 1e3))
+    older = trained.edit(tmp_path / "older.xz", set_at("environment", "torch", "1.0"))
     other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
     before = list_files(elsewhere)
     sources = {
@@ -225,9 +213,11 @@ def test_two_sources_of_a_cell_must_agree(trained, elsewhere, tmp_path, capsys) 
         assert line.startswith("lit-lazy: --results: softmax seed 0 has loss/val ")
         assert f"in {named}; leave out the file that is wrong" in line
     assert list_files(elsewhere) == before
-    agreeing = ("--results", str(slower), "--results", str(trained.pack))
+    agreeing = ("--results", str(older), "--results", str(slower), "--results", str(trained.pack))
     assert trained.take(trained.runs, *agreeing) == {}
-    assert [found.result.timings["train_seconds"] for found in trained.take(elsewhere, *agreeing).values()] == [1e3] * 4
+    taken = [found.result for found in trained.take(elsewhere, *agreeing).values()]
+    assert [result.environment["torch"] for result in taken] == ["1.0"] * 4
+    assert {result.taken_from.partition(" (")[0] for result in taken} == {f"older.xz of {ID}"}
 
 
 def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> None:
@@ -247,68 +237,23 @@ def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> No
     assert note.startswith(f"2 of 2 cells were taken from {ID} (commit ")
     # A third grid finds the other's cells first, and names that, which trained them.
     cells = make_grid(make_parser().parse_args(command), []).cells
-    found = find_shared(cells, trained.runs / "zero", mixed=False)
+    found = find_shared(cells, trained.runs / "zero")
     assert {one.result.taken_from.partition(" ")[0] for one in found.values()} == {ID}
     shutil.rmtree(trained.runs / "another-backcopy_tiny")
 
 
-LENGTHS, LONGER, TWICE = Lengths((1,)), Lengths((2,)), Lengths((1, 2))
-NAMES = {LENGTHS: ["length_1x/loss"], LONGER: ["length_2x/loss"], TWICE: ["length_1x/loss", "length_2x/loss"]}
-
-
-def ask(*evaluations: Lengths, **changes: Any) -> AskedCell:
-    config = replace_at(experiment("backcopy_tiny"), {"evaluations": evaluations, **changes})
-    return AskedCell(Cell("asked", "row", "ours", 0, to_dict(config), {}))
-
-
-def make_result(*evaluations: Lengths) -> RunResult:
-    request = ask(*evaluations)
-    names = [name for evaluation in evaluations for name in NAMES[evaluation]]
-    return RunResult(
-        key="known",
-        config=request.cell.config,
-        data={},
-        metrics={"loss/val": 1.0} | dict.fromkeys(names, 2.0),
-        labels={"backend": find_backend(request.config, request.config.data.load().outline)},
-        timings={},
-        environment={"git_sha": "c0ffee"},
-        fingerprint="data",
-        execution={},
-        training_key=request.training_key,
-        evaluations={evaluation_key(evaluation): NAMES[evaluation] for evaluation in evaluations},
-    )
-
-
-def test_a_training_serves_a_cell_if_it_has_all_evaluations() -> None:
-    """And is then what the cell's own training would be: without the metrics of others."""
-    both = make_result(LONGER, LENGTHS)
-    for asked in ((), (LENGTHS,), (LENGTHS, LONGER)):
-        found = ask(*asked).adapt(both, "there")
-        assert found is not None
-        assert (found.key, found.config["evaluations"]) == ("asked", [to_dict(one) for one in asked])
-        own = make_result(*asked)
-        assert (found.metrics, found.evaluations) == (own.metrics, own.evaluations)
-        assert found.taken_from == "there (commit c0ffee, unknown machine)"
-    assert ask(TWICE).adapt(both, "there") is None
-    assert ask(LENGTHS).adapt(make_result(), "there") is None
-    assert ask(LENGTHS).adapt(make_result(LENGTHS, TWICE), "there") is None, "whose value it is cannot be known"
-    assert ask(**{"train.lr": 0.5}).adapt(both, "there") is None
-    assert ask(seed=1).adapt(both, "there") is None
-
-
-def test_what_an_earlier_version_trained_without_evaluations_is_shared(tmp_path: Path) -> None:
-    """Its key is its training key; a result that cannot be read, or was moved aside, is left as it is."""
-    request = ask()
-    old = replace(make_result(), key=request.training_key, training_key="")
-    cell = replace(request.cell, key=request.training_key)
-    for grid in ("a-damaged", f"b{'.until-20260101-000000'}", "own"):
-        folder = tmp_path / grid / "cells" / old.key
+def test_only_a_result_that_is_the_cells_own_is_shared(trained: Trained, tmp_path: Path) -> None:
+    """One that cannot be read, was moved aside, or whose settings give another key is left as it is."""
+    cell = make_grid(make_parser().parse_args(trained.command(trained.runs)), []).cells[0]
+    result = RunResult.peek(trained.runs / ID / "cells" / cell.key)
+    assert result is not None
+    for grid in ("a-damaged", "b-other", "c.until-20260101-000000", "own"):
+        folder = tmp_path / grid / "cells" / cell.key
         folder.mkdir(parents=True)
-        old.write(folder)
-    (tmp_path / "a-damaged" / "cells" / old.key / RESULT).write_text("{")
+        replace(result, config=result.config | {"seed": 99 if grid == "b-other" else cell.seed}).write(folder)
+    (tmp_path / "a-damaged" / "cells" / cell.key / RESULT).write_text("{")
     before = list_files(tmp_path)
-    assert find_shared([cell], tmp_path / "own", mixed=True) == {}
-    assert find_shared([cell], tmp_path / "another", mixed=False) == {}, "torch and Python are unknown"
-    (taken,) = find_shared([cell], tmp_path / "another", mixed=True).values()
+    assert find_shared([cell], tmp_path / "own") == {}
+    (taken,) = find_shared([cell], tmp_path / "another").values()
     assert taken.result.taken_from.startswith("own (commit")
     assert list_files(tmp_path) == before

@@ -223,28 +223,38 @@ def test_the_marks_of_the_data_become_the_yardstick() -> None:
     assert parse_table(json.dumps(table.to_json()), "it") == table
 
 
-NOTE = "Comparable cells ran on different backends, which round differently: "
-
-
 @pytest.mark.parametrize(
-    ("backends", "note"),
+    ("labels", "differ", "listed"),
     [
-        ({"lazy": ("cpu", "cpu"), "softmax": ("sdpa",)}, None),
-        ({"lazy": ("rules", "rules"), "softmax": ("chunked",)}, None),
-        ({"lazy": ("cpu", "chunked"), "softmax": ("sdpa",)}, "chunked: lazy (seed 1); cpu: lazy (seed 0)."),
-        ({"lazy": ("cpu", "cpu"), "softmax": ("chunked",)}, "chunked: softmax; cpu: lazy."),
-        ({"lazy": ("sdpa", "rules"), "softmax": ("cpu",)}, "rules: lazy (seed 1); sdpa: lazy (seed 0)."),
+        (("cpu", "cpu", "sdpa"), "", ""),
+        (("rules", "rules", "chunked"), "", ""),
+        (("cpu", "chunked", "sdpa"), "backend", "backend chunked: lazy (seed 1); backend cpu: lazy (seed 0)"),
+        (("cpu", "cpu", "chunked"), "backend", "backend chunked: softmax; backend cpu: lazy"),
+        (("sdpa", "rules", "cpu"), "backend", "backend rules: lazy (seed 1); backend sdpa: lazy (seed 0)"),
+        (("cpu torch 1", "cpu torch 1", "cpu torch 2"), "torch", "torch 1: lazy; torch 2: softmax"),
+        (
+            ("cpu python 3", "cpu python 4", "cpu python 4"),
+            "python",
+            "python 3: lazy (seed 0); python 4: lazy (seed 1), softmax",
+        ),
+        (
+            ("cpu torch 1", "cpu torch 2", "chunked"),
+            "backend and torch",
+            "backend chunked: softmax; backend cpu: lazy; torch 1: lazy (seed 0); torch 2: lazy (seed 1)",
+        ),
     ],
 )
-def test_a_table_of_several_backends_says_so(backends: dict[str, tuple[str, ...]], note: str | None) -> None:
+def test_a_table_says_which_cells_may_round_differently(labels: tuple[str, ...], differ: str, listed: str) -> None:
+    """labels: backend and versions of the seeds 0 and 1 of `lazy`, and of `softmax`."""
+    words = [f"backend {made}".split() for made in labels]
     observations = [
-        Observation(name, seed, "complete", labels={"backend": backend})
-        for name, labels in backends.items()
-        for seed, backend in enumerate(labels)
+        Observation(name, seed, "complete", labels=dict(zip(made[::2], made[1::2], strict=True)))
+        for (name, seed), made in zip((("lazy", 0), ("lazy", 1), ("softmax", 0)), words, strict=True)
     ]
     assert {*get_args(Backend)} - {"auto"} <= {*ALTERNATIVES}
-    found = [text for text in build_table(PLAN.make_table_spec([], []), observations).notes if text.startswith(NOTE)]
-    assert found == ([] if note is None else [NOTE + note])
+    notes = [text for text in build_table(PLAN.make_table_spec([], []), observations).notes if "Comparable" in text]
+    said = f"Comparable cells differ in {differ}, which may change rounding: {listed}."
+    assert notes == ([said] if differ else [])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Cells as Ray tasks on a cluster of two nodes on this machine."""
 
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from lit_lazy.training.run_folder import read_failure
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
 from lit_lazy.grid import ray_pool
-from lit_lazy.grid.ray_pool import Cluster, Share
+from lit_lazy.grid.ray_pool import count_cells
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -192,25 +193,25 @@ def test_a_mistake_is_one_line_and_creates_nothing(options, said, pair, closed_p
 
 
 @pytest.mark.parametrize(
-    ("share", "times"),
+    ("cpus", "gpus", "times"),
     [
-        (Share(1, 0), 8 + 2),
-        (Share(3, 0), 2),
-        (Share(1, 1), 2),
-        (Share(1, 2), 1),
-        (Share(1, 0.5), 4),
-        (Share(1, 0.4), 4),  # a share lies within one GPU
-        (Share(1, 0.1), 8),
+        (1, 0, 8 + 2),
+        (3, 0, 2),
+        (1, 1, 2),
+        (1, 2, 1),
+        (1, 0.5, 4),
+        (1, 0.4, 4),  # a share lies within one GPU
+        (1, 0.1, 8),
     ],
 )
-def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -> None:
-    sizes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 2.0}]
-    assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
+def test_as_many_cells_run_at_once_as_machines_carry(cpus: int, gpus: float, times: int) -> None:
+    assert count_cells([(8.0, 2.0), (2.0, 0.0)], cpus, gpus) == times
 
 
 def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, monkeypatch) -> None:
     """They are written here, the result last, and the cell is done."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a task sets its own
     lab.folder.mkdir(parents=True)
     cell, driver = lab.work.cells[0], GridDriver(lab.work, None)
     mark = read_grid_id(lab.folder)

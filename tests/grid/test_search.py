@@ -237,14 +237,19 @@ def points_in(lab: Lab) -> dict[int, Point]:
     return {point.number: point for point in SearchDriver(lab.work, None).points()}
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite"])
-def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, tmp_path) -> None:
-    url = None if storage is None else f"sqlite:///{tmp_path / 'studies.db'}"
+@pytest.mark.parametrize("storage", [None, "sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
+def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, tmp_path, request) -> None:
+    """In whatever storage; after --fresh they draw new ones."""
+    urls = {None: str, "sqlite": lambda: f"sqlite:///{tmp_path / 'studies.db'}"}
+    url = urls.get(storage, lambda: request.getfixturevalue("postgres_storage"))() or None
     commands = [search_lab.start(storage=url) for _ in range(3)]
     assert [command.wait() for command in commands] == [0] * 3, "".join(command.said for command in commands)
     points = SearchDriver(search_lab.work, url).points()
     assert [point.number for point in points] == list(range(6))
     assert {path.name for path in (search_lab.folder / "cells").iterdir()} == {point.run for point in points}
+    assert set(search_lab.count_steps().values()) == {1}
+    search_lab.training.log.unlink()
+    assert "6 points, 0 already finished, 6 to train" in search_lab.run(fresh=True, storage=url)
     assert set(search_lab.count_steps().values()) == {1}
 
 
@@ -301,16 +306,6 @@ def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
         assert (point.state, point.value) == ("diverged", None)
         assert point.reason == "diverged: DivergedError: training loss is nan"
     assert "nothing to do" in search_lab.run()
-
-
-@pytest.mark.parametrize("storage", [None, "sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
-def test_fresh_draws_new_points_in_whatever_storage(storage, search_lab, tmp_path, request) -> None:
-    url = request.getfixturevalue("postgres_storage") if storage == "postgresql" else f"sqlite:///{tmp_path / 's.db'}"
-    options = {} if storage is None else {"storage": url}
-    search_lab.run(**options)
-    search_lab.training.log.unlink()
-    assert "6 points, 0 already finished, 6 to train" in search_lab.run(fresh=True, **options)
-    assert set(search_lab.count_steps().values()) == {1}
 
 
 def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> None:

@@ -151,10 +151,6 @@ def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> Non
     priced = [line.split()[0] for line in printed if " about " in line]
     assert "q_mask_2" in priced
     assert not {*priced} & {*SECOND}
-    assert main(["ablate", "run", SECOND[0], "--runs", str(tmp_path / "runs")]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"lit-lazy: {SECOND[0]}: needs the rates of ")
-    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("name", "base"), [("rivals_backcopy", "backcopy"), ("rivals_text", "stdlib_small")])

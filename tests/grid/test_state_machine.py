@@ -232,11 +232,6 @@ class Machine(RuleBasedStateMachine):
             assert cell.state == "complete" or (find_dead(self.folder(key)) is not None) == cell.left
 
 
-def explore(folder: Path, options: settings) -> None:
-    numbers = itertools.count()
-    run_state_machine_as_test(lambda: Machine(folder, numbers), settings=options)
-
-
 OPTIONS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 FEW = settings(OPTIONS, max_examples=20, stateful_step_count=30, derandomize=True, phases=(Phase.generate,))
 MANY = settings(OPTIONS, max_examples=200, stateful_step_count=60, print_blob=True)
@@ -246,7 +241,8 @@ MANY = settings(OPTIONS, max_examples=200, stateful_step_count=60, print_blob=Tr
 def test_every_order_of_events_is_the_models(options, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(run, "LOOK_SHARE", 0.0)
-    explore(tmp_path, options)
+    numbers = itertools.count()
+    run_state_machine_as_test(lambda: Machine(tmp_path, numbers), settings=options)
 
 
 def test_what_others_do_is_looked_at_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,9 @@ def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp
     assert process.wait() == 0, "".join(said)
 
 
-def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_were_kept(mine: Path, runs: Path) -> None:
+def test_a_metric_is_added_to_or_left_out_of_a_finished_grid_without_training_if_its_models_were_kept(
+    mine: Path, runs: Path
+) -> None:
     def read_cells() -> dict[str, tuple[float, float | None, bool]]:
         """When each row was trained, its own metric, and whether its model is kept."""
         return {
@@ -191,7 +193,7 @@ def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_wer
     for more in (["--dry-run"], []):
         before = snapshot_tree(grid)
         said = run(*more, status=2)
-        assert said.startswith("lit-lazy: evaluations: were added, and 1 finished cells kept no model")
+        assert said.startswith("lit-lazy: evaluations: changed, and 1 finished cells kept no model")
         assert snapshot_tree(grid).keys() == before.keys()
     run("--changed", "--keep-checkpoint")
     trained = read_cells()
@@ -202,6 +204,11 @@ def test_a_metric_is_added_to_a_finished_grid_without_training_if_its_models_wer
     run()
     assert read_cells() == {row: (cell[0], 2.0, True) for row, cell in trained.items()}
     assert read_table(grid / "table.json").main_columns[0].key == "loss/excess"
+    mine.write_text(ABLATION)  # without a metric, as one cell was trained at first
+    only = "1 cell trained already: only evaluations are measured\n1 of 2 cells are finished already\n"
+    assert run("--dry-run") == only
+    run()
+    assert {row: cell[1] for row, cell in read_cells().items()} == dict.fromkeys(trained)
 
 
 def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: Path) -> None:

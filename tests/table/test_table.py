@@ -103,7 +103,11 @@ def make_kinds() -> Table:
     infos[1] = replace(infos[1], base="other", note="a note", source="paper")
     contrasts = [Contrast("mean", {"far": 0.5, "near": 0.5, "lazy": -1}), Contrast("far", {"far": 1, "lazy": -1})]
     columns = (rate, loss, tau, SHARE, PARAMETERS, Column("typo", "typo", "higher"))
-    more: dict[str, Any] = {"labels": ("backend",), "alternatives": ("triton", "chunked"), "files": {"a.py": "abc"}}
+    more: dict[str, Any] = {
+        "labels": ("backend",),
+        "alternatives": {"backend": ("triton", "chunked")},
+        "files": {"a.py": "abc"},
+    }
     more |= {"primary": ("absent", "loss"), "contrasts": contrasts, "warnings": ("Undertrained.",)}
     more["yardstick"] = Yardstick("loss", 5.0, {"optimum": 1.0, "chance": 9.5}, "--base larger shows more.")
     return replace(table(infos, cells, *columns, **more), seconds=3726.0)

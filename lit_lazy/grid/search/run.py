@@ -15,7 +15,6 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
-from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
@@ -29,9 +28,8 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
-from lit_lazy.training.result import RunResult, was_compiled
+from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import (
-    CELLS,
     clear_failure,
     hold,
     is_final,
@@ -45,8 +43,6 @@ from lit_lazy.training.run_folder import (
 if TYPE_CHECKING:
     from lit_lazy.tracking.tracker import Tracker
 
-COMPILED = "compiled"
-"""Attribute of a study: whether it began with the compiled backend of CPUs."""
 DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""
 NUMBER, KEY, REASON, DIVERGED = "number", "key", "reason", "diverged"
@@ -266,13 +262,8 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
                 "results away, another name of the search, or another --runs folder, keeps both"
             )
         write_text(file, work.definition.to_json())
-        compiled = driver.study.user_attrs.get(COMPILED)
-        if compiled is None:
-            before = was_compiled(map(RunResult.peek, (work.folder / CELLS).glob("*")))
-            compiled = find_obstacle() is None if before is None else before
-            driver.study.set_user_attr(COMPILED, compiled)
         monitored = MONITORED[work.definition.objective]
-        execute_cells(work, launch, driver, console, driver.describe_best, compiled=compiled, monitored=monitored)
+        execute_cells(work, launch, driver, console, driver.describe_best, monitored=monitored)
         return is_finished(driver.states())
 
 

@@ -296,22 +296,25 @@ def _drop_finished(
     Raises ValueError, as the run itself does, if the code or the data of a row changed.
     """
     from lit_lazy.grid.ablation import has_built_data
-    from lit_lazy.grid.plan import GridFolder
+    from lit_lazy.grid.plan import PLAN
 
-    if GridFolder.read(options.runs / request.grid) is None:
+    if not any(options.runs.glob(f"*/{PLAN}")):
         return request.chosen
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cells import read_state
-    from lit_lazy.grid.run import describe_measurable, merge_plan
+    from lit_lazy.grid.run import describe_measurable, describe_taken, find_results, merge_plan
 
     grid = make()
     _, measurable = merge_plan(grid)
     done = {(cell.variant, cell.seed) for cell in grid.cells if read_state(grid.locate(cell.key)) == "complete"}
     if measurable:
         print(describe_measurable(measurable))
-    left = [(row, tuple(s for s in seeds if (row.name, s) not in done | measurable)) for row, seeds in request.chosen]
+    taken = find_results(grid, shares=not options.keep_checkpoint)
+    print(*(f"{line}\n" for line in describe_taken(grid, taken.values())), sep="", end="")
+    had = done | measurable | {(cell.variant, cell.seed) for cell in grid.cells if cell.key in taken}
+    left = [(row, tuple(s for s in seeds if (row.name, s) not in had)) for row, seeds in request.chosen]
     n = len(grid.cells)
     print(
         f"{n} cells, all finished: nothing to do"

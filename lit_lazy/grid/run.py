@@ -333,17 +333,25 @@ def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
     return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
 
 
-def _take_results(grid: Grid, launch: LaunchOptions, console: Console) -> dict[str, TakenResult]:
-    """Write the results that packed files and other grids have of missing cells; returns them by key."""
-    place = {cell.key: grid.locate(cell.key) for cell in grid.cells}
-    untrained = [cell for cell in grid.cells if read_state(place[cell.key]) in ("waiting", "failed")]
+def find_results(grid: Grid, *, shares: bool) -> dict[str, TakenResult]:
+    """The results by key that packed files have of missing cells, and other grids if it `shares`. Creates nothing."""
+    untrained = [cell for cell in grid.cells if read_state(grid.locate(cell.key)) in ("waiting", "failed")]
     taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
-    if not (launch.fresh or launch.keep_checkpoints):  # both ask for a training
-        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder)
+    return taken | (find_shared([cell for cell in untrained if cell.key not in taken], grid.folder) if shares else {})
+
+
+def describe_taken(grid: Grid, taken: Iterable[TakenResult]) -> list[str]:
+    """A line on the cells that each place has trained."""
+    counts = Counter(one.result.taken_from for one in taken)
+    return [f"{n} of {len(grid.cells)} cells are taken from {origin}, not trained" for origin, n in counts.items()]
+
+
+def _take_results(grid: Grid, launch: LaunchOptions, console: Console) -> dict[str, TakenResult]:
+    """Write the results that are there of missing cells; returns them by key."""
+    taken = find_results(grid, shares=not (launch.fresh or launch.keep_checkpoints))  # both ask for a training
     _note_known_results(grid, taken.values())
-    taken = {key: one for key, one in taken.items() if one.write(place[key])}
-    for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
-        line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
+    taken = {key: one for key, one in taken.items() if one.write(grid.locate(key))}
+    for line in describe_taken(grid, taken.values()):
         console.print(line, highlight=False, soft_wrap=True)
     return taken
 

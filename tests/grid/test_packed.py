@@ -225,8 +225,9 @@ def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> No
     second = tmp_path / "another.py"
     second.write_text(two_rows("another", lazy="ours"))
     command = ["ablate", "run", str(second), "--runs", str(trained.runs), "--workers", "1", "--brief"]
-    assert main([*command, "--rows", "ours"]) == 0
-    assert f"2 of 2 cells are taken from {ID} (commit " in capsys.readouterr().out
+    for also in (["--dry-run"], []):
+        assert main([*command, "--rows", "ours", *also]) == 0
+        assert f"2 of 2 cells are taken from {ID} (commit " in capsys.readouterr().out
     shared = read_results(trained.runs, "another-backcopy_tiny")
     for key, result in shared.items():
         folder, origin = (trained.runs / grid / "cells" / key for grid in ("another-backcopy_tiny", ID))

@@ -56,7 +56,7 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         *lines,
         "",
         f"Attention alone, forward and backward, with {HEADS} heads of dimension {HEAD_DIM} and a learned bias. Times "
-        f"are relative to {BASELINE}'s fused path; the median of `rule / lazy` is {slow:.2f}. The JSON file has peak "
+        f"are relative to {BASELINE}'s fused path; the median of `rule / lazy` is {slow:.2f}. The JSON file lists peak "
         "memory.",
     ]
 

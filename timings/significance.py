@@ -373,8 +373,8 @@ def format_markdown(result: Mapping[str, Any]) -> str:
             "## Rows of rules",
             "",
             "These settings resemble this project's tables. Each rule has two rows with correlation 0.7 or 0.99 over "
-            "seeds; rows of different rules are uncorrelated. Every second rule (with or without the baseline's) has 2 "
-            "or 15 times the others' spread. Column `family`: greatest family-wise error. Columns `across` and "
+            "seeds; rows of different rules are uncorrelated. Alternate rules, including or excluding the baseline's, "
+            "have 2 or 15 times the others' spread. Column `family`: greatest family-wise error. Columns `across` and "
             "`within`: range of one difference's error across rules, or within one. Power is the mean over all rows, "
             f"then within a rule, for a difference of {EFFECT / np.sqrt(2):.2f} of its standard deviations.",
             "",

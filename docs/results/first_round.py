@@ -72,7 +72,8 @@ def _format_contrast(question: dict[str, Any], contrast: dict[str, Any], column:
     status, why = contrast["status"], contrast["why"].replace("it is above 0.3 otherwise", "softmax's is above 0.3")
     if status == "undecided":
         why = f"{contrast['needed']} seeds" if contrast["needed"] else ""
-    return f"- {contrast['name']}: {mean} [{low}, {high}]{unit}, {': '.join(filter(None, (status, why)))}"
+    rows = " - ".join(f"`{row}`" for row in contrast["name"].split(" - "))
+    return f"- {rows}: {mean} [{low}, {high}]{unit}, {': '.join(filter(None, (status, why)))}"
 
 
 if __name__ == "__main__":

@@ -208,12 +208,12 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
 
     Logs nothing for a checkpoint outside a run folder or if only part of the questions was used (limited).
     """
-    from lit_lazy.tracking.store import TrackingError, default_uri, read_run_id, sqlite_file
+    from lit_lazy.tracking.store import TrackingError, default_uri, read_run_address, sqlite_file
 
     if limited:
         return "not logged to MLflow: with --limit these are not benchmark results"
     folder = checkpoint.absolute().parent
-    run_id = read_run_id(folder)
+    run_id, _ = read_run_address(folder)
     if not run_id:
         return f"not logged to MLflow: {folder} belongs to no run"
     # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
@@ -225,8 +225,6 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
 
     try:
         tracker = Tracker(uri, runs, folder.parent.name)
-        if not tracker.has_run(run_id):
-            return f"not logged to MLflow: it has no run {run_id}"
         tracker.log_after_end(run_id, metrics)
         tracker.log_text(run_id, json.dumps(result, indent=1), "lm-eval.json")
     except TrackingError as error:

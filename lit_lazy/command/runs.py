@@ -2,8 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -53,14 +51,14 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import align
 
     lines, total = [("name", "kind", "cells", "state", "size", "last change")], 0
-    with _open(options) as found:
-        for entry in found.entries.values():
-            state = "running" if found.find_users(entry) else entry.state
-            cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
-            changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
-            name = entry.name if entry.grid is None else entry.grid.title
-            lines.append((name, entry.kind, cells, state, decimal(entry.size), changed))
-            total += entry.size
+    found = _open(options)
+    for entry in found.entries.values():
+        state = "running" if found.find_users(entry) else entry.state
+        cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
+        changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
+        name = entry.name if entry.grid is None else entry.grid.title
+        lines.append((name, entry.kind, cells, state, decimal(entry.size), changed))
+        total += entry.size
     print("\n".join(align(lines)))
     print(f"\n{len(lines) - 1} in {options.runs}, {decimal(total)}")
     return 0
@@ -71,20 +69,20 @@ def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
 
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         require_results(options.runs, options.results, grids_only=False)
-    with _open(options, writes=True) as found:
-        entry = found.get(options.results)
-        found.require_removable(entry)
-        parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
-        if entry.tracked:
-            whose = "" if found.has_store else ", only the runs of this folder"
-            parts.append(f"its MLflow experiment{whose}, which becomes a deleted one; `mlflow gc` erases it")
-        if diagnoses := found.find_diagnoses(entry):
-            parts.append(f"its runs in MLflow: {len(diagnoses)}, which become deleted ones; `mlflow gc` erases them")
-        print("\n".join(parts))
-        if not options.yes:
-            print(NOTHING)
-            return 0
-        found.remove(entry)
+    found = _open(options, writes=True)
+    entry = found.get(options.results)
+    found.require_removable(entry)
+    parts = [f"{entry.folder}: {decimal(entry.size)}, MLflow's artifacts included"]
+    if entry.tracked:
+        whose = "" if found.has_store else ", only the runs of this folder"
+        parts.append(f"its MLflow experiment{whose}, which becomes a deleted one; `mlflow gc` erases it")
+    if diagnoses := found.find_diagnoses(entry):
+        parts.append(f"its runs in MLflow: {len(diagnoses)}, which become deleted ones; `mlflow gc` erases them")
+    print("\n".join(parts))
+    if not options.yes:
+        print(NOTHING)
+        return 0
+    found.remove(entry)
     print(f"{entry.name} was removed.")
     return 0
 
@@ -95,39 +93,33 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import align
     from lit_lazy.support.errors import sanitise
 
-    with _open(options, writes=True) as found:
-        garbage = found.find_garbage(options.models)
-        if not garbage:
-            print(f"{options.runs}: holds nothing that could be removed")
-            return 0
-        print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
-        for one in [one for one in garbage if one.obstacle]:
-            garbage.remove(one)
-            print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
-        total = decimal(sum(one.size for one in garbage))
-        if not options.yes:
-            print(f"{total} in all. {NOTHING}")
-            return 0
-        for one in garbage:
-            found.collect(one)
+    found = _open(options, writes=True)
+    garbage = found.find_garbage(options.models)
+    if not garbage:
+        print(f"{options.runs}: holds nothing that could be removed")
+        return 0
+    print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
+    for one in [one for one in garbage if one.obstacle]:
+        garbage.remove(one)
+        print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
+    total = decimal(sum(one.size for one in garbage))
+    if not options.yes:
+        print(f"{total} in all. {NOTHING}")
+        return 0
+    for one in garbage:
+        found.collect(one)
     print(f"{total} were removed.")
     return 0
 
 
-@contextmanager
-def _open(options: argparse.Namespace, writes: bool = False) -> "Iterator[RunsFolder]":
-    """The runs folder and its MLflow store; a copy of its database if it is read-only.
-
-    Raises a one-line ValueError if one of them cannot be used.
-    """
+def _open(options: argparse.Namespace, writes: bool = False) -> "RunsFolder":
+    """The runs folder and its MLflow store. Raises a one-line ValueError if one of them cannot be used."""
     require_runs(options.runs)
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri, open_readable
+    from lit_lazy.tracking.store import check_store, default_uri
 
     if writes:
         check_writable_folder("--runs", options.runs)
-    with open_readable(default_uri(options.runs)) as uri:
-        check_store(uri)
-        yield RunsFolder(options.runs, uri)
+    check_store(uri := default_uri(options.runs))
+    return RunsFolder(options.runs, uri)

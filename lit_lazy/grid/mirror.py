@@ -44,6 +44,8 @@ State = Literal["complete", "failed", "pruned", "running", "waiting"]
 End = tuple[str, str]
 """How a training ended, and why: MLflow's tags `state` and `reason`."""
 INTERRUPTED: End = ("failed", "interrupted")
+OPEN: Set[State] = {"running", "waiting"}
+"""States of a cell that has not ended."""
 
 log = logging.getLogger("lit_lazy.grid.mirror")
 
@@ -60,21 +62,9 @@ class MirroredCell:
     state: State
     reason: str
 
-    @property
-    def key(self) -> str:
-        return self.folder.name
-
-    @property
-    def tags(self) -> dict[str, str]:
-        return {"variant": self.variant, "source": self.source, "seed": str(self.seed), "cell": self.key}
-
-    @property
-    def has_begun(self) -> bool:
-        return self.state not in ("running", "waiting") or (self.folder / METRICS).exists()
-
     def find_end(self, final: bool) -> End | None:
         """How its training ended; None if it goes on. final: one that nobody trains was interrupted."""
-        if self.state not in ("running", "waiting"):
+        if self.state not in OPEN:
             return self.state, self.reason
         return INTERRUPTED if final and not is_locked(self.folder) else None
 
@@ -93,11 +83,6 @@ class Mirror(ABC):
         """Ends of the cells that MLflow shows, and the names of their params, by key."""
         self._last_progress = time.monotonic()
 
-    @cached_property
-    def _lock(self) -> BaseFileLock:
-        """Kept, since a lease is taken over by whoever saw it for long."""
-        return make_file_lock(self.folder / "mirror.lock")
-
     @abstractmethod
     def has_begun(self) -> bool:
         """Whether the folder says what it is of."""
@@ -113,6 +98,11 @@ class Mirror(ABC):
     @abstractmethod
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
+
+    @cached_property
+    def _lock(self) -> BaseFileLock:
+        """Kept, since a lease is taken over by whoever saw it for long."""
+        return make_file_lock(self.folder / "mirror.lock")
 
     @cached_property
     def tracker(self) -> "Tracker":
@@ -146,78 +136,80 @@ class Mirror(ABC):
         with held:
             parent_id = self._open_parent(final)
             cells = self.list_cells()
-            begun = [(cell, cell.find_end(final)) for cell in cells if cell.has_begun]
-            for cell, end in begun:
-                shown, params = self._shown.get(cell.key, (None, ()))
+            begun = [cell for cell in cells if cell.state not in OPEN or (cell.folder / METRICS).exists()]
+            ends = [cell.find_end(final) for cell in begun]
+            for cell, end in zip(begun, ends, strict=True):
+                shown, params = self._shown.get(cell.folder.name, (None, ()))
                 if end is None or end != shown or not cell.axes.keys() <= {*params}:
-                    self._shown.pop(cell.key, None)  # one that failed may go on
                     self._send(cell, end, parent_id)
                     self._last_progress = time.monotonic()
             if final:
-                for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
-                    for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
-                        self.tracker.retire(run.run_id)
-                files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
-                self.tracker.log_files(parent_id, files)
-                self._last_progress = time.monotonic()
-                self.show(self.tracker, parent_id, ended=True)
-                if all(end for _, end in begun):  # otherwise another command goes on
-                    states = {cell.state for cell in cells}
-                    status = "FAILED" if "failed" in states else "FINISHED"
-                    missing = states & {"running", "waiting"}
-                    self.tracker.set_ended(parent_id, "KILLED" if missing else status)
+                states = {cell.state for cell in cells}
+                self._end_parent(parent_id, states, goes_on=None in ends)
 
     def _open_parent(self, final: bool) -> str:
         """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
         from lit_lazy.tracking.tracker import PARENT
 
-        grid_id = read_grid_id(self.folder)
+        about = {"grid": read_grid_id(self.folder), "kind": self.kind}
         tags, params, config = self.make_parent()
-        begun = self.tracker.find({"grid": grid_id, "kind": self.kind})
-        about = {"kind": self.kind, "ablation": self.folder.name, "grid": grid_id, "git_sha": git_sha()}
-        parent_id = begun[0].run_id if begun else self.tracker.create_run(self.folder.name, {**about, **tags})
+        tags = {**about, "ablation": self.folder.name, "git_sha": git_sha(), **tags}
+        begun = self.tracker.find(about)
+        parent_id = begun[0].run_id if begun else self.tracker.create_run(self.folder.name, tags)
         if parent_id != self._parent_id:  # at first, after --fresh, and if MLflow lost it
             if config:
                 self.tracker.log_config(parent_id, params, config)
             self.show(self.tracker, parent_id, ended=False)
             if not final:
-                self.tracker.set_running(parent_id)
-            children = [run for run in self.tracker.find({PARENT: parent_id}) if run.state != "running"]
-            self._shown = {
-                run.tags["cell"]: ((run.state, run.tags.get("reason", "")), run.params.keys()) for run in children
-            }
+                self.tracker.set_status(parent_id, "RUNNING")
+            ended = [run for run in self.tracker.find({PARENT: parent_id}) if run.state != "running"]
+            self._shown = {run.tags["cell"]: ((run.state, run.tags.get("reason", "")), {*run.params}) for run in ended}
             self._runs.clear()
             self._parent_id = parent_id
         return parent_id
 
     def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
         """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
-        run = self._runs.get(cell.key)
-        if run is None or run.params != cell.axes:  # another command may add axes
-            from lit_lazy.tracking.active_run import ActiveRun
+        from lit_lazy.tracking.active_run import ActiveRun
+        from lit_lazy.tracking.tracker import PARENT
 
-            result = RunResult.peek(cell.folder)
+        key = cell.folder.name
+        self._shown.pop(key, None)  # one that failed may go on
+        result = RunResult.peek(cell.folder) if end is None or end[0] == "complete" else None
+        run = self._runs.get(key)
+        if run is None or run.params != cell.axes:  # another command may add axes
             config = read_settings(cell.folder) if result is None else result.config
-            tags = {"kind": "cell", "ablation": self.folder.name, "git_sha": git_sha(), **cell.tags}
+            about = {"kind": "cell", "ablation": self.folder.name, "git_sha": git_sha(), PARENT: parent_id}
+            about |= {"variant": cell.variant, "source": cell.source, "seed": str(cell.seed), "cell": key}
             name = f"{cell.variant} seed {cell.seed}"
-            run = ActiveRun(self.tracker, cell.folder, name, tags, cell.axes, config, parent_id)
-            self._runs[cell.key] = run
+            run = self._runs[key] = ActiveRun(self.tracker, cell.folder, name, about, cell.axes, config)
         if end is None:
             run.send()
             return
         state, reason = end
         if state == "complete":
-            result = RunResult.peek(cell.folder)
             if result is None:  # damaged: the grid's command trains it again
                 return
             run.finish(result)
         elif state == "pruned":
-            run.send()
-            self.tracker.fail(run.get_run_id(), reason, "KILLED", **{"state": "pruned", "optuna.state": "PRUNED"})
+            run.fail(reason, "KILLED", **{"state": "pruned", "optuna.state": "PRUNED"})
         else:
             run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
-        self._shown[cell.key] = end, cell.axes.keys()
-        del self._runs[cell.key]
+        self._shown[key] = end, {*cell.axes}
+        del self._runs[key]
+
+    def _end_parent(self, parent_id: str, states: Set[State], goes_on: bool) -> None:
+        """Show the outcome, without the runs that --fresh moved aside. goes_on: another command trains a cell."""
+        for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
+            for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
+                self.tracker.delete_run(run.run_id)
+        files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
+        self.tracker.log_files(parent_id, files)
+        self._last_progress = time.monotonic()
+        self.show(self.tracker, parent_id, ended=True)
+        if not goes_on:
+            status = "KILLED" if states & OPEN else "FAILED" if "failed" in states else "FINISHED"
+            self.tracker.set_status(parent_id, status)
 
 
 class GridMirror(Mirror):

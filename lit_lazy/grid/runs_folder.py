@@ -13,9 +13,8 @@ from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.inside import delete, find_obstacle, is_entry_name, join_name, require_deletable
 from lit_lazy.support.named_files import find_grids
-from lit_lazy.tracking.client import list_experiment_names
-from lit_lazy.tracking.store import ARTIFACTS, sqlite_file
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.store import ARTIFACTS, read_run_address, sqlite_file
+from lit_lazy.tracking.tracker import Tracker, list_experiment_names
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, hold, is_locked, keep_quarantined
 
@@ -178,8 +177,9 @@ class RunsFolder:
         self.require_removable(entry)
         file = entry.folder / GRID_ID
         grid_id = file.read_text(encoding="utf-8") if file.exists() else None
+        named = {read_run_address(folder)[0] for folder in entry.run_folders}
         for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
-            Tracker(self.uri, self.path, DIAGNOSES).retire(run_id)
+            Tracker(self.uri, self.path, DIAGNOSES).delete_run(run_id)
         delete(entry.folder, self.path)
         if entry.tracked and self.has_store:
             Tracker(self.uri, self.path, entry.name).remove_experiment()
@@ -187,8 +187,9 @@ class RunsFolder:
         elif entry.tracked:  # others may use the store
             tracker = Tracker(self.uri, self.path, entry.name)
             of_grid = tracker.find({"grid": grid_id}) if grid_id else []
-            for run in tracker.find_own({"kind": "run"}) if entry.kind == "training" else of_grid:
-                tracker.retire(run.run_id)
+            own = [run for run in tracker.find({"kind": "run"}) if run.run_id in named]
+            for run in own if entry.kind == "training" else of_grid:
+                tracker.delete_run(run.run_id)
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""

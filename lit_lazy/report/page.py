@@ -156,10 +156,10 @@ class _ReportData:
     def format_key(self, cell: CellRecord) -> Markup:
         """The key of a cell as HTML, with a link to its run in MLflow if the UI's address is known."""
         code = Markup("<code>{}</code>").format(cell.key)
-        address = None if self.ui_url is None else read_run_address(cell.folder)
-        if address is None or self.ui_url is None:
+        run_id, experiment_id = read_run_address(cell.folder)
+        if self.ui_url is None or not experiment_id:
             return code
-        return Markup('<a href="{}">{}</a>').format(run_link(self.ui_url, *address), code)
+        return Markup('<a href="{}">{}</a>').format(run_link(self.ui_url, experiment_id, run_id), code)
 
 
 def _load_data(grid: GridFolder, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:

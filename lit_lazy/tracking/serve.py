@@ -3,24 +3,32 @@
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from urllib.error import URLError
+from urllib.parse import quote
 
 from lit_lazy.support.console import open_page
-from lit_lazy.support.disk import is_read_only, open_private
+from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.client import list_experiment_names, make_addresses_relative, make_client, open_artifacts
-from lit_lazy.tracking.store import default_uri, open_readable, sqlite_file, sqlite_url
+from lit_lazy.tracking.store import (
+    ARTIFACTS,
+    LOCKED_SECONDS,
+    StorageError,
+    check_store,
+    default_uri,
+    sqlite_file,
+    sqlite_url,
+)
+from lit_lazy.tracking.tracker import list_experiment_names, make_client, open_artifacts
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
 
 HOST = "127.0.0.1"
@@ -54,7 +62,7 @@ def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
         }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            stored = {artifact.path for artifact in open_artifacts(client, parent.info.artifact_uri).list_artifacts()}
+            stored = {artifact.path for artifact in open_artifacts(client, experiment.name, parent).list_artifacts()}
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()
@@ -68,47 +76,61 @@ def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -
     """Serve until interrupted; returns the server's exit status.
 
     name: prints only links to this experiment or ablation. opens: opens a browser on the first of them, without a name
-    on MLflow's first page. Raises ValueError without a store, without an experiment of
-    that name, or if the port is in use.
+    on MLflow's first page. Raises ValueError without a store, without an experiment of that name, or if the port is in
+    use.
     """
-    with open_readable(default_uri(runs)) as uri, TemporaryDirectory(prefix="lit-lazy-") as scratch:
-        check_store(uri)
-        if not list_experiment_names(uri):
-            raise ValueError(
-                f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"
-            )
-        url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
-        links = find_experiment_links(uri, url)
-        if name is not None:
-            links = select_links(links, name)
-        first = None if not opens else url if name is None else next(iter(links[0].pages.values()))
-        if uri.startswith("http"):
-            show_links(links, first)
-            return 0
-        if uri != default_uri(runs):
-            print(f"--runs {str(runs)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost")
-        return _run_server(uri, port, links, Path(scratch) if is_read_only(runs) else runs, first)
+    check_store(uri := default_uri(runs))
+    if not list_experiment_names(uri):
+        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some")
+    url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
+    links = find_experiment_links(uri, url)
+    if name is not None:
+        links = select_links(links, name)
+    first = None if not opens else url if name is None else next(iter(links[0].pages.values()))
+    if uri.startswith("http"):
+        show_links(links, first)
+        return 0
+    return _run_server(uri, port, links, runs / "mlflow-server.log", first)
 
 
-def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folder: Path, first: str | None) -> int:
+def make_addresses_relative(database: Path) -> None:
+    """Replace the addresses of artifacts by ones relative to the database's folder, which may have been moved.
+
+    They are for MLflow's server, which runs in that folder. Raises StorageError.
+    """
+    try:
+        with closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as connection, connection:
+            ours = f"artifact_location LIKE 'file:%{ARTIFACTS}/%'"
+            for number, name in connection.execute(
+                f"SELECT experiment_id, name FROM experiments WHERE {ours}"
+            ).fetchall():
+                where = f"file:{ARTIFACTS}/{quote(name, safe='')}", number
+                experiments = "UPDATE experiments SET artifact_location = ?1"
+                runs = "UPDATE runs SET artifact_uri = ?1 || '/' || run_uuid || '/artifacts'"
+                for change in (experiments, runs):
+                    connection.execute(f"{change} WHERE experiment_id = ?2", where)
+    except sqlite3.Error as error:
+        raise StorageError(f"{str(database)!r}: cannot be used ({error})") from None
+
+
+def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log: Path, first: str | None) -> int:
     """MLflow's server, until it is interrupted; returns its exit status.
 
     It is started again when another database is put in the place of its own, as from a backup: it would go on with the
     old one, whose file is still open.
     """
-    url, log = f"http://{HOST}:{port}", log_folder / "mlflow-server.log"
+    url = f"http://{HOST}:{port}"
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: is in use; choose another port")
-    folder = None
-    if (file := sqlite_file(uri)) is not None:
-        uri, folder = sqlite_url(file), file.resolve().parent
+    file = sqlite_file(uri)
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
-        "MLFLOW_BACKEND_STORE_URI": uri,  # not an argument, which other users could read: it may contain a password
+        # Not an argument, which other users could read: it may contain a password.
+        "MLFLOW_BACKEND_STORE_URI": sqlite_url(file) if file else uri,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here submits jobs to the server
     }
-    status, restarted = None, False
+    status, shown = None, False
     while status is None:
         if file is not None:
             make_addresses_relative(file)
@@ -116,13 +138,19 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
         with open(log, "w", encoding="utf-8", opener=open_private) as output:
             # A new session, so that the server's subprocesses end with it.
             server = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=file.resolve().parent if file else None,
+                start_new_session=True,
             )
         try:
             print(f"starting MLflow on {url} ...", flush=True)
             wait_until_ready(server, url, log)
-            if not restarted:
+            if not shown:
                 show_links(links, first)
+                shown = True
             print("Ctrl-C stops the server.", flush=True)
             while (status := server.poll()) is None and identify_file(file) in (begun, None):
                 time.sleep(WATCH_SECONDS)
@@ -133,7 +161,6 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log_folde
                 os.killpg(server.pid, signal.SIGTERM)
             server.wait()
         if status is None:
-            restarted = True
             print(f"{file} was replaced: MLflow is started again; run this command again for links to it", flush=True)
     return status
 

@@ -1,29 +1,44 @@
 """Where results are stored: MLflow's address, and databases given by URL. MLflow, slow to import, is not needed.
 
-A database is checked before anything is created, and never shown with its password.
+A store is checked before anything is created, and never shown with its password.
 """
 
 import os
-import sqlite3
+import socket
 import stat
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
-from lit_lazy.support.disk import is_read_only, write_text
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.disk import check_writable_folder, is_read_only, write_text
+from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.process import call_with_timeout
 from lit_lazy.support.secrets import redact_text, redact_url
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
+DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
+ARTIFACTS = "mlartifacts"
+"""Folder beside a local store's database."""
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 10.0
+LOCKED_SECONDS = 60
+"""Timeout for other sqlite writers."""
+GONE_SECONDS = 60
+"""Timeout of a silent connection; the system's default is two hours."""
+KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
+"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
+RUN_ID = "mlflow_run_id"
+"""The file in a run folder with the ids of its run and experiment; earlier versions wrote the first alone."""
 
 
 class TrackingError(UnfinishedError):
     """MLflow rejected or did not receive a call; the call can be repeated later."""
+
+
+class StorageError(ValueError):
+    """A database cannot be used; the message has one line."""
 
 
 def default_uri(runs: Path) -> str:
@@ -31,19 +46,53 @@ def default_uri(runs: Path) -> str:
     return os.environ.get(URI_VARIABLE) or sqlite_url(runs / "mlflow.db")
 
 
-ARTIFACTS = "mlartifacts"
-"""Folder beside a local store's database."""
-CONNECT_SECONDS = 10
-LOCKED_SECONDS = 60
-"""Timeout for other sqlite writers."""
-GONE_SECONDS = 60
-"""Timeout of a silent connection; the system's default is two hours."""
-KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
-"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
+def check_store(uri: str) -> None:
+    """Check that a tracking store can be used; creates nothing. Raises a one-line ValueError if it cannot."""
+    named = f"{URI_VARIABLE}={redact_url(uri)}"
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("http", "https"):
+        _check_server(named, uri)
+        return
+    if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
+        raise ValueError(
+            f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
+        )
+    check_sqlite(named, uri)
+    named_by = os.environ.get(URI_VARIABLE)
+    check_database(URI_VARIABLE if named_by else "MLflow's database", uri, "experiments")
+    if (file := sqlite_file(uri)) is not None:
+        option = URI_VARIABLE if named_by else "--runs"
+        if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
+            raise ValueError(
+                f"{option} {str(file.parent)!r}: MLflow supports no database whose path contains ? or %; name another "
+                f"folder, or set {URI_VARIABLE} to a server"
+            )
+        if is_read_only(file) or (file.exists() and is_read_only(file.parent)):
+            raise ValueError(
+                f"{option} {str(file.parent)!r}: is read-only, and MLflow writes in its database; copy the folder, and "
+                "name the copy"
+            )
+        check_writable_folder(option, file.parent)
 
 
-class StorageError(ValueError):
-    """A database cannot be used; the message has one line."""
+def _check_server(named: str, uri: str) -> None:
+    """Raise a one-line ValueError unless an MLflow server answers."""
+    try:
+        address = urlsplit(uri)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        # Python's own message of a ValueError may contain part of a password.
+        why = str(error) if isinstance(error, OSError) else "its port is not a number"
+        fix = "start the server, or unset the variable"
+        raise ValueError(f"{named}: does not answer ({why}); {fix}") from None
+    from lit_lazy.tracking.tracker import search_any_experiment  # MLflow takes seconds to import
+
+    try:
+        call_with_timeout(ANSWER_SECONDS, lambda: search_any_experiment(uri))
+    except Exception as error:
+        why = f"is not an MLflow server, or rejects requests ({one_line(error)})"
+        raise ValueError(f"{named}: {why}; name another, or unset it") from None
 
 
 def check_database(option: str, url: str, table: str) -> None:
@@ -59,7 +108,7 @@ def check_database(option: str, url: str, table: str) -> None:
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, ValueError) as error:  # a name that is too long, circular links
-            raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); name another") from None
+            raise StorageError(f"{named}: cannot be used ({_describe(error)}); name another") from None
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite's error describes a folder
             raise StorageError(f"{named}: is a pipe or a device, not a file; name another")
     fix = "move that file away, or name another" if file else "are server, user, password and database right?"
@@ -73,11 +122,16 @@ def check_database(option: str, url: str, table: str) -> None:
         with engine.connect() as connection:
             tables = sqlalchemy.inspect(connection).get_table_names()
     except SQLAlchemyError as error:
-        raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); {fix}") from None
+        raise StorageError(f"{named}: cannot be used ({_describe(error)}); {fix}") from None
     finally:
         engine.dispose()
     if table not in tables and "alembic_version" in tables:  # another's migrations, which could change our tables too
         raise StorageError(f"{named}: is another program's database; name another")
+
+
+def _describe(error: Exception) -> str:
+    """A database's error in one line."""
+    return redact_text(str(getattr(error, "orig", None) or error).strip().partition("\n")[0])[:200]
 
 
 def sqlite_url(file: Path) -> str:
@@ -96,26 +150,10 @@ def sqlite_file(url: str) -> Path | None:
     return Path(database) if database else None
 
 
-def has_content(file: Path) -> bool:
-    """Whether an sqlite file exists and is not empty, which sqlite treats like a missing file."""
-    return file.exists() and file.stat().st_size > 0
-
-
 def check_sqlite(named: str, url: str) -> None:
     """Raise StorageError if an sqlite URL has a query, most likely from a question mark in a path."""
     if url.startswith("sqlite:") and "?" in url:
         raise StorageError(f"{named}: has a ?, which starts a query; write %3F for one in a path")
-
-
-@contextmanager
-def create_sqlite_file(file: Path) -> Iterator[Path]:
-    """A temporary file to create tables in, atomically renamed to `file` on success: partial databases are unusable."""
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
-        left.unlink(missing_ok=True)
-    unfinished.touch()  # sqlite's own mode would not let a group write, whatever the umask
-    yield unfinished
-    unfinished.replace(file)
 
 
 def make_engine_options(url: str) -> dict[str, Any]:
@@ -123,46 +161,8 @@ def make_engine_options(url: str) -> dict[str, Any]:
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": LOCKED_SECONDS}}
     silence = {f"keepalives_{name}": number for name, number in KEEPALIVES.items()}
-    user_timeout = 1000 * GONE_SECONDS
-    connecting = {"connect_timeout": CONNECT_SECONDS, **silence, "tcp_user_timeout": user_timeout}
+    connecting = {"connect_timeout": 10, **silence, "tcp_user_timeout": 1000 * GONE_SECONDS}
     return {"connect_args": connecting, "pool_pre_ping": True}
-
-
-def format_database_error(error: Exception) -> str:
-    """A database's error message in one line."""
-    cause = getattr(error, "orig", None) or error
-    return redact_text(str(cause).strip().partition("\n")[0])[:200]
-
-
-@contextmanager
-def open_readable(url: str) -> Iterator[str]:
-    """The URL of a database, or of a temporary copy of an sqlite file that this process cannot write.
-
-    MLflow and Optuna write to a database when they open it, and both need locks. Folders beside the file, as MLflow's
-    artifacts, are linked beside the copy. Raises StorageError if the file cannot be read.
-    """
-    file = sqlite_file(url)
-    if file is None or not has_content(file) or not (is_read_only(file) or is_read_only(file.parent)):
-        yield url
-        return
-    with TemporaryDirectory(prefix="lit-lazy-") as scratch:
-        copy = Path(scratch, file.name)
-        try:  # a consistent state, although its owner may write meanwhile
-            source = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
-            with closing(source), closing(sqlite3.connect(copy)) as target:
-                source.backup(target)
-        except sqlite3.Error as error:
-            raise StorageError(
-                f"{str(file)!r}: cannot be read in a read-only folder ({error}); copy the folder to a disk that can be "
-                "written, and name the copy"
-            ) from None
-        for folder in (entry for entry in file.parent.iterdir() if entry.is_dir()):
-            copy.with_name(folder.name).symlink_to(folder.resolve())
-        yield sqlite_url(copy)
-
-
-RUN_ID = "mlflow_run_id"
-"""The file, with the run's id and that of its experiment; the second is missing in files of former versions."""
 
 
 def write_run_address(folder: Path, run_id: str, experiment_id: str) -> None:
@@ -170,17 +170,9 @@ def write_run_address(folder: Path, run_id: str, experiment_id: str) -> None:
     write_text(folder / RUN_ID, f"{run_id} {experiment_id}")
 
 
-def read_run_id(folder: Path) -> str:
-    """The id of a run folder's run; "" if it is not known."""
-    return (_read(folder) or [""])[0]
-
-
-def read_run_address(folder: Path) -> tuple[str, str] | None:
-    """The ids of a run folder's experiment and run; None if one is not known."""
-    known = _read(folder)
-    return (known[1], known[0]) if len(known) == 2 else None
-
-
-def _read(folder: Path) -> list[str]:
+def read_run_address(folder: Path) -> tuple[str, str]:
+    """The ids of a run folder's run and of its experiment; "" for one that is not known."""
     file = folder / RUN_ID
-    return file.read_text(encoding="utf-8", errors="replace").split() if file.exists() else []
+    known = file.read_text(encoding="utf-8", errors="replace").split() if file.exists() else []
+    run_id, experiment_id, *_ = [*known, "", ""]
+    return run_id, experiment_id

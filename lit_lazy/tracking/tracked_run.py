@@ -20,10 +20,10 @@ from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
+from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.active_run import ActiveRun
-from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.callbacks import AtStart
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
@@ -32,9 +32,11 @@ from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.logger_kinds import check_logger_kinds
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
 from lit_lazy.training.run import read_finished, train_logged
 from lit_lazy.training.run_folder import make_lock
+
+SEND_SECONDS = 5.0
 
 log = logging.getLogger("lit_lazy.tracking.tracked_run")
 
@@ -145,7 +147,17 @@ def train_tracked(
         known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
-        watched = nullcontext() if known else active.send_in_background()
+
+        def send(ends: bool) -> None:
+            """Send metrics, and at first the views; at the end `finish` or `fail` follows."""
+            shown = ends or active.is_running
+            if not ends:
+                active.send()
+            if not shown:
+                tracker.save_run_views()
+
+        lost = f"metrics are kept in {folder / METRICS}, MLflow lacks them"
+        watched = nullcontext() if known else repeat_in_background(send, SEND_SECONDS, log, lost)
         with _show_failure(active), Interrupts() as interrupts, watched:
             result = train_logged(
                 cfg,

@@ -1,31 +1,55 @@
-"""Tracker: logs runs of one MLflow experiment."""
+"""MLflow's client: the runs of one experiment, their artifacts and saved views, and errors in one line.
+
+A local store has its artifacts in a folder beside its database, by whatever path that is reached.
+"""
 
 import functools
+import inspect
+import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import yaml
-from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.tracking import MlflowClient
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
+from requests.exceptions import RequestException
 
 from lit_lazy.config.serialisation import flatten
-from lit_lazy.support.disk import write_atomically
+from lit_lazy.support.disk import describe_failed_write, write_atomically
+from lit_lazy.support.errors import one_line
 from lit_lazy.support.inside import join_name
-from lit_lazy.support.locks import read_id
-from lit_lazy.support.secrets import redact_url
+from lit_lazy.support.locks import make_file_lock
+from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.tracking import views
-from lit_lazy.tracking.client import create_artifact_folder, open_artifacts, open_store, translate_errors
-from lit_lazy.tracking.store import sqlite_file
+from lit_lazy.tracking.store import ARTIFACTS, TrackingError, sqlite_file, sqlite_url
 from lit_lazy.training.run_folder import MetricRecord
+
+# MLflow logs every database that it creates, prints the traceback of an error that it also raises, and triggers a
+# deprecation warning.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+logging.getLogger("mlflow.store.db.utils").addFilter(lambda record: record.exc_info is None)
+warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
+
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# Calls should fail soon: they are repeated later.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
@@ -33,8 +57,88 @@ NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run or of an experiment."""
 BETWEEN = "\n\n"
 PARENT = "mlflow.parentRunId"
-OWNER, OWNER_ID = "owner", "owner_id"
-"""Tag of a training's run, and the file with its value in the runs folder that started it."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _translate_errors(method: Callable[P, T]) -> Callable[P, T]:
+    """A function that raises TrackingError for every kind of MLflow failure."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (MlflowException, RequestException, OSError) as error:
+            raise TrackingError(describe_failed_write(error) or one_line(error)) from error
+
+    return call
+
+
+def _translate_all(cls: type[T]) -> type[T]:
+    """Decorate a class whose public methods raise TrackingError."""
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(cls, name, _translate_errors(method))
+    return cls
+
+
+def make_client(uri: str) -> MlflowClient:
+    """A client of an existing store.
+
+    Moves a server's password into environment variables: MLflow shows the address in errors and stores it.
+    """
+    address = urlsplit(uri)
+    if address.scheme in ("http", "https") and address.password:
+        os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
+        os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
+        uri = strip_user(uri)
+    return MlflowClient(uri)
+
+
+def open_store(uri: str) -> MlflowClient:
+    """A client of the store; creates a local database that is missing or empty, which sqlite treats alike."""
+    file = sqlite_file(uri)
+    # Two processes must not create the database at once.
+    with make_file_lock(file.with_name(f"{file.name}.lock")) if file else nullcontext():
+        if file is not None and not (file.exists() and file.stat().st_size):
+            # Atomically: MLflow cannot reopen a database whose creation was killed half-way.
+            unfinished = file.with_name(f"{file.name}.unfinished")
+            for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
+                left.unlink(missing_ok=True)
+            unfinished.touch()  # sqlite's own mode would not let a group write, whatever the umask
+            SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+            unfinished.replace(file)
+        return make_client(uri)
+
+
+def search_any_experiment(uri: str) -> None:
+    """Raise an exception unless an MLflow server answers; its client raises many types for unexpected answers."""
+    # MLflow always has an experiment, if only a deleted one; other servers may answer {} to every request.
+    if not make_client(uri).search_experiments(ViewType.ALL, max_results=1):
+        raise MlflowException("it has no experiments, not even MLflow's own")
+
+
+@_translate_errors
+def list_experiment_names(uri: str) -> list[str]:
+    """Names of all experiments of a store; none if a local store does not exist, which is not created."""
+    file = sqlite_file(uri)
+    if file is not None and not (file.exists() and file.stat().st_size):
+        return []
+    return [experiment.name for experiment in make_client(uri).search_experiments()]
+
+
+def open_artifacts(client: MlflowClient, experiment: str, run: Run) -> ArtifactRepository:
+    """The artifacts of a run. In a local store they lie beside the database, wherever MLflow says that they are."""
+    if (database := sqlite_file(client.tracking_uri)) is None:
+        return get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
+    folder = join_name(locate_artifacts(database, experiment), run.info.run_id)
+    return LocalArtifactRepository((folder / "artifacts").as_uri())
+
+
+def locate_artifacts(database: Path, experiment: str) -> Path:
+    """The folder with the artifacts of an experiment of a local store. Raises ValueError if its name is a path."""
+    return join_name(database.resolve().parent / ARTIFACTS, experiment)
 
 
 def join_note(paragraphs: Sequence[str], whole: str) -> str:
@@ -63,9 +167,9 @@ class TrackedRun:
     params: dict[str, str]
 
 
-@translate_errors
+@_translate_all
 class Tracker:
-    """One MLflow experiment, created on first use. Methods raise TrackingError.
+    """One MLflow experiment, created on first use. Public methods raise TrackingError.
 
     `uri` is the store's address without its password.
     """
@@ -86,7 +190,7 @@ class Tracker:
         if found is None:
             # With a local database MLflow would put artifacts under the current folder; a server chooses the location.
             database = sqlite_file(self.uri)
-            location = create_artifact_folder(database, self.experiment) if database else None
+            location = locate_artifacts(database, self.experiment).as_uri() if database else None
             return self.client.create_experiment(self.experiment, artifact_location=location)
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)
@@ -124,13 +228,16 @@ class Tracker:
         run = self.client.get_run(run_id)
         if "reason" in run.data.tags:  # from an attempt that ended early
             self.client.delete_tag(run_id, "reason")
-        self.client.log_batch(
-            run_id,
-            metrics=[Metric(name, value, run.info.start_time, step) for name, value in metrics.items()],
-            tags=[RunTag(name, value) for name, value in tags.items()],
-        )
+        final = [Metric(name, value, run.info.start_time, step) for name, value in metrics.items()]
+        self.client.log_batch(run_id, metrics=final, tags=[RunTag(name, value) for name, value in tags.items()])
         self.client.set_tag(run_id, "state", "complete")
-        self.set_ended(run_id, "FINISHED")
+        self.set_status(run_id, "FINISHED")
+
+    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"], **tags: str) -> None:
+        """Mark a run as failed, or as interrupted (KILLED), with the reason. tags: further ones, or another `state`."""
+        tags = {"state": "failed", "reason": reason, **tags}
+        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.set_terminated(run_id, status)
 
     def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages.
@@ -139,8 +246,7 @@ class Tracker:
         """
         now, known = int(1000 * time.time()), self.client.get_run(run_id).data.metrics
         new = [Metric(name, value, now, 0) for name, value in metrics.items() if known.get(name) != value]
-        if new:
-            self.client.log_batch(run_id, metrics=new)
+        self.client.log_batch(run_id, metrics=new)
 
     def tag(self, run_id: str, name: str, text: str) -> None:
         """Set a tag of a run."""
@@ -149,49 +255,23 @@ class Tracker:
     def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
         """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
         note = join_note(paragraphs, whole)
-        self.tag(run_id, NOTE, note)
+        self.client.set_tag(run_id, NOTE, note)
         self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
-    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED", **tags: str) -> None:
-        """Mark a run as failed, or as interrupted (KILLED), with the reason. tags: further ones, or another `state`."""
-        for name, value in {"state": "failed", "reason": reason, **tags}.items():
-            self.client.set_tag(run_id, name, value)
-        self.client.set_terminated(run_id, status)
-
     def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
-        """All runs with these tags that are not retired, oldest first."""
+        """All runs with these tags that are not deleted, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        found: list[Run] = []
-        token: str | None = None
-        while True:
+        found: list[TrackedRun] = []
+        token: str | None = ""
+        while token is not None:
             page = self.client.search_runs(
-                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token
+                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token or None
             )
-            found += page
-            token = page.token
-            if not token:
-                break
-        states = {run.info.run_id: run.data.tags.get("state", "failed") for run in found}
-        states |= {run.info.run_id: "running" for run in found if run.info.status == "RUNNING"}
-        return [TrackedRun(run.info.run_id, states[run.info.run_id], run.data.tags, run.data.params) for run in found]
-
-    def has_run(self, run_id: str) -> bool:
-        """Whether a run exists and is not retired."""
-        try:
-            return self.client.get_run(run_id).info.lifecycle_stage == LifecycleStage.ACTIVE
-        except MlflowException as error:
-            if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-                return False
-            raise
-
-    def find_own(self, tags: Mapping[str, str]) -> list[TrackedRun]:
-        """Those of `find` that this runs folder began: several people may train one configuration with one MLflow.
-
-        Runs of earlier versions do not say. Those in the database of the folder are its own, of others nobody knows.
-        """
-        owner, database = read_owner(self.runs), sqlite_file(self.uri)
-        unsaid = owner if database and database.resolve().parent == self.runs.resolve() else ""
-        return [run for run in self.find(tags) if run.tags.get(OWNER, unsaid) == owner]
+            for run in page:
+                state = "running" if run.info.status == "RUNNING" else run.data.tags.get("state", "failed")
+                found.append(TrackedRun(run.info.run_id, state, run.data.tags, run.data.params))
+            token = page.token or None
+        return found
 
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Store a text as an artifact of a run."""
@@ -203,7 +283,7 @@ class Tracker:
             self._log_artifact(run_id, file.name, file.read_bytes())
 
     def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        artifacts = open_artifacts(self.client, self.client.get_run(run_id).info.artifact_uri)
+        artifacts = open_artifacts(self.client, self.experiment, self.client.get_run(run_id))
         if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
             folder = Path(artifacts.artifact_dir)
@@ -215,14 +295,11 @@ class Tracker:
             file.write_bytes(content)
             artifacts.log_artifact(str(file))
 
-    def set_running(self, run_id: str) -> None:
-        """Set a run's status to running, also after it has ended."""
-        self.client.update_run(run_id, status="RUNNING")
-
-    def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Set the final status of a run; one that has ended so keeps the time of its end."""
+    def set_status(self, run_id: str, status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]) -> None:
+        """Set the status of a run, also to running after its end; one that has ended so keeps the time of its end."""
         if self.client.get_run(run_id).info.status != status:
-            self.client.set_terminated(run_id, status)
+            set_status = self.client.update_run if status == "RUNNING" else self.client.set_terminated
+            set_status(run_id, status)
 
     def save_views(
         self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None, ended: bool = False
@@ -236,12 +313,11 @@ class Tracker:
         runs = self._find_newest("cell")
         cells = [views.CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
         charted = ended and len(runs) < MOST_RUNS_SEEN
-        if charted:
-            far = views.find_outlier_rows(cells)
-            for run, cell in zip(runs, cells, strict=True):
-                value = "no" if cell.variant in far else "yes"
-                if run.data.tags.get(views.CHARTED_TAG) != value:
-                    self.client.set_tag(run.info.run_id, views.CHARTED_TAG, value)
+        far = views.find_outlier_rows(cells) if charted else ()
+        for run, cell in zip(runs, cells, strict=True) if charted else ():
+            value = "no" if cell.variant in far else "yes"
+            if run.data.tags.get(views.CHARTED_TAG) != value:
+                self.client.set_tag(run.info.run_id, views.CHARTED_TAG, value)
         self._write_views(views.build_views(axes, columns, columns if main is None else main, cells, charted))
 
     def save_run_views(self) -> None:
@@ -251,10 +327,8 @@ class Tracker:
         self._write_views(views.build_run_views(shown))
 
     def _find_newest(self, kind: str) -> list[Run]:
-        newest = ["start_time DESC"]
-        return self.client.search_runs(
-            [self.experiment_id], f"tags.kind = '{kind}'", order_by=newest, max_results=MOST_RUNS_SEEN
-        )
+        query, newest = f"tags.kind = '{kind}'", ["start_time DESC"]
+        return self.client.search_runs([self.experiment_id], query, order_by=newest, max_results=MOST_RUNS_SEEN)
 
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():
@@ -265,17 +339,11 @@ class Tracker:
         self.client.rename_experiment(self.experiment_id, f"{self.experiment}.removed-{uuid.uuid4().hex[:8]}")
         self.client.delete_experiment(self.experiment_id)
 
-    def retire(self, run_id: str) -> None:
+    def delete_run(self, run_id: str) -> None:
         """Delete a run and its children in MLflow, which can restore them.
 
         The parent goes first: an active parent then has all its children, even after a kill in between.
         """
         children = self.find({PARENT: run_id})
-        self.client.delete_run(run_id)
-        for child in children:
-            self.client.delete_run(child.run_id)
-
-
-def read_owner(runs: Path) -> str:
-    """The random id of a runs folder."""
-    return read_id(runs / OWNER_ID)
+        for run in (run_id, *(child.run_id for child in children)):
+            self.client.delete_run(run)

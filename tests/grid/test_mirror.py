@@ -29,9 +29,8 @@ from lit_lazy.grid.plan import ASIDE, GRID_ID, read_grid
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
-from lit_lazy.tracking.client import open_artifacts
 from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracker import Tracker, join_note
+from lit_lazy.tracking.tracker import Tracker, join_note, open_artifacts
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
 from lit_lazy.training.run_folder import make_lock, read_lines
 
@@ -64,7 +63,7 @@ def describe(uri: str, name: str = ID) -> dict[str, dict[str, Any]]:
             "tags": {name: text for name, text in data.tags.items() if name not in VOLATILE},
             "params": data.params,
             "curves": {metric: read_curve(client, run, metric) for metric in data.metrics},
-            "artifacts": sorted(file.path for file in open_artifacts(client, run.info.artifact_uri).list_artifacts()),
+            "artifacts": sorted(file.path for file in open_artifacts(client, name, run).list_artifacts()),
         }
     return shown
 
@@ -281,7 +280,7 @@ def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid, monkeypa
     assert len(seen.ids) == 1
     whole, tracker = describe(default_uri(runs), "made"), Tracker(default_uri(runs), runs, "made")
     (parent,) = tracker.find({"kind": "ablation"})
-    tracker.retire(parent.run_id)
+    tracker.delete_run(parent.run_id)
     sync(final=True)
     assert describe(default_uri(runs), "made") == whole, "MLflow lost it meanwhile"
 

@@ -12,8 +12,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO
 
 import forked
 import numpy as np
@@ -28,9 +26,7 @@ from lit_lazy.grid.plan import read_grid
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
-from lit_lazy.tracking import serve
-from lit_lazy.tracking.serve import find_experiment_links
-from lit_lazy.tracking.store import default_uri, sqlite_file
+from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
 from lit_lazy.training.run_folder import read_lines
@@ -440,19 +436,7 @@ def test_a_read_only_archive_is_read_and_needs_a_place_for_what_is_written(
     assert report_here[::2] == table_here[::2] == (2, said)
 
 
-def test_the_dashboard_of_a_read_only_archive_serves_a_copy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: list[str], stdout: IO[str], env: dict[str, str], **__: object) -> None:
-        pages = {links.name: links.pages for links in find_experiment_links(env["MLFLOW_BACKEND_STORE_URI"], UI)}
-        assert {"its table", "its report"} <= pages[ID].keys()
-        database = sqlite_file(env["MLFLOW_BACKEND_STORE_URI"])
-        assert database is not None
-        assert archive not in (database.parent, Path(stdout.name).parent)
-        raise ValueError(f"the server would serve {database}")
-
-    monkeypatch.setattr(serve, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
-    ((status, out, errors),) = run_on_archive(archive, ["dashboard", "--runs", str(archive), "--port", "5987"])
-    assert status == 2
-    served = re.fullmatch(r"lit-lazy: the server would serve (.*)\n", errors)
-    assert served is not None
-    assert not Path(served[1]).parent.exists()
-    assert f"--runs {str(archive)!r}: is read-only; MLflow gets a copy of its database, changes in it are lost" in out
+def test_what_needs_mlflow_s_database_asks_for_a_copy_of_a_read_only_archive(archive: Path) -> None:
+    why = "is read-only, and MLflow writes in its database; copy the folder, and name the copy"
+    for found in run_on_archive(archive, *([name, "--runs", str(archive)] for name in ("dashboard", "runs"))):
+        assert found == (2, "", f"lit-lazy: --runs {str(archive)!r}: {why}\n")

@@ -1,4 +1,4 @@
-"""Stores of several people, who retire only runs of their own folder; artifacts of copied and moved stores."""
+"""Stores of several people, whose runs stay apart; artifacts of copied and moved stores."""
 
 import os
 import shutil
@@ -6,7 +6,6 @@ import sqlite3
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.active_run import ActiveRun
-from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_id
-from lit_lazy.tracking.tracker import OWNER_ID, Tracker, read_owner
+from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_address
+from lit_lazy.tracking.tracker import Tracker
 
 EXPERIMENT = "train-backcopy_tiny"
 TRAIN = ["train", "backcopy_tiny", "--train.steps=30", "--runs"]
@@ -51,48 +50,29 @@ def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypa
     assert other.returncode == 0, out
     runs = Tracker(shared, second, EXPERIMENT).find({"kind": "run"})
     assert {run.run_id for run in runs} == {
-        read_run_id(path.parent) for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
+        read_run_address(path.parent)[0] for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
     }
     assert [run.state for run in runs] == ["complete"] * 2
 
 
-def begin(uri: str, runs: Path, **owned: str) -> str:
-    """Start the run of a training whose folder was lost; returns its id."""
-    runs.mkdir(exist_ok=True)
-    tags = {"kind": "run", "cell": "abc", **owned}
-    return ActiveRun(Tracker(uri, runs, EXPERIMENT), runs / EXPERIMENT / "abc", "a", tags, {}, {}).get_run_id()
+def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path) -> None:
+    """Also one of an earlier version, which tagged its owner; a run that others began from the same settings stays."""
+    tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
+    tags = {"kind": "run", "cell": "abc"}
+    theirs, former = (tracker.create_run("a", tags | {"owner": owner}) for owner in ("them", "me"))
+    folder = tmp_path / "mine" / EXPERIMENT / "abc"
+    folder.mkdir(parents=True)
 
+    def begin() -> str:
+        return ActiveRun(tracker, folder, "a", tags, {}, {}).open()
 
-def find_ids(uri: str, runs: Path) -> set[str]:
-    return {run.run_id for run in Tracker(uri, runs, EXPERIMENT).find({"kind": "run"})}
-
-
-def test_ones_own_run_is_retired_where_its_folder_was_lost(runs: Path, tmp_path: Path) -> None:
-    uri, mine, theirs = default_uri(runs), tmp_path / "mine", tmp_path / "theirs"
-    other = begin(uri, theirs, owner="them")
-    begin(uri, mine, owner="me")
-    shutil.rmtree(mine / EXPERIMENT)
-    again = begin(uri, mine, owner="me")
-    assert find_ids(uri, mine) == {other, again}
-
-
-def test_a_run_of_an_earlier_version_is_retired_only_in_the_folders_own_database(runs: Path, tmp_path: Path) -> None:
-    """It does not say whose it is."""
-    uri, elsewhere = default_uri(runs), tmp_path / "elsewhere"
-    tracker = Tracker(uri, runs, EXPERIMENT)
-    earlier = tracker.create_run("a", {"kind": "run", "cell": "abc"})
-    theirs = begin(uri, elsewhere, owner="them")
-    assert find_ids(uri, runs) == {earlier, theirs}
-    mine = begin(uri, runs, owner="me")
-    assert find_ids(uri, runs) == {theirs, mine}
-
-
-def test_a_runs_folder_has_one_owner(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        (owner,) = set(threads.map(read_owner, [tmp_path] * 8))
-    assert read_owner(tmp_path) == owner
-    (tmp_path / OWNER_ID).write_bytes(b"\xff' OR")
-    assert read_owner(tmp_path) not in (owner, "")
+    (folder / RUN_ID).write_text(former)
+    assert begin() == former
+    assert read_run_address(folder) == (former, tracker.experiment_id)
+    tracker.delete_run(former)
+    mine = begin()
+    assert begin() == mine
+    assert {run.run_id for run in tracker.find({"kind": "run"})} == {theirs, mine}
 
 
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")
@@ -135,18 +115,6 @@ def test_a_copy_has_artifacts_of_its_own_and_its_database_is_only_read(runs: Pat
     assert read(copied, run_id) == "copied"
     assert (copied / "mlflow.db").read_bytes() == database
     assert not runs.exists()
-
-
-def test_artifacts_that_lie_elsewhere_stay_there(runs: Path, tmp_path: Path) -> None:
-    """Earlier versions stored them in the runs folder, also where MLFLOW_TRACKING_URI named another database."""
-    run_id = track(runs, "original")
-    database = tmp_path / "databases" / "mlflow.db"
-    database.parent.mkdir()
-    shutil.copy(runs / "mlflow.db", database)
-    tracker = Tracker(f"sqlite:///{database}", runs, ODD)
-    tracker.log_text(run_id, "changed", "note.txt")
-    assert read(runs, run_id) == "changed"
-    assert not (database.parent / "mlartifacts").exists()
 
 
 @pytest.mark.long

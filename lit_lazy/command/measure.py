@@ -226,7 +226,7 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
     try:
         tracker = Tracker(uri, runs, folder.parent.name)
         tracker.log_after_end(run_id, metrics)
-        tracker.log_text(run_id, json.dumps(result, indent=1), "lm-eval.json")
+        tracker.log_artifact(run_id, "lm-eval.json", json.dumps(result, indent=1).encode())
     except TrackingError as error:
         return f"not logged to MLflow: {error}"
     return f"logged to MLflow with run {run_id}"

@@ -27,7 +27,8 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store import NOTE, PARENT, default_uri
+from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import is_locked, read_settings
 
@@ -149,8 +150,6 @@ class Mirror(ABC):
 
     def _open_parent(self, final: bool) -> str:
         """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
-        from lit_lazy.tracking.tracker import PARENT
-
         about = {"grid": read_grid_id(self.folder), "kind": self.kind}
         tags, params, config = self.make_parent()
         tags = {**about, "ablation": self.folder.name, "git_sha": git_sha(), **tags}
@@ -171,7 +170,6 @@ class Mirror(ABC):
     def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
         """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
         from lit_lazy.tracking.active_run import ActiveRun
-        from lit_lazy.tracking.tracker import PARENT
 
         key = cell.folder.name
         self._shown.pop(key, None)  # one that failed may go on
@@ -233,14 +231,12 @@ class GridMirror(Mirror):
         return [*map(show, grid.cells)]
 
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
-        from lit_lazy.tracking.tracker import NOTE, join_note
+        from lit_lazy.tracking.tracker import join_note
 
         plan = read_grid(self.folder).plan
         return {NOTE: join_note([plan.command], PLAN)}, {}, plan.config
 
     def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
-        from lit_lazy.tracking.views import run_link
-
         grid = read_grid(self.folder)
         columns = grid.plan.columns
         if ended:

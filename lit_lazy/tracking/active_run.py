@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_lazy.tracking.store import read_run_address, write_run_address
-from lit_lazy.tracking.tracker import PARENT, Tracker
+from lit_lazy.tracking.store import PARENT, read_run_address, write_run_address
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
 from lit_lazy.training.run_folder import read_lines
 
@@ -41,11 +41,9 @@ class ActiveRun:
         experiment, so that a training has the run that its folder names.
         """
         if not self._run_id:
-            tracker = self.tracker
-            known = tracker.find({name: self.tags[name] for name in ("kind", "cell", PARENT) if name in self.tags})
-            mine = (
-                run.run_id for run in known if PARENT in self.tags or run.run_id == read_run_address(self.folder)[0]
-            )
+            tracker, (named, _) = self.tracker, read_run_address(self.folder)
+            same = tracker.find({name: self.tags[name] for name in ("kind", "cell", PARENT) if name in self.tags})
+            mine = (run.run_id for run in same if PARENT in self.tags or run.run_id == named)
             run_id = next(mine, "") or tracker.create_run(self.name, self.tags)
             self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
             write_run_address(self.folder, run_id, tracker.experiment_id)
@@ -82,4 +80,3 @@ class ActiveRun:
         """Mark the MLflow run as failed, or as interrupted (KILLED), with the reason, after its last metrics."""
         self._send_lines()
         self.tracker.fail(self.open(), reason, status, **tags)
-        self.is_running = False

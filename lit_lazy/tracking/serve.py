@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import quote
@@ -35,22 +33,15 @@ HOST = "127.0.0.1"
 READY_SECONDS = 120
 WATCH_SECONDS = 1.0
 """Time between looks at whether the server and its database are still there."""
+Links = dict[str, dict[str, str]]
+"""Addresses by label, by the name of the experiment to whose pages they lead."""
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
 """Artifacts of a parent run by the label of their link."""
 
 
-@dataclass(frozen=True)
-class ExperimentLinks:
-    """Links to the MLflow pages of one experiment, by label."""
-
-    name: str
-    pages: dict[str, str]
-
-
-def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
+def find_experiment_links(uri: str, ui_url: str) -> Links:
     """Links to every experiment with runs in a store, the most recently used first."""
-    client = make_client(uri)
-    links = []
+    client, links = make_client(uri), Links()
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
         if not client.search_runs([number], max_results=1):
@@ -68,7 +59,7 @@ def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
                 for label, artifact in PARENT_PAGES.items()
                 if artifact in stored
             }
-        links.append(ExperimentLinks(experiment.name, pages | {"runs": runs_link(ui_url, number)}))
+        links[experiment.name] = pages | {"runs": runs_link(ui_url, number)}
     return links
 
 
@@ -86,7 +77,7 @@ def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -
     links = find_experiment_links(uri, url)
     if name is not None:
         links = select_links(links, name)
-    first = None if not opens else url if name is None else next(iter(links[0].pages.values()))
+    first = None if not opens else url if name is None else next(iter(next(iter(links.values())).values()))
     if uri.startswith("http"):
         show_links(links, first)
         return 0
@@ -100,20 +91,19 @@ def make_addresses_relative(database: Path) -> None:
     """
     try:
         with closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as connection, connection:
-            ours = f"artifact_location LIKE 'file:%{ARTIFACTS}/%'"
-            for number, name in connection.execute(
-                f"SELECT experiment_id, name FROM experiments WHERE {ours}"
-            ).fetchall():
-                where = f"file:{ARTIFACTS}/{quote(name, safe='')}", number
-                experiments = "UPDATE experiments SET artifact_location = ?1"
-                runs = "UPDATE runs SET artifact_uri = ?1 || '/' || run_uuid || '/artifacts'"
-                for change in (experiments, runs):
-                    connection.execute(f"{change} WHERE experiment_id = ?2", where)
+            known = connection.execute("SELECT experiment_id, name, artifact_location FROM experiments").fetchall()
+            for number, name, address in known:
+                here = f"{ARTIFACTS}/{quote(name)}"
+                if address.endswith(f"/{here}"):
+                    change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+                    connection.execute(change, (f"file:{here}", number))
+                    change = "UPDATE runs SET artifact_uri = ? || run_uuid || '/artifacts' WHERE experiment_id = ?"
+                    connection.execute(change, (f"file:{here}/", number))
     except sqlite3.Error as error:
         raise StorageError(f"{str(database)!r}: cannot be used ({error})") from None
 
 
-def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log: Path, first: str | None) -> int:
+def _run_server(uri: str, port: int, links: Links, log: Path, first: str | None) -> int:
     """MLflow's server, until it is interrupted; returns its exit status.
 
     It is started again when another database is put in the place of its own, as from a backup: it would go on with the
@@ -124,6 +114,7 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log: Path
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: is in use; choose another port")
     file = sqlite_file(uri)
+    folder = file.resolve().parent if file else None
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
         # Not an argument, which other users could read: it may contain a password.
@@ -138,12 +129,7 @@ def _run_server(uri: str, port: int, links: Sequence[ExperimentLinks], log: Path
         with open(log, "w", encoding="utf-8", opener=open_private) as output:
             # A new session, so that the server's subprocesses end with it.
             server = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=file.resolve().parent if file else None,
-                start_new_session=True,
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
             )
         try:
             print(f"starting MLflow on {url} ...", flush=True)
@@ -184,26 +170,22 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
     raise ValueError(f"MLflow's server did not start on {url}; its log {log} ends in {last!r}")
 
 
-def select_links(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
+def select_links(links: Links, name: str) -> Links:
     """The links of an experiment, or of all experiments of an ablation or a search. Raises ValueError if none."""
-    found = [experiment for experiment in links if experiment.name == name] or [
-        experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
-    ]
+    below = f"{name}-", f"search-{name}-"
+    found = [name] if name in links else [experiment for experiment in links if experiment.startswith(below)]
     if not found:
-        known = [experiment.name for experiment in links]
         raise ValueError(
-            f"dashboard {name!r}: MLflow has no experiment or ablation of this name{did_you_mean(name, known)}; "
-            f"it has: {', '.join(known) or 'none'}"
+            f"dashboard {name!r}: MLflow has no experiment or ablation of this name{did_you_mean(name, links)}; "
+            f"it has: {', '.join(links) or 'none'}"
         )
-    return found
+    return {experiment: links[experiment] for experiment in found}
 
 
-def show_links(links: Sequence[ExperimentLinks], first: str | None) -> None:
+def show_links(links: Links, first: str | None) -> None:
     """Print the links of each experiment, and open the page `first`, if any."""
-    for experiment in links:
-        print(f"\n{experiment.name}")
-        for label, url in experiment.pages.items():
-            print(f"  {label:21} {url}")
+    for experiment, pages in links.items():
+        print("\n".join(["", experiment, *(f"  {label:21} {url}" for label, url in pages.items())]))
     print(flush=True)
     if first is not None:
         open_page(first)

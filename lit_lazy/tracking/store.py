@@ -20,6 +20,8 @@ from lit_lazy.support.secrets import redact_text, redact_url
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
+NOTE, PARENT = "mlflow.note.content", "mlflow.parentRunId"
+"""MLflow's tags: the description of a run or of an experiment, and the run that a run is nested in."""
 ARTIFACTS = "mlartifacts"
 """Folder beside a local store's database."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 10.0

@@ -3,8 +3,8 @@
 import logging
 import shlex
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,35 +143,42 @@ def train_tracked(
     if line := describe_leases(folder):
         log.warning("%s", line)
     lock, begin = make_lock(folder), _Begin(cfg.train.steps)
+
+    def send(ends: bool) -> None:
+        """Send metrics, and at first the views; at the end `finish` or `fail` follows."""
+        if not ends:
+            begins = not active.is_running
+            active.send()
+            if begins:
+                tracker.save_run_views()
+
     with _acquire(lock, folder):
         known = read_finished(folder)
         if known and keep_checkpoint:
             require_checkpoint(folder)
-
-        def send(ends: bool) -> None:
-            """Send metrics, and at first the views; at the end `finish` or `fail` follows."""
-            shown = ends or active.is_running
-            if not ends:
-                active.send()
-            if not shown:
-                tracker.save_run_views()
-
         lost = f"metrics are kept in {folder / METRICS}, MLflow lacks them"
         watched = nullcontext() if known else repeat_in_background(send, SEND_SECONDS, log, lost)
-        with _show_failure(active), Interrupts() as interrupts, watched:
-            result = train_logged(
-                cfg,
-                folder,
-                experiment,
-                active.name,
-                loggers,
-                interrupts=interrupts,
-                callbacks=[begin],
-                show_progress=True,
-                keep_checkpoint=keep_checkpoint is not False,
-                execution=execution,
-                lock=lock,
-            )
+        try:
+            with Interrupts() as interrupts, watched:
+                result = train_logged(
+                    cfg,
+                    folder,
+                    experiment,
+                    active.name,
+                    loggers,
+                    interrupts=interrupts,
+                    callbacks=[begin],
+                    show_progress=True,
+                    keep_checkpoint=keep_checkpoint is not False,
+                    execution=execution,
+                    lock=lock,
+                )
+        except BaseException as error:
+            try:
+                active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            except TrackingError as away:
+                log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
+            raise
         try:
             active.finish(result)
             tracker.save_run_views()
@@ -189,19 +196,6 @@ def _acquire(lock: BaseFileLock, folder: Path) -> AcquireReturnProxy:
     except Timeout:
         log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
         return lock.acquire()
-
-
-@contextmanager
-def _show_failure(active: ActiveRun) -> Iterator[None]:
-    """Mark the MLflow run of a training that fails or is interrupted."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        except TrackingError as away:
-            log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
-        raise
 
 
 def format_run_name(name: str, cfg: RunConfig) -> str:

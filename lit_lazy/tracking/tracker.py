@@ -10,12 +10,11 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -37,7 +36,7 @@ from lit_lazy.support.inside import join_name
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.tracking import views
-from lit_lazy.tracking.store import ARTIFACTS, TrackingError, sqlite_file, sqlite_url
+from lit_lazy.tracking.store import ARTIFACTS, NOTE, PARENT, TrackingError, sqlite_file, sqlite_url
 from lit_lazy.training.run_folder import MetricRecord
 
 # MLflow logs every database that it creates, prints the traceback of an error that it also raises, and triggers a
@@ -53,33 +52,25 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
-NOTE = "mlflow.note.content"
-"""The tag that MLflow shows as the description of a run or of an experiment."""
 BETWEEN = "\n\n"
-PARENT = "mlflow.parentRunId"
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _translate_errors(method: Callable[P, T]) -> Callable[P, T]:
-    """A function that raises TrackingError for every kind of MLflow failure."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except (MlflowException, RequestException, OSError) as error:
-            raise TrackingError(describe_failed_write(error) or one_line(error)) from error
-
-    return call
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    """Raise TrackingError for every kind of MLflow failure, in a block or as a decorator."""
+    try:
+        yield
+    except (MlflowException, RequestException, OSError) as error:
+        raise TrackingError(describe_failed_write(error) or one_line(error)) from error
 
 
 def _translate_all(cls: type[T]) -> type[T]:
-    """Decorate a class whose public methods raise TrackingError."""
+    """Decorate the public methods of a class."""
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         if not name.startswith("_"):
-            setattr(cls, name, _translate_errors(method))
+            setattr(cls, name, _translate_errors()(method))
     return cls
 
 
@@ -97,11 +88,11 @@ def make_client(uri: str) -> MlflowClient:
 
 
 def open_store(uri: str) -> MlflowClient:
-    """A client of the store; creates a local database that is missing or empty, which sqlite treats alike."""
+    """A client of the store; creates a local database that is missing."""
     file = sqlite_file(uri)
     # Two processes must not create the database at once.
     with make_file_lock(file.with_name(f"{file.name}.lock")) if file else nullcontext():
-        if file is not None and not (file.exists() and file.stat().st_size):
+        if file is not None and _is_missing(file):
             # Atomically: MLflow cannot reopen a database whose creation was killed half-way.
             unfinished = file.with_name(f"{file.name}.unfinished")
             for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
@@ -112,6 +103,11 @@ def open_store(uri: str) -> MlflowClient:
         return make_client(uri)
 
 
+def _is_missing(file: Path) -> bool:
+    """Whether a local database is missing or empty, which sqlite treats alike."""
+    return not (file.exists() and file.stat().st_size)
+
+
 def search_any_experiment(uri: str) -> None:
     """Raise an exception unless an MLflow server answers; its client raises many types for unexpected answers."""
     # MLflow always has an experiment, if only a deleted one; other servers may answer {} to every request.
@@ -119,13 +115,11 @@ def search_any_experiment(uri: str) -> None:
         raise MlflowException("it has no experiments, not even MLflow's own")
 
 
-@_translate_errors
+@_translate_errors()
 def list_experiment_names(uri: str) -> list[str]:
     """Names of all experiments of a store; none if a local store does not exist, which is not created."""
-    file = sqlite_file(uri)
-    if file is not None and not (file.exists() and file.stat().st_size):
-        return []
-    return [experiment.name for experiment in make_client(uri).search_experiments()]
+    missing = (file := sqlite_file(uri)) is not None and _is_missing(file)
+    return [] if missing else [experiment.name for experiment in make_client(uri).search_experiments()]
 
 
 def open_artifacts(client: MlflowClient, experiment: str, run: Run) -> ArtifactRepository:
@@ -156,23 +150,9 @@ def join_note(paragraphs: Sequence[str], whole: str) -> str:
     return BETWEEN.join(shown)
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged and it has ended."""
-
-    run_id: str
-    state: str
-    """Its tag `state`: complete, failed or pruned; "running" while it runs."""
-    tags: dict[str, str]
-    params: dict[str, str]
-
-
 @_translate_all
 class Tracker:
-    """One MLflow experiment, created on first use. Public methods raise TrackingError.
-
-    `uri` is the store's address without its password.
-    """
+    """One MLflow experiment, created on first use. Public methods raise TrackingError."""
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
         self.uri, self.runs, self.experiment = redact_url(uri), runs, experiment
@@ -213,13 +193,11 @@ class Tracker:
         every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
         known = self.client.get_run(run_id).data.params
         self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items() if key not in known])
-        self._log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
+        self.log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
 
     def log(self, run_id: str, lines: Sequence[MetricRecord]) -> None:
         """Log metrics of several steps; points that MLflow already holds stay unchanged."""
-        points = [
-            Metric(name, value, line.milliseconds, line.step) for line in lines for name, value in line.metrics.items()
-        ]
+        points = [Metric(name, value, at.milliseconds, at.step) for at in lines for name, value in at.metrics.items()]
         for start in range(0, len(points), METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
 
@@ -258,10 +236,10 @@ class Tracker:
         self.client.set_tag(run_id, NOTE, note)
         self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
-    def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
+    def find(self, tags: Mapping[str, str]) -> list[views.TrackedRun]:
         """All runs with these tags that are not deleted, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        found: list[TrackedRun] = []
+        found: list[views.TrackedRun] = []
         token: str | None = ""
         while token is not None:
             page = self.client.search_runs(
@@ -269,20 +247,18 @@ class Tracker:
             )
             for run in page:
                 state = "running" if run.info.status == "RUNNING" else run.data.tags.get("state", "failed")
-                found.append(TrackedRun(run.info.run_id, state, run.data.tags, run.data.params))
+                data = run.data
+                found.append(views.TrackedRun(run.info.run_id, state, data.tags, data.params, data.metrics))
             token = page.token or None
         return found
-
-    def log_text(self, run_id: str, text: str, name: str) -> None:
-        """Store a text as an artifact of a run."""
-        self._log_artifact(run_id, name, text.encode())
 
     def log_files(self, run_id: str, files: Sequence[Path]) -> None:
         """Store files as artifacts of a run."""
         for file in files:
-            self._log_artifact(run_id, file.name, file.read_bytes())
+            self.log_artifact(run_id, file.name, file.read_bytes())
 
-    def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
+    def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
+        """Store an artifact of a run."""
         artifacts = open_artifacts(self.client, self.experiment, self.client.get_run(run_id))
         if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
@@ -310,25 +286,21 @@ class Tracker:
         first; None for all. ended: whether all cells have ended, so that charts can leave out rows with an outlying
         loss.
         """
-        runs = self._find_newest("cell")
-        cells = [views.CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
-        charted = ended and len(runs) < MOST_RUNS_SEEN
+        cells = self._find_newest("cell")
+        charted = ended and len(cells) < MOST_RUNS_SEEN
         far = views.find_outlier_rows(cells) if charted else ()
-        for run, cell in zip(runs, cells, strict=True) if charted else ():
-            value = "no" if cell.variant in far else "yes"
-            if run.data.tags.get(views.CHARTED_TAG) != value:
-                self.client.set_tag(run.info.run_id, views.CHARTED_TAG, value)
+        for cell in cells if charted else ():
+            value = "no" if cell.tags["variant"] in far else "yes"
+            if cell.tags.get(views.CHARTED_TAG) != value:
+                self.client.set_tag(cell.run_id, views.CHARTED_TAG, value)
         self._write_views(views.build_views(axes, columns, columns if main is None else main, cells, charted))
 
     def save_run_views(self) -> None:
         """Save the views of a `lit-lazy train` experiment for its newest runs."""
-        runs = self._find_newest("run")
-        shown = [views.CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
-        self._write_views(views.build_run_views(shown))
+        self._write_views(views.build_run_views(self._find_newest("run")))
 
-    def _find_newest(self, kind: str) -> list[Run]:
-        query, newest = f"tags.kind = '{kind}'", ["start_time DESC"]
-        return self.client.search_runs([self.experiment_id], query, order_by=newest, max_results=MOST_RUNS_SEEN)
+    def _find_newest(self, kind: str) -> list[views.TrackedRun]:
+        return self.find({"kind": kind})[::-1][:MOST_RUNS_SEEN]
 
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():

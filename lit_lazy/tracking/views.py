@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,12 +19,10 @@ from urllib.parse import quote
 
 from lit_lazy.support.outliers import compute_far_limit
 
+State = dict[str, Any]
 TAG_PREFIX = "mlflow.sharedViewState."
-TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
-CHARTS_VIEW, AXES_VIEW = "Charts", "Parallel coordinates"
-RUNS_VIEW = "All runs"
-CHART_VIEWS = (CHARTS_VIEW, AXES_VIEW)
-"""The views that open as charts."""
+TABLE_VIEW, CELLS_VIEW, RUNS_VIEW = "Variants (mean over seeds)", "All cells", "All runs"
+CHARTS_VIEW, AXES_VIEW = CHART_VIEWS = "Charts", "Parallel coordinates"
 LINKED_VIEWS = {
     "by variant": TABLE_VIEW,
     "all cells": CELLS_VIEW,
@@ -38,12 +36,10 @@ RESULTS, TRADE_OFFS, TRAINING = "Results by variant", "Loss against what attenti
 EXTRA = ("sink/rate", "sparsity/zero", "collapse/effective_rank")
 """Metrics that get charts in every ablation whose cells log them."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
-LOSS = "loss/val"
+LOSS = LOSSES[-1]
 """The loss of every run: lists are sorted by it, and rows with an outlying value are left out of charts."""
 LOSS_CURVES = ("val/excess", "val/loss")
-"""Only the first that cells have is drawn."""
-EXCESS = "val/excess"
-"""Positive and falling by powers of ten, so it gets a logarithmic axis."""
+"""Only the first that cells have is drawn. The excess falls by powers of ten, so it gets a logarithmic axis."""
 WATCHED = ("watch/first_key_share", "watch/sparsity", "watch/mass", "watch/effective_rank")
 """Measured at step 0 and at powers of two."""
 LEARNED_LAYER = re.compile(r"watch/(tau|learned/[\w.]+)_layer_(\d+)")
@@ -60,10 +56,13 @@ CHARTED_TAG = "charted"
 
 
 @dataclass(frozen=True)
-class CellRun:
-    """The part of a run that views need. The variant of a run outside ablations is its name."""
+class TrackedRun:
+    """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged and it has ended."""
 
-    variant: str
+    run_id: str
+    state: str
+    """Its tag `state`: complete, failed or pruned; "running" while it runs."""
+    tags: Mapping[str, str]
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     """Last logged value by name."""
@@ -82,12 +81,8 @@ def view_id(name: str) -> str:
 
 
 def build_views(
-    axes: Sequence[str],
-    columns: Sequence[str],
-    main: Sequence[str],
-    cells: Sequence[CellRun],
-    charted: bool = False,
-) -> dict[str, dict[str, Any]]:
+    axes: Sequence[str], columns: Sequence[str], main: Sequence[str], cells: Sequence[TrackedRun], charted: bool = False
+) -> dict[str, State]:
     """The states of an ablation's views, by view name.
 
     axes: params in which cells differ. columns: metrics of the table. main: the columns with charts; the first that
@@ -102,30 +97,26 @@ def build_views(
     shown = select_measured([*main, *EXTRA])
     far = find_outlier_rows(cells) if charted else ()
     near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
-    without = f", without {', '.join(far)}" if far else ""
+    without, metric = f", without {', '.join(far)}" if far else "", {"type": "METRIC"}
     charts = {
         RESULTS + without: [_chart("BAR", f"bar {name}", metricKey=name) for name in shown],
         TRADE_OFFS: [
-            _chart(
-                "SCATTER", f"scatter {x} {y}", xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"}
-            )
+            _chart("SCATTER", f"scatter {x} {y}", xaxis=metric | {"key": x}, yaxis=metric | {"key": y})
             for y in shown[:1]
             for x in select_measured(EXTRA)
             if x != y
         ],
         TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
     }
-    axis_sets = _find_axis_sets(axes, cells) if shown else {}
+    main_metric = {"selectedMetrics": shown[:1], "showAllRuns": True}
     parallel = {
-        title + without: [
-            _chart("PARALLEL", title, selectedParams=chosen, selectedMetrics=[shown[0]], showAllRuns=True)
-        ]
-        for title, chosen in axis_sets.items()
+        title + without: [_chart("PARALLEL", title, selectedParams=chosen, **main_metric)]
+        for title, chosen in (_find_axis_sets(axes, cells) if shown else {}).items()
     }
     runs = _build_run_list("cell", shown, axes)
     grouping = {  # one collapsed row per variant, with means over seeds
         "groupBy": {"groupByKeys": [{"mode": "tag", "groupByData": "variant"}], "aggregateFunction": "average"},
-        "groupsExpanded": {f"tag.variant.{cell.variant}": False for cell in cells},
+        "groupsExpanded": {f"tag.variant.{cell.tags['variant']}": False for cell in cells},
         "useGroupedValuesInCharts": True,
     }
     return {
@@ -136,41 +127,34 @@ def build_views(
     }
 
 
-def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
+def build_run_views(runs: Sequence[TrackedRun]) -> dict[str, State]:
     """The states of the views of a `lit-lazy train` experiment, by view name; columns are settings that differ."""
     logged = {name for run in runs for name in run.metrics}
 
     def select_measured(names: Sequence[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name in logged or name in (*LOSS_CURVES, *WATCHED)]
 
-    values: dict[str, set[str]] = {}
-    for run in runs:
-        for name, value in run.params.items():
-            values.setdefault(name, set()).add(value)
-    settings = [name for name, found in values.items() if len(found) > 1][:MOST_SETTINGS]
+    values = {(name, value): name for run in runs for name, value in run.params.items()}
+    settings = [name for name, count in Counter(values.values()).items() if count > 1][:MOST_SETTINGS]
     shown = select_measured([*LOSSES, *EXTRA])
     curves = [_line(name) for name in ("train/loss", *_select_curves(select_measured, logged))]
-    return {
-        CHARTS_VIEW: _build_run_list("run", shown, settings)
-        | _sections(
-            {TRAINING: curves, "Results": [_chart("BAR", f"bar {name}", metricKey=name) for name in shown]}, logged
-        ),
-        RUNS_VIEW: _build_run_list("run", shown, settings),
-    }
+    charts = {TRAINING: curves, "Results": [_chart("BAR", f"bar {name}", metricKey=name) for name in shown]}
+    listed = _build_run_list("run", shown, settings)
+    return {CHARTS_VIEW: listed | _sections(charts, logged), RUNS_VIEW: listed}
 
 
-def find_outlier_rows(cells: Sequence[CellRun]) -> list[str]:
+def find_outlier_rows(cells: Sequence[TrackedRun]) -> list[str]:
     """Variants whose mean loss would flatten the differences between all others in a chart."""
-    losses: dict[str, list[float]] = {}
+    losses = defaultdict[str, list[float]](list)
     for cell in cells:
         if LOSS in cell.metrics:
-            losses.setdefault(cell.variant, []).append(cell.metrics[LOSS])
+            losses[cell.tags["variant"]].append(cell.metrics[LOSS])
     means = {variant: fmean(found) for variant, found in losses.items()}
     highest = compute_far_limit(means.values())
     return [variant for variant, mean in means.items() if mean > highest]
 
 
-def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> State:
     """The runs of a kind as a flat list with a column per metric and setting.
 
     Sorted by a metric, because MLflow nests child runs under their parent in a list sorted by creation time.
@@ -209,7 +193,7 @@ def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Colle
     return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *learned])]
 
 
-def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:
+def _find_axis_sets(axes: Sequence[str], cells: Sequence[TrackedRun]) -> dict[str, list[str]]:
     """Axes by section title, most cells first: the cells of a section have all its axes and differ in each.
 
     MLflow's parallel coordinates omit a cell that lacks one of the params, so a chart of all axes would omit most.
@@ -226,48 +210,37 @@ def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, 
     return dict(list(found.items())[:MOST_AXES_CHARTS])
 
 
-def _line(metric: str) -> dict[str, Any]:
+def _line(metric: str) -> State:
     """A curve without MLflow's default smoothing."""
-    return _chart(
-        "LINE",
-        f"line {metric}",
-        metricKey=metric,
-        selectedMetricKeys=[metric],
-        xAxisKey="step",
-        scaleType="log" if metric == EXCESS else "linear",
-        xAxisScaleType="log" if metric.startswith("watch/") else "linear",
-        lineSmoothness=0,
-        displayPoints=False,
-    )
+    scales = {
+        "scaleType": "log" if metric == LOSS_CURVES[0] else "linear",
+        "xAxisScaleType": "log" if metric.startswith("watch/") else "linear",
+    }
+    drawn = {"xAxisKey": "step", "lineSmoothness": 0, "displayPoints": False}
+    return _chart("LINE", f"line {metric}", metricKey=metric, selectedMetricKeys=[metric], **scales, **drawn)
 
 
-def _chart(kind: str, known_as: str, **options: Any) -> dict[str, Any]:
+def _chart(kind: str, known_as: str, **options: Any) -> State:
     common = {"runsCountToCompare": 1000, "deleted": False, "isGenerated": False}
     return {"uuid": view_id(known_as), "type": kind, **common, **options}
 
 
-def _sections(
-    charts: Mapping[str, Sequence[dict[str, Any]]], logged: Collection[str], columns: int = 2
-) -> dict[str, Any]:
+def _sections(charts: Mapping[str, Sequence[State]], logged: Collection[str], columns: int = 2) -> State:
     """Open sections of charts, followed by MLflow's collapsed sections for all other metrics by their groups."""
     own = [name for name, within in charts.items() if within]
     drawn = {chart.get("metricKey") for within in charts.values() for chart in within}
     groups = sorted({name.rpartition("/")[0] or "Model metrics" for name in logged if name not in drawn})
+    section = {"isReordered": False, "deleted": False, "isGenerated": False}
     return {
         "compareRunCharts": [chart | {"metricSectionId": view_id(name)} for name in own for chart in charts[name]],
         "compareRunSections": [
-            *(_section(name, display=True) | {"columns": columns} for name in own),
-            *(_section(name, display=False) for name in groups),
+            *(section | {"uuid": view_id(name), "name": name, "display": True, "columns": columns} for name in own),
+            *(section | {"uuid": view_id(name), "name": name, "display": False} for name in groups),
         ],
         "isAccordionReordered": True,  # else MLflow sorts sections by name
         "hideEmptyCharts": True,
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
     }
-
-
-def _section(name: str, display: bool) -> dict[str, Any]:
-    state = {"display": display, "isReordered": False, "deleted": False, "isGenerated": False}
-    return {"uuid": view_id(name), "name": name, **state}
 
 
 def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
@@ -281,7 +254,5 @@ def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
 
 def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
     """Link to a run or to one of its artifacts."""
-    page = f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}"
-    if artifact is not None:
-        page += f"/artifacts/{quote(artifact)}"
-    return f"{page}?workflowType=machine_learning"
+    below = "" if artifact is None else f"/artifacts/{quote(artifact)}"
+    return f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}{below}?workflowType=machine_learning"

@@ -22,7 +22,6 @@ from two_rows import WILD, two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
-from lit_lazy.grid import mirror
 from lit_lazy.grid import mirror as mirror_module
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.grid.plan import ASIDE, GRID_ID, read_grid
@@ -424,37 +423,24 @@ def write_and_copy(self, folder):
 RunResult.write = write_and_copy
 """
 """Code by which whoever trains copies everything at the end of each of the first two cells."""
-MOMENTS = ("1", "2", "end")
-
-
-@pytest.fixture
-def backed_up(runs: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A finished grid and its copies; returns its command."""
-    monkeypatch.setattr(mirror, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow are backed_up, and lack all cells
-    ablation = runs.with_name("backup.py")
-    ablation.write_text(two_rows("backup", code=COPIED))
-    command = ["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1", "--seeds", "0"]
-    assert main(command) == 0
-    shutil.copytree(runs, runs.with_name("end"))
-    return command
-
-
-def put_back(runs: Path, mlflow: str, queue: str, files: str) -> None:
-    """Replace the runs folder; each argument is the moment of a copy."""
-    shutil.rmtree(runs)
-    shutil.copytree(runs.with_name(files), runs, ignore=shutil.ignore_patterns("queue*"))
-    shutil.copy(runs.with_name(mlflow) / "mlflow.db", runs)
-    for file in runs.with_name(queue).glob("queue*"):
-        shutil.copy(file, runs)
-    forget_databases()
 
 
 @pytest.mark.long
-def test_copies_of_any_moments_together_end_in_the_undisturbed_table(backed_up: list[str], runs: Path) -> None:
+def test_copies_of_any_moments_together_end_in_the_undisturbed_table(runs: Path, monkeypatch) -> None:
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow lack all cells
+    ablation = runs.with_name("backup.py")
+    ablation.write_text(two_rows("backup", code=COPIED))
+    words = ["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1", "--seeds", "0"]
+    assert main(words) == 0
+    shutil.copytree(runs, runs.with_name("end"))
     table = (runs / BACKUP / "table.csv").read_text()
-    for moments in product(MOMENTS, repeat=3):
-        put_back(runs, *moments)
-        assert main(backed_up) == 0, moments
+    for moments in product(("1", "2", "end"), repeat=2):
+        mlflow, files = map(runs.with_name, moments)
+        shutil.rmtree(runs)
+        shutil.copytree(files, runs)
+        shutil.copy(mlflow / "mlflow.db", runs)
+        forget_databases()
+        assert main(words) == 0, moments
         assert (runs / BACKUP / "table.csv").read_text() == table, moments
         assert [cell.status for cell in read_grid(runs / BACKUP).cells] == ["complete"] * 2, moments
         cells = Tracker(default_uri(runs), runs, BACKUP).find({"kind": "cell"})

@@ -14,7 +14,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.report import publish
 from lit_lazy.report.page import REPORT
-from lit_lazy.tracking.serve import ExperimentLinks, find_experiment_links, select_links
+from lit_lazy.tracking.serve import find_experiment_links, select_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.tracking.views import (
@@ -24,7 +24,7 @@ from lit_lazy.tracking.views import (
     LINKED_VIEWS,
     RUNS_VIEW,
     TABLE_VIEW,
-    CellRun,
+    TrackedRun,
     build_run_views,
     build_views,
     find_outlier_rows,
@@ -149,8 +149,8 @@ class TestPages:
     @pytest.mark.long
     def test_a_dead_row_flattens_nothing_and_is_named(self, runs, links, browser) -> None:
         ui_url = links["runs"].partition("/#")[0]
-        (made,) = [e for e in find_experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
-        text = opened(browser, made.pages["charts"], screenshots.DRAWN)
+        made = find_experiment_links(default_uri(runs), ui_url)["made-up"]
+        text = opened(browser, made["charts"], screenshots.DRAWN)
         assert "4 matching runs" in text
         assert "Results by variant, without dead" in text
         listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
@@ -191,16 +191,15 @@ class TestLinks:
     def test_those_of_the_named_ablation_are_printed_and_an_experiment_without_views_has_one(self, runs, links) -> None:
         views = [name for name in LINKED_VIEWS if name != "all runs"]
         assert list(links) == [*views, "its table", "its report", "runs"]
-        (other,) = [e for e in find_experiment_links(default_uri(runs), "http://host") if e.name == "train-other"]
-        assert list(other.pages) == ["runs"]
-        assert other.pages["runs"].endswith("/runs?workflowType=machine_learning")
+        other = find_experiment_links(default_uri(runs), "http://host")["train-other"]
+        assert list(other) == ["runs"]
+        assert other["runs"].endswith("/runs?workflowType=machine_learning")
 
     def test_a_name_is_an_experiment_s_or_all_that_an_ablation_or_a_search_has(self) -> None:
         names = ["a", "a-x", "a-y", "ab-x", "search-a-x", "search-b-x"]
-        links = [ExperimentLinks(name, {}) for name in names]
-        assert [e.name for e in select_links(links, "a")] == ["a"]
-        assert [e.name for e in select_links(links[1:], "a")] == ["a-x", "a-y", "search-a-x"]
-        assert [e.name for e in select_links(links, "b")] == ["search-b-x"]
+        assert [*select_links({name: {} for name in names}, "a")] == ["a"]
+        assert [*select_links({name: {} for name in names[1:]}, "a")] == ["a-x", "a-y", "search-a-x"]
+        assert [*select_links({name: {} for name in names}, "b")] == ["search-b-x"]
 
     def test_an_unknown_name_is_told_in_a_line_and_nothing_is_served(self, runs, capsys) -> None:
         assert main(["dashboard", "table3", "--runs", str(runs)]) == 2
@@ -214,8 +213,8 @@ class TestLinks:
         assert not said.out
 
 
-def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> CellRun:
-    return CellRun(variant, axes, dict.fromkeys(metrics, loss))
+def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> TrackedRun:
+    return TrackedRun("", "complete", {"variant": variant}, axes, dict.fromkeys(metrics, loss))
 
 
 LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
@@ -227,7 +226,7 @@ class TestViews:
     LAZIER = cell("lazier", {"bias": "Alibi", "tau_init": "2.0"}, "loss/val", "watch/tau_layer_2", "val/excess")
 
     def charts(
-        self, name: str, cells: list[CellRun], main: tuple[str, ...] = ("loss/excess", "loss/val")
+        self, name: str, cells: list[TrackedRun], main: tuple[str, ...] = ("loss/excess", "loss/val")
     ) -> list[dict]:
         return build_views(["bias", "tau_init"], ["loss/excess", "loss/val"], main, cells)[name]["compareRunCharts"]
 
@@ -271,7 +270,7 @@ class TestViews:
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
 
     def test_runs_of_an_experiment_have_columns_of_what_they_differ_in(self) -> None:
-        runs = [CellRun(f"run {i}", {"a": "1", "b": str(i)}, {"loss/val": 1.0, "tau/mean": 1.0}) for i in range(2)]
+        runs = [cell("", {"a": "1", "b": str(i)}, "loss/val", "tau/mean") for i in range(2)]
         found = build_run_views(runs)
         assert list(found) == [CHARTS_VIEW, RUNS_VIEW]
         columns = found[RUNS_VIEW]["selectedColumns"]
@@ -283,7 +282,7 @@ class TestViews:
         assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
-        def sections(*cells: CellRun, shown: bool) -> list[str]:
+        def sections(*cells: TrackedRun, shown: bool) -> list[str]:
             view = build_views([], ["loss/val"], ["loss/val"], [*cells])[CHARTS_VIEW]
             return [section["name"] for section in view["compareRunSections"] if section["display"] == shown]
 

@@ -13,7 +13,6 @@ import pytest
 from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import hub
-from lit_lazy.support.process import call_with_timeout
 from lit_lazy.tracking import serve as dashboard
 from lit_lazy.tracking import store
 from lit_lazy.tracking.store import default_uri
@@ -120,14 +119,6 @@ def test_a_hub_out_of_reach(serve, monkeypatch, capsys, closed_port) -> None:
         said = expect_refusal(["train", "backcopy_tiny", "--data=Text", "--data.hub=nobody/nothing"], capsys)
         assert "data.hub='nobody/nothing': cannot be read (" in said
         assert time.monotonic() - started < 20
-
-
-def test_within_gives_what_is_given_and_raises_what_is_raised() -> None:
-    assert call_with_timeout(5, lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        call_with_timeout(5, lambda: 1 / 0)
-    with pytest.raises(TimeoutError, match=r"^no answer in 0.1 s$"):
-        call_with_timeout(0.1, lambda: time.sleep(1))
 
 
 def test_a_database_put_in_place_of_the_served_one_is_noticed(runs, monkeypatch, capsys) -> None:

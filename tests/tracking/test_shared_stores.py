@@ -4,6 +4,7 @@ import os
 import shutil
 import sqlite3
 import sys
+import tarfile
 import time
 import urllib.request
 from contextlib import closing
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import forked
 import pytest
+from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.active_run import ActiveRun
+from lit_lazy.tracking.serve import make_addresses_relative
 from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_address
 from lit_lazy.tracking.tracker import Tracker
 
@@ -83,7 +86,7 @@ def track(runs: Path, text: str) -> str:
     """A run with one artifact; returns its id."""
     tracker = Tracker(default_uri(runs), runs, ODD)
     run_id = tracker.create_run("a", {"kind": "run"})
-    tracker.log_text(run_id, text, "note.txt")
+    tracker.log_artifact(run_id, "note.txt", text.encode())
     return run_id
 
 
@@ -109,12 +112,27 @@ def test_a_copy_has_artifacts_of_its_own_and_its_database_is_only_read(runs: Pat
     shutil.copytree(runs, copied)
     original, database = read_files(runs), (copied / "mlflow.db").read_bytes()
     tracker = Tracker(default_uri(copied), copied, ODD)
-    tracker.log_text(run_id, "copied", "note.txt")
+    tracker.log_artifact(run_id, "note.txt", b"copied")
     assert read_files(runs) == original
     shutil.rmtree(runs)
     assert read(copied, run_id) == "copied"
     assert (copied / "mlflow.db").read_bytes() == database
     assert not runs.exists()
+
+
+def test_addresses_of_an_earlier_version_become_those_of_its_folder(runs: Path) -> None:
+    """Wherever it was; those of other programs stay as they are."""
+    with tarfile.open(Path(__file__).parents[1] / "grid" / "runs-82aa2800.tar.xz") as archive:
+        archive.extractall(runs.parent, filter="data")
+    theirs = "file:///home/them/mlartifacts/5"
+    MlflowClient(default_uri(runs)).create_experiment("theirs", theirs)
+    before = read_addresses(runs)
+    for _ in range(2):
+        make_addresses_relative(runs / "mlflow.db")
+    (folder,) = (runs / "mlartifacts").iterdir()
+    here = {f"file:mlartifacts/{folder.name}/{run.name}/artifacts" for run in folder.iterdir()}
+    assert {*read_addresses(runs)} - {*before} == here | {f"file:mlartifacts/{folder.name}"}
+    assert theirs in read_addresses(runs)
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
+from lit_lazy.tracking.store import NOTE
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import (
     clear_failure,
@@ -295,8 +296,6 @@ class SearchMirror(Mirror):
         ]
 
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
-        from lit_lazy.tracking.tracker import NOTE
-
         definition = self.definition
         params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}

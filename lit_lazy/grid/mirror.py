@@ -171,9 +171,8 @@ class Mirror(ABC):
         """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
         from lit_lazy.tracking.active_run import ActiveRun
 
-        key = cell.folder.name
+        key, result = cell.folder.name, RunResult.peek(cell.folder)
         self._shown.pop(key, None)  # one that failed may go on
-        result = RunResult.peek(cell.folder) if end is None or end[0] == "complete" else None
         run = self._runs.get(key)
         if run is None or run.params != cell.axes:  # another command may add axes
             config = read_settings(cell.folder) if result is None else result.config
@@ -223,9 +222,9 @@ class GridMirror(Mirror):
         sources = {row.variant: row.source for row in grid.plan.rows}
 
         def show(cell: CellRecord) -> MirroredCell:
-            # A result is parsed only when it is sent.
-            state: State = "complete" if (cell.folder / RESULT).exists() else "failed" if cell.reason else "waiting"
-            reason = cell.reason if state == "failed" else ""
+            done = (cell.folder / RESULT).exists()  # it is parsed only when it is sent
+            reason = "" if done else cell.reason
+            state: State = "complete" if done else "failed" if reason else "waiting"
             return MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, state, reason)
 
         return [*map(show, grid.cells)]

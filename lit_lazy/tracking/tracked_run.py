@@ -50,9 +50,10 @@ class FinishedTraining:
     result: RunResult
     folder: Path
     """The run folder, inside the runs folder."""
-    runs: Path
     first_step: int
     """Steps trained before this call: 0 for a new run, more for a resumed one, all for a finished one."""
+    dashboard: str
+    """The command that shows the curves."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -82,11 +83,6 @@ class FinishedTraining:
         """One line instead of thousands of characters of metrics and settings."""
         loss, kept = self.metrics["loss/val"], self.folder / FINAL_CHECKPOINT
         return f"<{self.name}: {self.state}; loss/val {loss:.4f}; {kept if kept.exists() else self.folder}>"
-
-    @property
-    def dashboard(self) -> str:
-        """The command that shows the curves."""
-        return shlex.join([get_program_name(), "dashboard", self.name, "--runs", str(self.runs)])
 
 
 def require_checkpoint(folder: Path) -> None:
@@ -187,7 +183,8 @@ def train_tracked(
                 f"trained, but MLflow did not accept the result ({error}); it is kept in {folder}; the same command "
                 "sends it"
             ) from error
-    return FinishedTraining(experiment, result, folder, runs, begin.step)
+    dashboard = shlex.join([get_program_name(), "dashboard", experiment, "--runs", str(runs)])
+    return FinishedTraining(experiment, result, folder, begin.step, dashboard)
 
 
 def _acquire(lock: BaseFileLock, folder: Path) -> AcquireReturnProxy:

@@ -276,8 +276,6 @@ def end_all() -> int:
 VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
 TIMED = re.compile(r'"seconds": \d+,')
 MOVED_AWAY = ".until-"
-FOLDERS = ("grid", "owner")
-"""Tags that differ between two runs folders."""
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
 
@@ -352,15 +350,13 @@ def _read_published(file: Path) -> Any:
 
 
 def _list_files(runs: Path) -> list[str]:
-    """Files in the runs folder except logs and artifacts, because artifacts of retired runs remain."""
+    """Files in the runs folder except logs and artifacts, because artifacts of deleted runs remain."""
     every = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
     return [path for path in every if not path.startswith("mlartifacts")]
 
 
 def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
-    tags = {
-        name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name not in FOLDERS
-    }
+    tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name != "grid"}
     curves = {}
     for name in sorted(run.data.metrics):
         points = client.get_metric_history(run.info.run_id, name)

@@ -211,7 +211,7 @@ def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied
     assert on_server == describe(default_uri(copied))
 
 
-def test_fresh_retires_the_former_runs_whatever_changed(copied: Path) -> None:
+def test_fresh_deletes_the_former_runs_whatever_changed(copied: Path) -> None:
     former = {run.info.run_id for run in find_runs(default_uri(copied))}
     copied.with_name("pair.py").write_text(two_rows("pair").replace("Elastic()", "Elastic(tau_init=0.5)"))
     assert main(command(copied)) == 2, "the row changed"

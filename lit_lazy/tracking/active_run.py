@@ -1,6 +1,7 @@
 """A run of MLflow that shows a run folder: a cell of a grid, or the training of `lit-lazy train`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
 from lit_lazy.training.run_folder import read_lines
 
 
+@dataclass(eq=False)
 class ActiveRun:
     """A run of MLflow that shows a run folder: its metrics while it is trained, and its result.
 
@@ -17,22 +19,18 @@ class ActiveRun:
     missing. Methods raise TrackingError.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        folder: Path,
-        name: str,
-        tags: Mapping[str, str],
-        params: Mapping[str, str],
-        config: Mapping[str, Any],
-    ) -> None:
-        """tags: include `cell` and `kind`, and PARENT of a cell. params: logged in addition to the config's fields."""
-        self.tracker, self.folder, self.name = tracker, folder, name
-        self.tags, self.params, self.config = tags, params, config
-        self._run_id = ""
-        self._sent = 0
-        self.is_running = False
-        """Whether it has set the run to running."""
+    tracker: Tracker
+    folder: Path
+    name: str
+    tags: Mapping[str, str]
+    """Include `cell` and `kind`, and PARENT of a cell."""
+    params: Mapping[str, str]
+    """Logged in addition to the config's fields."""
+    config: Mapping[str, Any]
+    is_running: bool = False
+    """Whether it has set the run to running."""
+    _run_id: str = ""
+    _sent: int = 0
 
     def open(self) -> str:
         """The id of the MLflow run, which is created if MLflow has none.

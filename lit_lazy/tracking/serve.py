@@ -17,15 +17,7 @@ from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.store import (
-    ARTIFACTS,
-    LOCKED_SECONDS,
-    StorageError,
-    check_store,
-    default_uri,
-    sqlite_file,
-    sqlite_url,
-)
+from lit_lazy.tracking.store import ARTIFACTS, LOCKED_SECONDS, check_store, default_uri, sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import list_experiment_names, make_client, open_artifacts
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
 
@@ -87,7 +79,7 @@ def serve(runs: Path, port: int, name: str | None = None, opens: bool = False) -
 def make_addresses_relative(database: Path) -> None:
     """Replace the addresses of artifacts by ones relative to the database's folder, which may have been moved.
 
-    They are for MLflow's server, which runs in that folder. Raises StorageError.
+    They are for MLflow's server, which runs in that folder. Raises a one-line ValueError.
     """
     try:
         with closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as connection, connection:
@@ -100,7 +92,7 @@ def make_addresses_relative(database: Path) -> None:
                     change = "UPDATE runs SET artifact_uri = ? || run_uuid || '/artifacts' WHERE experiment_id = ?"
                     connection.execute(change, (f"file:{here}/", number))
     except sqlite3.Error as error:
-        raise StorageError(f"{str(database)!r}: cannot be used ({error})") from None
+        raise ValueError(f"{str(database)!r}: cannot be used ({error})") from None
 
 
 def _run_server(uri: str, port: int, links: Links, log: Path, first: str | None) -> int:

@@ -152,7 +152,7 @@ def join_note(paragraphs: Sequence[str], whole: str) -> str:
 
 @_translate_all
 class Tracker:
-    """One MLflow experiment, created on first use. Public methods raise TrackingError."""
+    """One MLflow experiment, created on first use. Methods raise TrackingError."""
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
         self.uri, self.runs, self.experiment = redact_url(uri), runs, experiment

@@ -77,7 +77,8 @@ def check_destinations(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if results, study or MLflow's runs cannot be stored. Creates nothing."""
     from lit_lazy.grid.study import check_storage
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.store import check_store, default_uri
+    from lit_lazy.tracking.check_store import check_store
+    from lit_lazy.tracking.store import default_uri
 
     check_writable_folder("--runs", options.runs)
     if options.storage:

@@ -117,7 +117,8 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "RunsFolder":
     require_runs(options.runs)
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.store import check_store, default_uri
+    from lit_lazy.tracking.check_store import check_store
+    from lit_lazy.tracking.store import default_uri
 
     if writes:
         check_writable_folder("--runs", options.runs)

@@ -29,7 +29,8 @@ from lit_lazy.support.inside import join_name
 from lit_lazy.support.named_files import find
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
-from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.check_store import check_store
+from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device

@@ -17,7 +17,8 @@ from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.store import ARTIFACTS, LOCKED_SECONDS, check_store, default_uri, sqlite_file, sqlite_url
+from lit_lazy.tracking.check_store import check_store
+from lit_lazy.tracking.store import ARTIFACTS, LOCKED_SECONDS, default_uri, sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import list_experiment_names, make_client, open_artifacts
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
 

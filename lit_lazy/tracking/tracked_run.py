@@ -23,7 +23,8 @@ from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.active_run import ActiveRun
-from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.check_store import check_store
+from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.callbacks import AtStart
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit

@@ -46,7 +46,7 @@ def find_experiment_links(uri: str, ui_url: str) -> Links:
         }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            stored = {artifact.path for artifact in open_artifacts(client, experiment.name, parent).list_artifacts()}
+            stored = {artifact.path for artifact in open_artifacts(client, parent).list_artifacts()}
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()

@@ -122,10 +122,11 @@ def list_experiment_names(uri: str) -> list[str]:
     return [] if missing else [experiment.name for experiment in make_client(uri).search_experiments()]
 
 
-def open_artifacts(client: MlflowClient, experiment: str, run: Run) -> ArtifactRepository:
+def open_artifacts(client: MlflowClient, run: Run) -> ArtifactRepository:
     """The artifacts of a run. In a local store they lie beside the database, wherever MLflow says that they are."""
     if (database := sqlite_file(client.tracking_uri)) is None:
         return get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
+    experiment = client.get_experiment(run.info.experiment_id).name
     folder = join_name(locate_artifacts(database, experiment), run.info.run_id)
     return LocalArtifactRepository((folder / "artifacts").as_uri())
 
@@ -259,7 +260,7 @@ class Tracker:
 
     def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
         """Store an artifact of a run."""
-        artifacts = open_artifacts(self.client, self.experiment, self.client.get_run(run_id))
+        artifacts = open_artifacts(self.client, self.client.get_run(run_id))
         if isinstance(artifacts, LocalArtifactRepository):
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
             folder = Path(artifacts.artifact_dir)

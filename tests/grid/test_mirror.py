@@ -62,7 +62,7 @@ def describe(uri: str, name: str = ID) -> dict[str, dict[str, Any]]:
             "tags": {name: text for name, text in data.tags.items() if name not in VOLATILE},
             "params": data.params,
             "curves": {metric: read_curve(client, run, metric) for metric in data.metrics},
-            "artifacts": sorted(file.path for file in open_artifacts(client, name, run).list_artifacts()),
+            "artifacts": sorted(file.path for file in open_artifacts(client, run).list_artifacts()),
         }
     return shown
 

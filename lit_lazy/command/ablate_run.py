@@ -112,9 +112,6 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = make_execution(options)
     if options.results and options.keep_checkpoint:
         raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
-    if options.results and options.dry_run:
-        why = "a dry run reads no data, whose content tells which cells a file holds"
-        raise ValueError(f"--results, --dry-run: {why}; leave one of the two out")
     import torch
 
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
@@ -298,7 +295,7 @@ def _drop_finished(
     from lit_lazy.grid.ablation import has_built_data
     from lit_lazy.grid.plan import PLAN
 
-    if not any(options.runs.glob(f"*/{PLAN}")):
+    if not (options.results or any(options.runs.glob(f"*/{PLAN}"))):
         return request.chosen
     if not has_built_data(request.ablation, request.base):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
@@ -316,11 +313,10 @@ def _drop_finished(
     had = done | measurable | {(cell.variant, cell.seed) for cell in grid.cells if cell.key in taken}
     left = [(row, tuple(s for s in seeds if (row.name, s) not in had)) for row, seeds in request.chosen]
     n = len(grid.cells)
-    print(
-        f"{n} cells, all finished: nothing to do"
-        if len(done) == n
-        else f"{len(done)} of {n} cells are finished already"
-    )
+    if len(done) == n:
+        print(f"{n} cells, all finished: nothing to do")
+    elif (grid.folder / PLAN).exists():
+        print(f"{len(done)} of {n} cells are finished already")
     return [(row, seeds) for row, seeds in left if seeds]
 
 

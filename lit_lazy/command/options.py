@@ -267,7 +267,7 @@ Declared = Mapping[str, str | tuple[str, Mapping[str, Any]]]
 def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **changes: Any) -> None:
     """Add arguments: shared ones by name, others as declared.
 
-    A usage is `--mixed` of a switch, `--rows A,B` or, of an argument, `ablation NAME`; the value has a type of KINDS.
+    A usage is `--fresh` of a switch, `--rows A,B` or, of an argument, `ablation NAME`; the value has a type of KINDS.
     One that ends in ` ...` is repeatable; it and lists are empty by default. changes: what differs in this command.
     """
     for part in given:

@@ -52,13 +52,6 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
-def find_backend(cfg: RunConfig, data: Outline) -> str:
-    """Name of the attention's implementation in a training on this machine."""
-    device = select_training_device()
-    with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
-        return cfg.model.build_mixer(0, data.context_length).to(device).backend_name(data.document_mask)
-
-
 def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
     """Build the first layer's attention. Raises ValueError if that of any layer fails."""
     shape = cfg.layer_shape(0, context_length)

@@ -132,7 +132,6 @@ OPTIONS = [
     ([*RUN, "--rows", "softmaxx"], "--rows 'softmaxx': table2 has no such row (did you mean softmax?); it has softmax"),
     ([*RUN, "--rows", "softmax", "--baseline", "lazy"], "--baseline 'lazy': is not among the rows; they are softmax"),
     ([*RUN, "--results", DEVICE, "--keep-checkpoint"], "--results, --keep-checkpoint: a packed file holds no models; "),
-    ([*RUN, "--results", DEVICE, "--dry-run"], "--results, --dry-run: a dry run reads no data, whose content tells"),
     (["ablate", "run", "q_mask_2", "--looks", "1", "--seeds", "7"], "with --rows or --seeds all cells are trained at"),
     (["ablate", "run", "q_mask_2", "--looks", "5"], "--looks 5: q_mask_2 has 4; ask for at most those"),
     ([*TRAIN, "--logger", "tensorbord"], "'wandb') (did you mean tensorboard?); see `lit-lazy train --help`"),

@@ -91,9 +91,10 @@ def list_files(folder: Path) -> set[Path]:
 
 def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained, elsewhere, tmp_path, capsys) -> None:
     half = trained.edit(tmp_path / "half.xz", lambda line: line if line["seed"] == 0 else None)
-    assert trained.run(elsewhere, "--results", str(half)) == 0
-    out = capsys.readouterr().out
-    assert f"2 of 4 cells are taken from half.xz of {ID} (commit " in out
+    for also in (["--dry-run"], []):
+        assert trained.run(elsewhere, "--results", str(half), *also) == 0
+        out = capsys.readouterr().out
+        assert f"2 of 4 cells are taken from half.xz of {ID} (commit " in out
     assert "4 cells, 0 already finished, 2 taken, 2 to train" in out
     assert "4/4 cells done" in out
     table, (note,) = read_table(elsewhere)

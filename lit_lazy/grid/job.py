@@ -89,7 +89,7 @@ class Ending:
     """How an attempt at a cell ended."""
 
     key: str
-    kind: Literal["done", "failed", "pruned", "busy", "interrupted", "died", "disk_full", "file_too_long"]
+    kind: Literal["done", "failed", "pruned", "busy", "interrupted", "died", "disk_full"]
     reason: str = ""
     final: bool = False
     """Whether another attempt would fail again."""

@@ -30,38 +30,23 @@ from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
 from lit_lazy.support.console import format_count, format_duration
-from lit_lazy.support.disk import (
-    WRITE_REFUSED,
-    describe_shortage,
-    is_disk_full,
-    quarantine,
-    write_text,
-)
-from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.disk import is_disk_full, quarantine, write_text
+from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make_file_lock
 from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
-from lit_lazy.tracking.store import default_uri, sqlite_file
 from lit_lazy.training.devices import find_missing_backend
 from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run_folder import (
-    CELLS,
-    CHECKPOINTS,
-    LAST,
-    clear_failure,
-    is_locked,
-    locate_cell,
-)
+from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS, LOOK_SHARE = 5.0, 20.0
 """Interval of looks at what other processes do: so many seconds, and at least so many times as long as a look takes."""
 MOST_CRASHES = 3
 """Deaths per worker slot before a cell was begun, without one ending in between, after which the command gives up."""
-LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
 LONGEST_PAUSE_SECONDS = 60.0
-"""Upper bound on the pause between retries when writes fail although the disk reports free space."""
+"""Upper bound on the pause before what failed for lack of space is tried again."""
 IN_USE = "in_use.lock"
 """File in a grid's folder, which every command on the grid holds."""
 
@@ -384,8 +369,6 @@ class Supervisor:
         self._last_look = -LOOK_SECONDS
         self._crashes = self._started = 0
         self._reported_others = self._found_none = False
-        self._left: set[tuple[str, float]] = set()
-        """Attempts of dead workers that were said."""
         self._pause = 0.0
         self._endings: list[Ending] = []
         """Attempts that ended and are not recorded yet, since that may fail for lack of space."""
@@ -418,10 +401,6 @@ class Supervisor:
             states = self.driver.states()
             if time.monotonic() - self._last_look > LOOK_SECONDS:
                 self._last_look = time.monotonic()
-                for key in [key for key, state in states.items() if state == "waiting"]:
-                    holder = find_dead(locate_cell(self.folder, key))
-                    if holder is not None and (key, holder.since) not in self._left:
-                        self._report_death(key, holder)
                 progress.show_running([self._describe_running(key) for key, at in states.items() if at == "running"])
             progress.update(states)
             while not (over := self._is_over()) and pool.free and (cell := self.driver.choose()):
@@ -435,7 +414,7 @@ class Supervisor:
         except Exception as error:
             if not is_disk_full(error):
                 raise
-            self._wait_for_space()
+            self._wait_for_space(describe_exception(error))
             return True
         if over or len(pool):
             return bool(len(pool))
@@ -455,16 +434,14 @@ class Supervisor:
 
     def _take(self, ending: Ending, pool: Pool) -> None:
         """Do what follows from the end of an attempt."""
-        if ending.kind == "file_too_long":
-            raise UnfinishedError(f"{WRITE_REFUSED}, then run the same command again; nothing is lost")
         if ending.kind == "disk_full":
-            self._wait_for_space()
+            self._wait_for_space(ending.reason)
             return
         self._pause = 0.0
         if ending.kind == "died":
             holder = find_dead(locate_cell(self.folder, ending.key))
             self._crashes += holder is None  # a cell itself counts the deaths of those that began it
-            self._report_death(ending.key, holder or ending.reason)
+            self._say(f"{self._name(ending.key)}: its worker ({holder or ending.reason}) died; it waits again")
         else:
             self._crashes = 0
         if ending.kind == "failed" and not ending.final and self._retries[ending.key] < self.launch.retry_failed:
@@ -480,11 +457,6 @@ class Supervisor:
         cell = self.cells.get(key)
         return key if cell is None else f"{cell.variant} seed {cell.seed}"
 
-    def _report_death(self, key: str, who: Holder | str) -> None:
-        if isinstance(who, Holder):
-            self._left.add((key, who.since))
-        self._say(f"{self._name(key)}: its worker ({who}) died; it waits again")
-
     def _describe_running(self, key: str) -> str:
         """A running cell with its worker, step, loss and the time left."""
         folder, cell = locate_cell(self.folder, key), self.cells.get(key)
@@ -493,46 +465,12 @@ class Supervisor:
         training = describe_training(folder, steps)
         return f"{self._name(key)}{by}" + (f": {training}" if training else "")
 
-    def _wait_for_space(self) -> None:
-        """Wait until results and databases have room; pause with exponential backoff if they seem to have it."""
-        if missing := self._describe_missing_space():
-            self._say(f"no space left: waiting until there is {missing}; nothing is lost")
-            while self._describe_missing_space():
-                time.sleep(POLL_SECONDS)
-            self._say("there is space again: resuming")
-            return
-        repeated = self._pause > 0  # the first time, space may have been freed since
+    def _wait_for_space(self, why: str) -> None:
+        """Pause with exponential backoff; disk statistics would not show a quota."""
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
-        if repeated:
-            self._say(
-                f"a write failed for lack of space, but there is some in {self.folder} (a quota? another disk?): "
-                f"retrying in {self._pause:.0f} s; see worker-*.log there"
-            )
+        where = f"in {self.folder} or a database"
+        self._say(f"{why}, {where}: trying again in {self._pause:.1f} s; nothing is lost")
         time.sleep(self._pause)
-
-    def _list_places(self) -> list[tuple[Path, int]]:
-        """The folders that this grid writes to, which may be on several disks, and the bytes that must be free."""
-        urls = [url for url in (self.launch.storage, default_uri(self.folder.parent)) if url]
-        files = [sqlite_file(url) for url in urls]
-        places = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
-        sizes = [path.stat().st_size for path in self.folder.glob(f"{CELLS}/*/{CHECKPOINTS}/{LAST}")]
-        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
-        states = self.driver.states()
-        running = [locate_cell(self.folder, key) for key, state in states.items() if state == "running"]
-        cells = [folder for folder in (*running, self.folder / CELLS) if folder.is_dir()]
-        return [*places, *((folder, needed) for folder in (*cells, self.folder))]
-
-    def _describe_missing_space(self) -> str:
-        """The missing space of each disk, by folder; "" if there is enough.
-
-        Every folder is tried, since a quota may be that of one.
-        """
-        lacks = {
-            folder.stat().st_dev: f"room for {what} in {folder}"
-            for folder, size in self._list_places()
-            if (what := describe_shortage(folder, size))
-        }
-        return " and ".join(lacks.values())
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)

@@ -19,7 +19,7 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lit_lazy.grid.plan import read_grid_id
-from lit_lazy.support.disk import check_writable_folder, is_disk_full, is_file_too_long, quarantine
+from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantine
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
@@ -66,12 +66,12 @@ def normalise_url(storage: str) -> str:
     """
     scheme, _, rest = storage.partition("://")
     known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
-    if not known or rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")):
+    wrong = rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")) or rest.count("@") > 1
+    if wrong or not known:
         raise StorageError(
-            f"--storage {redact_url(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+            f"--storage {redact_url(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE, "
+            "with %40 for an @ in the password"
         )
-    if rest.count("@") > 1:
-        raise StorageError(f"--storage {redact_url(storage)!r}: has more than one @; write %40 for one in a password")
     check_sqlite(f"--storage {storage!r}", storage)
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
 
@@ -157,7 +157,7 @@ class GridStudy:
         try:
             return work()
         except Exception as error:  # each storage has its own
-            if is_disk_full(error) or is_file_too_long(error):
+            if is_disk_full(error):
                 raise
             log.warning("Optuna's storage fails (%s); the grid goes on without it", describe_exception(error))
             self._study = None

@@ -20,7 +20,7 @@ from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import claim, give_back
 from lit_lazy.grid.job import Ending, Job
-from lit_lazy.support.disk import describe_failed_write, is_disk_full, is_file_too_long, open_private
+from lit_lazy.support.disk import describe_failed_write, is_disk_full, open_private
 from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
@@ -117,9 +117,9 @@ def _execute(cell: Cell, job: Job, interrupts: Interrupts, judge: Judge) -> Endi
         log.error("%s", error)
         os._exit(1)
     except Exception as error:
-        if is_disk_full(error) or is_file_too_long(error):
-            log.exception("%s", describe_failed_write(error))
-            return Ending(cell.key, "disk_full" if is_disk_full(error) else "file_too_long", describe_exception(error))
+        if is_disk_full(error):
+            log.exception("no space left")
+            return Ending(cell.key, "disk_full", describe_exception(error))
         log.error("%s failed\n%s", name, traceback.format_exc())
         reason, final = format_reason(error), isinstance(error, DivergedError)
         write_failure(folder, reason, final)
@@ -136,7 +136,7 @@ def format_reason(error: BaseException) -> str:
     """Why a cell failed; every out-of-memory error starts with the same words."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {one_line(error)}"
-    return describe_exception(error)
+    return describe_failed_write(error) or describe_exception(error)
 
 
 def serve(connection: Connection, job: Job, log_file: Path, environment: Mapping[str, str]) -> None:

@@ -462,7 +462,7 @@ STORAGES = [
     (None, "mysql://me:geheim@localhost/x", "--storage 'mysql://me:***@localhost/x': must be sqlite:///FILE or"),
     (None, "postgresql://me:geheim@127.0.0.1:{port}/x", "are server, user, password and database right?"),
     (None, "postgresql://127.0.0.1:{port}/x?user=me&password=geheim", "are server, user, password and database right?"),
-    (None, "postgresql://me:geh@geheim@localhost/x", "has more than one @; write %40 for one in a password"),
+    (None, "postgresql://me:geh@geheim@localhost/x", "with %40 for an @ in the password"),
     (None, "postgresql://me:geheim@localhost:port/x", "is not a database URL; give SCHEME://USER:PASSWORD@HOST"),
 ]
 

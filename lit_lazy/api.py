@@ -43,7 +43,7 @@ from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
 from lit_lazy.training.run_folder import read_lines
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.plan import CellRecord
+    from lit_lazy.grid.grid_folder import CellRecord
     from lit_lazy.tracking.tracked_run import FinishedTraining
 
 NAME = "notebook"
@@ -376,7 +376,7 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
-    from lit_lazy.grid.plan import list_grids, read_grid
+    from lit_lazy.grid.grid_folder import list_grids, read_grid
 
     folder = _require_path("runs", runs)
     known = list_grids(folder)

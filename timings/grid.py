@@ -24,9 +24,10 @@ from lit_lazy.grid.ablation import (
     prepare_rows,
     select_rows,
 )
+from lit_lazy.grid.grid_folder import read_grid, read_grid_id
 from lit_lazy.grid.job import Ending, Job, Work
 from lit_lazy.grid.mirror import GridMirror
-from lit_lazy.grid.plan import PLAN, Plan, group_keys, read_grid, read_grid_id
+from lit_lazy.grid.plan import PLAN, Plan, group_keys
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import write_text

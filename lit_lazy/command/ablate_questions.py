@@ -10,7 +10,7 @@ from lit_lazy.command.grid_helpers import default_workers
 from lit_lazy.command.options import Commands, add_command, add_options
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.run import Grid
+    from lit_lazy.grid.job import Grid
 
 
 def add_to(commands: Commands) -> None:

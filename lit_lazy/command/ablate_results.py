@@ -13,7 +13,7 @@ from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import find_grids
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.plan import GridFolder
+    from lit_lazy.grid.grid_folder import GridFolder
 
 
 def add_to(commands: Commands) -> None:

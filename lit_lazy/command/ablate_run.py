@@ -27,8 +27,8 @@ MOST_LISTED = 3
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation, Row
+    from lit_lazy.grid.job import Grid
     from lit_lazy.grid.question import Question
-    from lit_lazy.grid.run import Grid
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
     from lit_lazy.training.execution import Execution
@@ -263,7 +263,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
     """
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import apply_rows
-    from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.merge import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = apply_rows(rows, request.base, request.overridden)
@@ -301,7 +301,8 @@ def _drop_finished(
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cells import read_state
-    from lit_lazy.grid.run import describe_measurable, describe_taken, find_results, merge_plan
+    from lit_lazy.grid.merge import describe_measurable, merge_plan
+    from lit_lazy.grid.run import describe_taken, find_results
 
     grid = make()
     _, measurable = merge_plan(grid)
@@ -310,7 +311,8 @@ def _drop_finished(
         print(describe_measurable(measurable))
     taken = find_results(grid, shares=not options.keep_checkpoint)
     print(*(f"{line}\n" for line in describe_taken(grid, taken.values())), sep="", end="")
-    had = done | measurable | {(cell.variant, cell.seed) for cell in grid.cells if cell.key in taken}
+    without = [*measurable, *(cell for cell in grid.cells if cell.key in taken)]
+    had = done | {(cell.variant, cell.seed) for cell in without}
     left = [(row, tuple(s for s in seeds if (row.name, s) not in had)) for row, seeds in request.chosen]
     n = len(grid.cells)
     if len(done) == n:
@@ -406,9 +408,9 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
         from lit_lazy.measure.evaluation import require_measured
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
+    from lit_lazy.grid.job import Grid
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
-    from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
 
     plan = Plan(

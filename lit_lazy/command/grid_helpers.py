@@ -17,7 +17,7 @@ from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_availabl
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation
-    from lit_lazy.grid.plan import GridFolder
+    from lit_lazy.grid.grid_folder import GridFolder
     from lit_lazy.grid.search.definition import Search
 
 BYTES_PER_WORKER = 3 * 2**29
@@ -139,7 +139,7 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
     """The folder of the grid that NAME and --base mean. Raises a one-line ValueError if --runs has no such grid."""
     name, where = options.ablation, options.runs
     require_results(where, name)
-    from lit_lazy.grid.plan import list_grids, read_grid
+    from lit_lazy.grid.grid_folder import list_grids, read_grid
     from lit_lazy.support.named_files import find
 
     known = list_grids(where)

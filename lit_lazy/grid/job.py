@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.packed import TakenResult
+from lit_lazy.grid.plan import Plan
 from lit_lazy.support.inside import join_name
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.run_folder import locate_cell
@@ -38,6 +40,18 @@ class Work:
     def locate(self, key: str) -> Path:
         """The run folder of a cell."""
         return locate_cell(self.folder, key)
+
+
+@dataclass(frozen=True)
+class Grid(Work):
+    """An ablation on an experiment, ready to run."""
+
+    plan: Plan
+    row_order: Sequence[str]
+    taken: Mapping[str, TakenResult] = field(default_factory=dict)
+    """Results by cell key from packed files."""
+    changed: bool = False
+    """Train rows that changed since the grid began, beside their former cells; otherwise they are refused."""
 
 
 @dataclass(frozen=True)

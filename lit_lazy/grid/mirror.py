@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from filelock import BaseFileLock, Timeout
 from rich.console import Console
 
-from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, CellRecord, GridFolder, read_grid, read_grid_id
+from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, CellRecord, GridFolder, read_grid, read_grid_id
+from lit_lazy.grid.plan import PLAN
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock

@@ -14,7 +14,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import put, read_files
-from lit_lazy.grid.plan import ASIDE, GridFolder
+from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import describe_exception

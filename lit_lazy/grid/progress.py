@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_lazy.grid.cells import Holder, find_dead
-from lit_lazy.grid.plan import CellRecord, GridFolder
+from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
 from lit_lazy.training.result import METRICS

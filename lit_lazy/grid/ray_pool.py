@@ -22,8 +22,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import read_files
+from lit_lazy.grid.grid_folder import GRID_ID
 from lit_lazy.grid.job import Ending, Job
-from lit_lazy.grid.plan import GRID_ID
 from lit_lazy.grid.pool import Pool
 from lit_lazy.grid.worker import execute, log_by, prepare_process
 from lit_lazy.support.disk import PRIVATE

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from glob import escape
 from pathlib import Path
@@ -14,22 +14,14 @@ from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
-from lit_lazy.grid.job import Ending, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid, read_grid_id
+from lit_lazy.grid.job import Ending, Grid, Job, LaunchOptions, Work, is_over
+from lit_lazy.grid.merge import describe_measurable, merge_plan
 from lit_lazy.grid.packed import TakenResult, find_shared, read_end
-from lit_lazy.grid.plan import (
-    ASIDE,
-    PLAN,
-    DamagedPlanError,
-    GridFolder,
-    Plan,
-    describe_changes,
-    read_grid,
-    read_grid_id,
-)
+from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.study import GridStudy
-from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import is_disk_full, quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make_file_lock
@@ -37,7 +29,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.training.devices import find_missing_backend
-from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell
 
 POLL_SECONDS = 0.2
@@ -49,18 +41,6 @@ LONGEST_PAUSE_SECONDS = 60.0
 """Upper bound on the pause before what failed for lack of space is tried again."""
 IN_USE = "in_use.lock"
 """File in a grid's folder, which every command on the grid holds."""
-
-
-@dataclass(frozen=True)
-class Grid(Work):
-    """An ablation on an experiment, ready to run."""
-
-    plan: Plan
-    row_order: Sequence[str]
-    taken: Mapping[str, TakenResult] = field(default_factory=dict)
-    """Results by cell key from packed files."""
-    changed: bool = False
-    """Train rows that changed since the grid began, beside their former cells; otherwise they are refused."""
 
 
 class Outcome(NamedTuple):
@@ -261,61 +241,10 @@ def save_plan(grid: Grid, console: Console) -> None:
             plan, measurable = merge_plan(grid)
         except DamagedPlanError as error:
             quarantine(error.file, one_line(error))
-            plan, measurable = grid.plan, set()
+            plan, measurable = grid.plan, []
         write_text(grid.folder / PLAN, plan.to_json())
     if measurable:
         console.print(describe_measurable(measurable), highlight=False)
-
-
-def merge_plan(grid: Grid) -> tuple[Plan, set[tuple[str, int]]]:
-    """The plan of a grid with what its folder holds. Creates nothing.
-
-    Also row and seed of the finished cells whose new evaluations can be had without training.
-
-    Raises a one-line ValueError if the trainings of rows changed since the grid began, or if finished cells kept no
-    models for the evaluations that they lack; not if the grid trains such rows anew.
-    """
-    known = GridFolder.read(grid.folder)
-    if known is None:
-        return grid.plan, set()
-    former, asked = known.cells, {(cell.variant, cell.seed): cell for cell in grid.cells}
-    is_trained: dict[tuple[str, int], bool] = {}  # of finished cells with another key: whether by the same training
-    measurable, lost = set[tuple[str, int]](), list[float]()
-    for cell in former:
-        place = cell.variant, cell.seed
-        if place not in asked or asked[place].key == cell.key or cell.result is None:
-            continue
-        is_trained[place] = cell.result.training_key == asked[place].training_key
-        if not is_trained[place] or read_state(grid.locate(asked[place].key)) == "complete":
-            continue
-        if (cell.folder / FINAL_CHECKPOINT).exists():
-            measurable.add(place)
-        else:
-            lost.append(cell.result.timings.get("train_seconds", 0.0))
-    if lost and not grid.changed:
-        raise ValueError(
-            f"evaluations: changed, and {len(lost)} finished cells kept no model to measure; --changed trains them "
-            f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
-        )
-
-    def find_changes(variant: str) -> str:
-        """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
-        begun = [cell.settings for cell in former if cell.variant == variant and cell.settings]
-        now = [cell.config for cell in grid.cells if cell.variant == variant]
-        if not (begun and now):
-            return "its settings, code or data changed"
-        same = [one for (row, _), one in is_trained.items() if row == variant]
-        if same and all(same):
-            return ""
-        return describe_changes(begun[0], now[0]) or "its code or data changed"
-
-    finished = {cell.key for cell in former if cell.status == "complete"} if grid.changed else None
-    return grid.plan.merge(known.plan, grid.row_order, find_changes, finished), measurable
-
-
-def describe_measurable(cells: Collection[tuple[str, int]]) -> str:
-    """A line on the cells of which `merge_plan` says that they are measurable."""
-    return f"{format_count(len(cells), 'cell')} trained already: only evaluations are measured"
 
 
 def find_results(grid: Grid, *, shares: bool) -> dict[str, TakenResult]:

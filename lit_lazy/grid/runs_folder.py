@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from lit_lazy.grid.cells import read_state
-from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, GridFolder
+from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, GridFolder
+from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean

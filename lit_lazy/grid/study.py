@@ -18,7 +18,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from lit_lazy.grid.plan import read_grid_id
+from lit_lazy.grid.grid_folder import read_grid_id
 from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantine
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy import figures
-from lit_lazy.grid.plan import GridFolder, read_grid
+from lit_lazy.grid.grid_folder import GridFolder, read_grid
 from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics

@@ -31,8 +31,8 @@ from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import LaunchOptions
-from lit_lazy.grid.plan import read_grid
 from lit_lazy.grid.run import run_grid
 from lit_lazy.grid.search.run import SearchDriver, SearchWork, run_search
 from lit_lazy.support.disk import describe_failed_write, write_text

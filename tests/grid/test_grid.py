@@ -22,12 +22,11 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid import run, worker
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import MOST_DEATHS
-from lit_lazy.grid.job import Ending, Job, is_over
+from lit_lazy.grid.grid_folder import ASIDE, read_grid
+from lit_lazy.grid.job import Ending, Grid, Job, is_over
 from lit_lazy.grid.packed import TakenResult
-from lit_lazy.grid.plan import ASIDE, read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
-from lit_lazy.grid.run import Grid
 from lit_lazy.grid.runs_folder import RunsEntry
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training import devices

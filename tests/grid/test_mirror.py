@@ -23,8 +23,8 @@ from two_rows import WILD, two_rows
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid import mirror as mirror_module
+from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, read_grid
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
-from lit_lazy.grid.plan import ASIDE, GRID_ID, read_grid
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES

@@ -10,7 +10,9 @@ import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import ALTERNATIVES, GridFolder, Plan, describe_larger, make_yardstick
+from lit_lazy.grid.grid_folder import ALTERNATIVES, GridFolder, describe_larger, make_table_spec, make_yardstick
+from lit_lazy.grid.merge import merge
+from lit_lazy.grid.plan import Plan
 from lit_lazy.support.named_files import list_available
 from lit_lazy.table.build import build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
@@ -48,17 +50,17 @@ def declare(**changes: Any) -> Plan:
 def test_a_declaration_that_changed_or_was_committed_late_is_exploratory_until_it_is_undone() -> None:
     """A later commit does not make up for a beginning without one."""
     begun, now = declare(), declare(digest="b", commit="abc")
-    merged = now.merge(begun, ORDER, str).declaration
+    merged = merge(now, begun, ORDER, str).declaration
     assert (merged.commit, merged.changed, len(merged.exploratory)) == ("", True, 2)
-    other = replace(now, command="ablate run other.py").merge(begun, ORDER, str)
+    other = merge(replace(now, command="ablate run other.py"), begun, ORDER, str)
     assert other.command == f"{PLAN.command}, then ablate run other.py"  # which declares what is printed
-    committed = now.merge(declare(commit="old"), ORDER, str).declaration
+    committed = merge(now, declare(commit="old"), ORDER, str).declaration
     assert (committed.commit, committed.changed) == ("abc", True)
     first = declare(commit="old", seen=True)
-    again = declare(digest="c").merge(declare(digest="b").merge(first, ORDER, str), ORDER, str)
+    again = merge(declare(digest="c"), merge(declare(digest="b"), first, ORDER, str), ORDER, str)
     kept = Plan.from_json(again.to_json())
     assert (kept.declaration.changed, kept.declaration.commit, kept.declaration.seen) == (True, "", True)
-    assert declare(commit="new").merge(kept, ORDER, str).declaration == first.declaration
+    assert merge(declare(commit="new"), kept, ORDER, str).declaration == first.declaration
 
 
 def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
@@ -72,19 +74,19 @@ def test_a_grid_is_titled_by_the_overrides_that_its_name_lacks() -> None:
 def test_a_table_has_the_rows_and_seeds_that_were_asked_for_and_no_baseline_without_them() -> None:
     """Older plans name the baseline without cells, which the table showed as missing beside a complete grid."""
     softmax = replace(PLAN, keys={"softmax": {"0": "a"}})
-    spec = softmax.make_table_spec([], [])
+    spec = make_table_spec(softmax, [], [])
     assert ([*spec.rows], spec.baseline, spec.contrasts) == ([PLAN.rows[1]], "", ())
     assert spec.warnings == [
         "No differences: the baseline, lazy, is not among the rows; run it too, or name another by --baseline."
     ]
-    both = replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}).make_table_spec([], [])
+    both = make_table_spec(replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}), [], [])
     assert ([row.seeds for row in both.rows], both.baseline, both.warnings) == ([(1,), (0,)], "lazy", [])
     assert build_table(spec, []).compared == []
 
 
 def test_a_tiny_experiment_names_the_one_that_shows_something_and_its_time() -> None:
     assert describe_larger("backcopy_tiny-steps=9") == describe_larger("backcopy_tiny")
-    spec = replace(PLAN, facts={"optimum_nats": 1.0, "chance_nats": 2.0}).make_table_spec([], [])
+    spec = make_table_spec(replace(PLAN, facts={"optimum_nats": 1.0, "chance_nats": 2.0}), [], [])
     assert spec.yardstick is not None
     assert spec.yardstick.remedy.startswith("--base backcopy_small shows more: Bigram-Backcopy in two seconds a ")
     tiny = {name: describe_larger(name) for name in list_available("experiments")}
@@ -103,16 +105,16 @@ def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
     former = Plan.from_json(json.dumps(old))
     assert former.primary == ()
     assert former.columns[0] == replace(COLUMNS[0], margin=None)
-    assert PLAN.merge(former, ORDER, str).primary == PLAN.primary
+    assert merge(PLAN, former, ORDER, str).primary == PLAN.primary
 
 
 def test_a_table_names_the_commands_that_asked_for_its_cells() -> None:
-    shown = replace(PLAN, command="ablate run pair --verbose").merge(PLAN, ORDER, str)
+    shown = merge(replace(PLAN, command="ablate run pair --verbose"), PLAN, ORDER, str)
     assert shown.command == PLAN.command
     more = replace(PLAN, rows=(replace(PLAN.rows[1], seeds=(1,)),), command="ablate run pair --seeds 1")
     both = f"{PLAN.command}, then ablate run pair --seeds 1"
-    joined = more.merge(shown, ORDER, str)
-    assert joined.command == PLAN.merge(joined, ORDER, str).command == both
+    joined = merge(more, shown, ORDER, str)
+    assert joined.command == merge(PLAN, joined, ORDER, str).command == both
     assert [(row.variant, row.seeds) for row in joined.rows] == [("softmax", (0, 1)), ("lazy", (0, 1))]
 
 
@@ -123,10 +125,10 @@ def test_an_own_column_that_no_cell_reports_is_named() -> None:
     )
     own = (*COLUMNS, *short, Column("sink/ratt", "own", "lower", 2))
     observations = [Observation("lazy", seed, "complete", {"sink/rate": 0.5}) for seed in range(2)]
-    warnings = replace(PLAN, columns=own).make_table_spec(observations, ["Another."]).warnings
+    warnings = make_table_spec(replace(PLAN, columns=own), observations, ["Another."]).warnings
     assert warnings == ["Another.", "Left out, as no cell reports them: 'sink/ratt' (did you mean sink/rate?)."]
-    assert replace(PLAN, columns=own).make_table_spec([], []).warnings == []
-    assert PLAN.make_table_spec(observations, []).warnings == []
+    assert make_table_spec(replace(PLAN, columns=own), [], []).warnings == []
+    assert make_table_spec(PLAN, observations, []).warnings == []
 
 
 LR, GONE = "lr=0.00030000000000000003", "was removed from the ablation"
@@ -143,7 +145,11 @@ OTHERS = [
         ["softmax"],
         f"row 'lazy': {GONE} since this grid began (also changed: 'softmax'); another name= in",
     ),
-    ({"rows": (NAMED,), "definitions": {LR: "b"}}, ORDER, f"row '{LR}': is named 'softmax' now; another name"),
+    (
+        {"rows": (NAMED,), "definitions": {LR: "b"}},
+        ORDER,
+        f"row '{LR}': {GONE} since this grid began; another name= in",
+    ),
     ({"schema": SCHEMA - 1}, ORDER, "pair on backcopy_tiny: was begun by another version of lit-lazy"),
 ]
 
@@ -151,7 +157,7 @@ OTHERS = [
 @pytest.mark.parametrize(("changes", "order", "message"), OTHERS, ids=[message for *_, message in OTHERS])
 def test_a_row_that_is_another_training_or_has_another_name_is_refused(changes, order, message) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        PLAN.merge(replace(PLAN, **changes), order, str, finished=() if GONE in message else None)
+        merge(PLAN, replace(PLAN, **changes), order, str, finished=() if GONE in message else None)
 
 
 SHOWN = ["lazy", "softmax"]
@@ -171,53 +177,53 @@ def describe(plan: Plan) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 def test_a_changed_row_trains_anew_beside_its_finished_cells() -> None:
-    merged = EDITED.merge(BEGUN, SHOWN, lambda _: "its code changed", {"k1", "k2"})
+    merged = merge(EDITED, BEGUN, SHOWN, lambda _: "its code changed", {"k1", "k2"})
     assert describe(merged) == {
         "lazy": ("n0 n1", (0, 1), ""),
         "lazy (version a)": ("k1", (1,), "before its code changed"),
         "softmax": ("k2", (0,), ""),
     }
     assert merged.axis_values["lazy (version a)"] == {"x": "1"}
-    assert [row.note for row in merged.make_table_spec([], []).rows] == [
+    assert [row.note for row in make_table_spec(merged, [], []).rows] == [
         "version edited",
         "before its code changed",
         "",
     ]
-    again = EDITED.merge(Plan.from_json(merged.to_json()), SHOWN, str)
+    again = merge(EDITED, Plan.from_json(merged.to_json()), SHOWN, str)
     assert again == merged, "killed, it is resumed without the option"
-    none = EDITED.merge(BEGUN, SHOWN, str, {"k2"})
+    none = merge(EDITED, BEGUN, SHOWN, str, {"k2"})
     assert list(describe(none)) == SHOWN, "what was not finished is no result"
 
 
 def test_an_edit_that_was_undone_has_its_first_cells_again() -> None:
-    edited = EDITED.merge(BEGUN, SHOWN, str, {"k0", "k1", "k2"})
-    undone = BEGUN.merge(edited, SHOWN, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})
+    edited = merge(EDITED, BEGUN, SHOWN, str, {"k0", "k1", "k2"})
+    undone = merge(BEGUN, edited, SHOWN, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})
     assert describe(undone) == {
         "lazy": ("k0 k1", (0, 1), ""),
         "lazy (version edited)": ("n0", (0,), "before its code changed"),
         "softmax": ("k2", (0,), ""),
     }
-    assert BEGUN.merge(undone, SHOWN, str) == undone
+    assert merge(BEGUN, undone, SHOWN, str) == undone
 
 
 def test_a_changed_row_that_a_command_does_not_train_stays_as_it_was() -> None:
     one = replace(EDITED, rows=EDITED.rows[1:], keys={"softmax": {"0": "k2"}}, axis_values={})
-    merged = one.merge(BEGUN, SHOWN, str, {"k0", "k1", "k2"})
+    merged = merge(one, BEGUN, SHOWN, str, {"k0", "k1", "k2"})
     assert (merged.rows, merged.keys, merged.definitions) == (BEGUN.rows, BEGUN.keys, BEGUN.definitions)
     with pytest.raises(ValueError, match=r"^row 'lazy': lazy since this grid began"):
-        EDITED.merge(merged, SHOWN, str)
+        merge(EDITED, merged, SHOWN, str)
 
 
 def test_the_marks_of_the_data_become_the_yardstick() -> None:
     for facts in ({}, {"optimum_nats": 1.0}, {"bytes_per_token": 3.0, "trigram_bits_per_byte": 2.5}):
-        assert replace(PLAN, facts=facts).make_table_spec((), ()).yardstick is None
+        assert make_table_spec(replace(PLAN, facts=facts), (), ()).yardstick is None
     assert make_yardstick({"optimum_nats": 2.0, "chance_nats": 3.0}) == Yardstick(
         "loss/excess", 0.5, {"optimum": 0.0, "chance": 1.0}
     )
     facts = {"unigram_bits_per_byte": 4.5, "trigram_bits_per_byte": 2.5, "bytes_per_token": 1.0}
     text = make_yardstick(facts)
     assert text == Yardstick("loss/bits_per_byte", pytest.approx(3.5), {"trigram": 2.5, "unigram": 4.5})
-    table = build_table(replace(PLAN, facts=facts).make_table_spec((), ()), [])
+    table = build_table(make_table_spec(replace(PLAN, facts=facts), (), ()), [])
     assert table.yardstick is not None
     assert replace(table.yardstick, remedy="") == text
     assert parse_table(json.dumps(table.to_json()), "it") == table
@@ -252,7 +258,7 @@ def test_a_table_says_which_cells_may_round_differently(labels: tuple[str, ...],
         for (name, seed), made in zip((("lazy", 0), ("lazy", 1), ("softmax", 0)), words, strict=True)
     ]
     assert {*get_args(Backend)} - {"auto"} <= {*ALTERNATIVES}
-    notes = [text for text in build_table(PLAN.make_table_spec([], []), observations).notes if "Comparable" in text]
+    notes = [text for text in build_table(make_table_spec(PLAN, [], []), observations).notes if "Comparable" in text]
     said = f"Comparable cells differ in {differ}, which may change rounding: {listed}."
     assert notes == ([said] if differ else [])
 
@@ -274,7 +280,7 @@ def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(starts, d
         for seed in range(3)
     ]
     rows = tuple(replace(row, seeds=(0, 1, 2)) for row in PLAN.rows)
-    table = build_table(replace(PLAN, rows=rows).make_table_spec(observations, ()), observations)
+    table = build_table(make_table_spec(replace(PLAN, rows=rows), observations, ()), observations)
     assert ("rows start at different tau" in render_markdown(table)) == differ
     effect = table.collect_measures("init/sparsity/zero")["softmax"].difference
     assert effect.test == ("construction" if differ else "t")

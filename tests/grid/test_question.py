@@ -21,7 +21,7 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
-from lit_lazy.grid.plan import read_grid
+from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.question import RESULTS, Question, load_ablation_or_question
 from lit_lazy.measure.evaluation import require_measured
 from lit_lazy.support import named_files

@@ -15,8 +15,8 @@ from instant import make_console
 from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import HOLDER, MOST_DEATHS, claim, find_dead, give_back, read_state
+from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.job import Ending, Work
-from lit_lazy.grid.plan import ASIDE
 from lit_lazy.grid.run import GridDriver, reset_grid
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.training.result import RESULT, RunResult

@@ -14,7 +14,7 @@ import pytest
 from mistakes import snapshot_tree
 
 from lit_lazy.config.user_files import load_module
-from lit_lazy.grid.plan import read_grid
+from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker

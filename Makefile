@@ -32,7 +32,7 @@ help:
 	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics, tests of a table"
 	@echo "make bench-cells   cells per core-hour against an earlier commit, attention and decoding against SDPA (an hour)"
 	@echo "make bench-grid    cost of a grid beside its training"
-	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
+	@echo "make crash-points  leave tiny grids at every state of the disk, and check what the same command makes of them (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
 

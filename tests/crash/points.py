@@ -1,10 +1,10 @@
-"""Ends a tiny grid of real trainings at its disk effects, repeats the command, and checks the outcome.
+"""Leaves a tiny grid of real trainings at every state that its disk can be left in, repeats the command, and checks.
 
-`python tests/crash/points.py --out FOLDER` tries all effects in every way and resumes an earlier call. It needs Linux
-and a C compiler. A loss of power is simulated at every distinct state of the disk, from a record of what an undisturbed
-grid does: data that were not fsynced are gone. For names (of files made, renamed, removed) there are two disks: one
-that keeps them at once, so that a file may be there and empty, and one that keeps them with the next fsync of anything,
-as a journaling file system does. Mixtures of the two are not tried.
+`python tests/crash/points.py --out FOLDER` tries all states and resumes an earlier call. It needs Linux and a C
+compiler. The states come from a record of what an undisturbed command does, played on three disks. After a kill of all
+processes, everything written is there. After a loss of power, data that were not fsynced are gone; names (of files
+made, renamed, removed) are kept at once, so that a file may be there and empty, or with the next fsync of anything, as
+a journaling file system does. Mixtures of the two are not tried.
 """
 
 import argparse
@@ -12,12 +12,9 @@ import ctypes
 import hashlib
 import itertools
 import json
-import math
-import mmap
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -32,51 +29,14 @@ from typing import Any
 from lit_lazy.support.provenance import git_sha
 
 HERE = Path(__file__).resolve().parent
-CONTROL, TRACE, RECORD = "EFFECTS_CONTROL", "EFFECTS_TRACE", "EFFECTS_RECORD"
-HEADER = struct.Struct("8I1024s")
-"""`struct control` of effects.c."""
+RECORD, ROOT = "EFFECTS_RECORD", "EFFECTS_ROOT"
 OPERATION = struct.Struct("=3I4x2Q")
 """Before each operation of the record: its kind, and the sizes of what follows."""
 KINDS = {"c": "create", "d": "mkdir", "r": "rename", "s": "fsync", "t": "truncate", "u": "unlink", "w": "write"}
+KILLED = "kill of all processes"
+DISKS = (KILLED, "loss of power, names at once", "loss of power, names with the next fsync")
 MOST_SECONDS = 120.0
 """Timeout of a command."""
-
-
-def prepare_preload(folder: Path) -> dict[str, str]:
-    """Environment of a process whose disk effects are counted; compiles the counter."""
-    library = folder / "effects.so"
-    source = HERE / "effects.c"
-    subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    (folder / "control").write_bytes(bytes(HEADER.size))
-    files = {CONTROL: folder / "control", TRACE: folder / "trace", RECORD: folder / "record"}
-    for path in files.values():
-        path.touch()
-    return {"LD_PRELOAD": str(library)} | {name: str(path) for name, path in files.items()}
-
-
-class Effects:
-    """Counter of disk effects, shared by this process and its forks."""
-
-    def __init__(self) -> None:
-        with open(os.environ[CONTROL], "r+b") as file:
-            self._shared = mmap.mmap(file.fileno(), HEADER.size)
-        self._trace = Path(os.environ[TRACE])
-
-    def count(self, root: Path, at: int = 0, again: int = 0, number: int = signal.SIGKILL, whole: bool = False) -> None:
-        """Start counting effects below `root`; the effects `at` and `again` trigger a signal.
-
-        whole: so does every later one.
-        """
-        for name in (TRACE, RECORD):
-            os.truncate(os.environ[name], 0)
-        path = os.fsencode(root)
-        self._shared[:] = HEADER.pack(1, 0, at, again, number, whole, False, len(path), path)
-
-    def stop(self) -> list[str]:
-        """Stop counting; returns the effects so far, each as `kind path`."""
-        self._shared[:4] = bytes(4)
-        lines = [line.split("\t") for line in self._trace.read_text().splitlines()]
-        return [f"{kind} {path}" for _, _, kind, path in sorted(lines, key=lambda line: int(line[0]))]
 
 
 @dataclass(frozen=True)
@@ -112,34 +72,14 @@ search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny
 
 
 @dataclass(frozen=True)
-class Interruption:
-    """How a grid is ended at an effect."""
-
-    number: int
-    whole: bool = False
-    """Whether every process is ended, at its next effect."""
-    twice: bool = False
-
-
-WAYS = {
-    "SIGKILL of the process": Interruption(signal.SIGKILL),
-    "SIGKILL of all": Interruption(signal.SIGKILL, whole=True),
-    "SIGTERM": Interruption(signal.SIGTERM),
-    "SIGTERM twice": Interruption(signal.SIGTERM, twice=True),
-}
-DISKS = ("loss of power, names at once", "loss of power, names with the next fsync")
-"""Further ways, of one cell."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Outcome of one attempt."""
 
     scenario: str
-    way: str
+    disk: str
     at: int
+    """Number of the operation after which the disk was left."""
     where: str
-    """The effect at which it was ended; "" if the grid had ended before."""
     commit: str
     seconds: float
     """Duration of the attempt and its checks."""
@@ -153,7 +93,6 @@ class Workspace:
         from two_rows import two_rows
 
         self.folder, self.name, self.scenario, self.runs = folder, name, SCENARIOS[name], folder / "runs"
-        self.effects = Effects()
         folder.mkdir(parents=True)
         (folder / "pair.py").write_text(two_rows("pair"))
         (folder / "tiny.py").write_text(SEARCH)
@@ -175,7 +114,7 @@ class Workspace:
         shutil.rmtree(self.runs)
         shutil.copytree(self.folder / "before", self.runs)
 
-    def command(self, argv: Sequence[str]) -> int:
+    def command(self, argv: Sequence[str], **environment: str) -> int:
         """Exit status of a command, with a timeout."""
         import forked
 
@@ -183,6 +122,7 @@ class Workspace:
             process = forked.Popen(
                 [sys.executable, "-P", "-m", "lit_lazy.command", *argv, "--runs", str(self.runs)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
+                env=os.environ | environment,
             )  # fmt: skip
         try:
             return process.wait(MOST_SECONDS)
@@ -191,63 +131,36 @@ class Workspace:
             process.wait()
             return -1
 
-    def run_undisturbed(self) -> tuple[list[str], "Snapshot"]:
-        """The effects of the command and its results."""
+    def run_undisturbed(self) -> tuple[list["Operation"], "Snapshot"]:
+        """What the command does to the disk, and its results."""
         self.restore()
-        self.effects.count(self.runs)
-        assert self.command(self.scenario.argv) == 0
-        return self.effects.stop(), Snapshot.of(self.runs, self.scenario.grid)
+        record = self.folder / "record"
+        assert self.command(self.scenario.argv, **{RECORD: str(record), ROOT: str(self.runs)}) == 0
+        return list(read_record(record)), Snapshot.of(self.runs, self.scenario.grid)
 
-    def end_at(self, at: int, way: Interruption) -> tuple[str, list[str]]:
-        """End the command at an effect; returns the effect, "" if there were fewer, and problems."""
-        self.restore()
-        self.effects.count(self.runs, at, at + 1 if way.twice else 0, way.number, way.whole)
-        status = self.command(self.scenario.argv)
-        if way.whole:
-            end_all()
-        effects = self.effects.stop()
-        problems = [] if status != -1 else [f"the command took more than {MOST_SECONDS:.0f} s"]
-        return effects[at - 1] if at <= len(effects) else "", problems
-
-    def try_all(self, name: str, known: Sequence[Outcome], options: argparse.Namespace) -> Iterator[Outcome]:
-        """Yields the outcomes of one way of ending at what is not known yet, of every `options.every`-th effect."""
-        effects, wanted = self.run_undisturbed()
+    def try_all(self, disk: str, known: Sequence[Outcome], options: argparse.Namespace) -> Iterator[Outcome]:
+        """Yields the outcomes of one disk's states that are not known yet, of every `options.every`-th."""
+        operations, wanted = self.run_undisturbed()
         if differences := wanted.find_differences(self.runs, self.scenario.grid):
             raise SystemExit(f"{self.name}: the undisturbed grid does not equal itself: {differences}")
         done = {outcome.at for outcome in known}
-        if name in DISKS:
-            moments = self.lose_power(name, done, options.every)
-        elif options.match:
-            moments = ((at, *self.end_at(at, WAYS[name])) for at in (find_first(effects, p) for p in options.match))
-        else:
-            end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
-            numbers = itertools.count(1 + [*WAYS].index(name) % options.every, options.every)
-            untried = (at for at in itertools.takewhile(lambda at: at < end, numbers) if at not in done)
-            moments = ((at, *self.end_at(at, WAYS[name])) for at in untried)
-        started = time.monotonic()
-        for at, where, problems in moments:
-            if where:
-                status = self.command(self.scenario.argv)
-                problems += [] if status == 0 else [f"the same command ended with {status}: {self.last_line()}"]
-                problems += [f"{n} processes left" for n in [end_all()] if n]
-            if name in DISKS:
+        self.restore()  # the record starts with the initial state
+        moments = iterate_moments(operations, self.runs, disk)
+        if options.match:
+            moments = [find_first(moments, pattern) for pattern in options.match]
+        for at, where, left in itertools.islice(moments, 0, None, options.every):
+            if at in done:
+                continue
+            started = time.monotonic()
+            build(left, self.runs)
+            status = self.command(self.scenario.argv)
+            problems = [] if status == 0 else [f"the same command ended with {status}: {self.last_line()}"]
+            problems += [f"{n} processes left" for n in [end_all()] if n]
+            if disk != KILLED:
                 for aside in self.runs.rglob("*.damaged"):
                     aside.unlink()  # quarantined as expected
             problems += wanted.find_differences(self.runs, self.scenario.grid)
-            seconds = round(time.monotonic() - started, 2)
-            yield Outcome(self.name, name, at, where, git_sha(), seconds, problems)
-            started = time.monotonic()
-            if not where:
-                return
-
-    def lose_power(self, name: str, done: set[int], every: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Leave what a disk has kept, at every moment at which that changes."""
-        operations = list(read_record(Path(os.environ[RECORD])))
-        self.restore()  # the record starts with the initial state
-        for number, where, left in [*iterate_moments(operations, self.runs, name)][::every]:
-            if number not in done:
-                build(left, self.runs)
-                yield number, where, []
+            yield Outcome(self.name, disk, at, where, git_sha(), round(time.monotonic() - started, 2), problems)
 
     def last_line(self) -> str:
         return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
@@ -450,9 +363,11 @@ class Disk:
         file.content.extend(bytes(max(0, operation.at - len(file.content))))
         file.content[operation.at : operation.at + len(operation.data)] = operation.data
 
-    def contents_after_loss(self, disk: str) -> dict[str, bytes | None]:
-        """Content by path after a power cut on such a disk."""
-        names = self.names if disk == DISKS[0] else self.kept_names
+    def list_left(self, disk: str) -> dict[str, bytes | None]:
+        """Content by path that such a disk is left with."""
+        if disk == KILLED:
+            return {name: None if file is None else bytes(file.content) for name, file in self.names.items()}
+        names = self.names if disk == DISKS[1] else self.kept_names
         return {name: None if file is None else file.kept for name, file in names.items()}
 
 
@@ -480,14 +395,31 @@ def digest(left: dict[str, bytes | None]) -> str:
 def iterate_moments(
     operations: list[Operation], before: Path, disk: str
 ) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
-    """Number, description and disk of every moment at which the state after a power cut changes."""
-    state, last = Disk(before), ""
+    """Number, description and disk of every moment at which the state that is left changes.
+
+    Moments within a row of writes to one file, or to the pages of a database, whose engine sees to them, are left out
+    after a kill.
+    """
+    state, last, written = Disk(before), "", ""
     for number, operation in enumerate(operations, start=1):
         state.do(operation)
-        left = state.contents_after_loss(disk)
+        name = Path(operation.path).name
+        repeated = operation.kind == "w" and (operation.path == written or ".db" in name)
+        written = operation.path if operation.kind == "w" else ""
+        if disk == KILLED and repeated:
+            continue
+        left = state.list_left(disk)
         if (now := digest(left)) != last:
             last = now
             yield number, f"{KINDS[operation.kind]} {operation.path.removeprefix(str(before))}", left
+
+
+def find_first(moments: Iterator[tuple[int, str, Any]], pattern: str) -> tuple[int, str, Any]:
+    """The first of the moments that are left whose description matches."""
+    for moment in moments:
+        if re.search(pattern, moment[1]):
+            return moment
+    raise ValueError(f"--match {pattern!r}: no state matches after those before it")
 
 
 def main() -> int:
@@ -495,48 +427,51 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
-    parser.add_argument("--way", choices=(*WAYS, *DISKS), action="append", help="only this one; may be given again")
-    parser.add_argument("--match", metavar="REGEX", action="append", help="only the first effect that matches")
+    parser.add_argument("--disk", choices=DISKS, action="append", help="only this one; may be given again")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="only every N-th effect, each way from another one on"
+        "--match",
+        metavar="REGEX",
+        action="append",
+        help="only the first state that matches, after that of the option before",
     )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th state")
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | prepare_preload(options.out))
+        library = options.out / "record.so"
+        compile_ = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, HERE / "record.c", "-ldl"]
+        subprocess.run(compile_, check=True)
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
     from forked import make_cheap
 
     make_cheap()
     adopt_orphans()
     make_store(options.out / "store.db")
     path = options.out / "outcomes.jsonl"
-    for way, name in itertools.product(options.way or (*WAYS, *DISKS), options.scenario or SCENARIOS):
-        if way in DISKS and name != "one cell":
-            continue
-        known = [outcome for outcome in read_outcomes(path) if (outcome.scenario, outcome.way) == (name, way)]
+    for disk, name in itertools.product(options.disk or DISKS, options.scenario or SCENARIOS):
+        known = [outcome for outcome in read_outcomes(path) if (outcome.scenario, outcome.disk) == (name, disk)]
         scratch = options.out / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
-        for outcome in Workspace(scratch, name, options.out / "store.db").try_all(way, known, options):
+        for n, outcome in enumerate(Workspace(scratch, name, options.out / "store.db").try_all(disk, known, options)):
             with path.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
-            if outcome.violations or outcome.at % 25 == 0:
-                print(f"{name}, {way}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
+            if outcome.violations or n % 25 == 0:
+                print(f"{name}, {disk}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
     print(report(read_outcomes(path)))
     return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 
 def report(every: Sequence[Outcome]) -> str:
     """The attempts and their outcomes in Markdown, for docs/results/reliability.md."""
-    met = [outcome for outcome in every if outcome.where]
-    tried = Counter((outcome.scenario, outcome.way) for outcome in met)
-    wrong = Counter((outcome.scenario, outcome.way) for outcome in met if outcome.violations)
+    tried = Counter((outcome.scenario, outcome.disk) for outcome in every)
+    wrong = Counter((outcome.scenario, outcome.disk) for outcome in every if outcome.violations)
     lines = [
-        "| grid | ended by | tried | violations |",
+        "| grid | disk after | tried | violations |",
         "| --- | --- | --: | --: |",
-        *(f"| {scenario} | {way} | {n} | {wrong[scenario, way]} |" for (scenario, way), n in tried.items()),
-        f"| all | | {len(met)} | {sum(wrong.values())} |",
+        *(f"| {scenario} | {disk} | {n} | {wrong[scenario, disk]} |" for (scenario, disk), n in tried.items()),
+        f"| all | | {len(every)} | {sum(wrong.values())} |",
         "",
-        *(f"- {o.scenario}, {o.way}, {o.at}, {o.where}: {'; '.join(o.violations)}" for o in every if o.violations),
+        *(f"- {o.scenario}, {o.disk}, {o.at}, {o.where}: {'; '.join(o.violations)}" for o in every if o.violations),
         f"The attempts took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours, at "
         f"{', '.join(Counter(outcome.commit for outcome in every))}, on {os.cpu_count()} CPU cores.",
     ]
@@ -546,14 +481,6 @@ def report(every: Sequence[Outcome]) -> str:
 def read_outcomes(path: Path) -> list[Outcome]:
     """The outcomes in a file."""
     return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def find_first(effects: Sequence[str], pattern: str) -> int:
-    """Number of the first effect that matches."""
-    found = (number for number, effect in enumerate(effects, start=1) if re.search(pattern, effect))
-    if not (number := next(found, 0)):
-        raise ValueError(f"--match {pattern!r}: no effect matches; there are, for example, {', '.join(effects[:3])}")
-    return number
 
 
 def make_store(path: Path) -> None:

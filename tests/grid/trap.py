@@ -12,7 +12,7 @@ from typing import Any
 from instant import Command, Lab, LaunchOptions
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
-WAYS = ("the command", "a worker", "all")
+WAYS = ("the command", "a worker", "all", "the command, SIGTERM")
 
 
 @dataclass
@@ -62,13 +62,13 @@ class Trap:
         path = self._find_path(event, arguments)
         if path is None or not re.search(self.pattern, f"{event} {path}"):
             return
-        counts = self.way == "all" or (self.way == "the command") == (os.getpid() == self._command)
+        counts = self.way == "all" or (self.way != "a worker") == (os.getpid() == self._command)
         self._shared[0] += counts
         if counts and self.at <= self._shared[0] < self.at + self.most and self.at:
             self._shared[1] = 1
             if self.error is not None:
                 raise OSError(self.error, os.strerror(self.error), path)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM if "SIGTERM" in self.way else signal.SIGKILL)
         if self.is_sprung and self.way == "all" and self.error is None:
             os.kill(os.getpid(), signal.SIGKILL)
 

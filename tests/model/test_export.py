@@ -208,8 +208,9 @@ from dataclasses import dataclass
 
 import torch
 import shapes as forms
-from lit_lazy.attention import Bias, BiasTerms, Normaliser, NormaliserModule
+from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
 from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention.layer import GateModule
 from lit_lazy.config import experiment
 from shapes import LIMIT as MOST
 
@@ -259,6 +260,21 @@ class OwnBiasModule(BiasModule):
         return BiasTerms(table=-self.slope * torch.arange(n_keys, device=self.slope.device) ** 0.5)
 
 
+@dataclass(frozen=True)
+class OwnGate(Gate):
+    def build(self, shape):
+        return OwnGateModule(shape.n_heads)
+
+
+class OwnGateModule(GateModule):
+    def __init__(self, n_heads):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.linspace(0.5, 2, n_heads)[:, None, None])
+
+    def forward(self, out, x, v):
+        return out * forms.bend(self.gain, MOST).to(out.dtype)
+
+
 def config():
     return experiment("backcopy_tiny")
 """
@@ -296,7 +312,7 @@ def test_a_users_parts_are_exported_with_the_files_that_they_import(
 ) -> None:
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    spec = AttentionSpec(own.Own(), own.OwnBias())
+    spec = AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())
     check_logits(build(attention=spec), tmp_path / "out", kernels)
     custom = {path.name: path.read_text() for path in (tmp_path / "out").glob("custom_*")}
     assert custom.keys() == {"custom_own_rule.py", "custom_shapes.py"}

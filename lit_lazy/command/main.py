@@ -34,12 +34,12 @@ from lit_lazy.command.options import (
     Commands,
     Parser,
     add_command,
-    check_field_names,
     checkpoint,
     folder,
     json_file,
     path,
 )
+from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
 from lit_lazy.support.process import prepare_streams

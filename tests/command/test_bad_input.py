@@ -167,7 +167,7 @@ OPTIONS = [
     ([*TABLE1, "--model.d_ff=64"], "--model.d_ff: row 'RetNet' sets model.d_ff itself"),
 ]
 FIELDS = [
-    (["--train.device=cuda"], "--train.device: no such field (did you mean the option --devices?); `lit-lazy fields"),
+    (["--train.device=cuda"], "--train.device: no such option or field (did you mean --devices?); `lit-lazy fields"),
     (["--thread", "2"], "--thread: no such option or field (did you mean --threads?); `lit-lazy fields EXPERIMENT` "),
     (["--init_from=a", "--init-from", DEVICE], "--init_from: is given twice, as 'a' and as '"),
     (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),

@@ -21,8 +21,7 @@ from lit_lazy.attention import (
     Rope,
     T5Bias,
 )
-from lit_lazy.command.options import check_field_names
-from lit_lazy.config.overrides import apply_overrides, list_fields
+from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
-from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.command.options import Commands, add_command
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -28,8 +28,9 @@ SMOLLM2 = Path("models", "smollm2.ckpt")
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "doctor", doctor, "print versions, devices and backends, and report what is missing")
-    add_options(parser, "--runs")
+    add_command(
+        commands, "doctor", doctor, "print versions, devices and backends, and report what is missing", "--runs"
+    )
 
 
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:

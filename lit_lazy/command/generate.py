@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
+from lit_lazy.command.options import Commands, add_command, make_eviction, path, prepare_process
 from lit_lazy.support.checks import Bounds, NonNegativeInt
 from lit_lazy.support.process import is_stdout_read
 
@@ -22,9 +22,13 @@ MOST_TOKENS = 10**7
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "generate", generate, "continue a text with a trained model")
-    add_options(
-        parser,
+    tokens = {"type": Annotated[int, Bounds(ge=1, le=MOST_TOKENS)], "default": 100}
+    top_p = {"type": Annotated[float, Bounds(gt=0, le=1)], "default": 1.0}
+    add_command(
+        commands,
+        "generate",
+        generate,
+        "continue a text with a trained model",
         "checkpoint",
         "--import",
         {
@@ -33,19 +37,16 @@ def add_to(commands: Commands) -> None:
                 "file with a text to continue, - for standard input; repeatable",
                 {"type": prompt_file},
             ),
-            "--tokens N": (
-                "maximum number of tokens to add to each text (default 100)",
-                {"type": of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": 100},
-            ),
+            "--tokens N": ("maximum number of tokens to add to each text (default 100)", tokens),
             "--temperature T": (
                 "divide logits by T; 0 always takes the most probable token (default 1)",
                 {"default": 1.0},
             ),
             "--top-p P": (
-                "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
-                {"type": of_kind(Annotated[float, Bounds(gt=0, le=1)]), "default": 1.0},
+                "sample from the smallest set of tokens of total probability P (default 1: all tokens)",
+                top_p,
             ),
-            "--seed N": ("seed of sampling (default 0)", {"type": of_kind(NonNegativeInt), "default": 0}),
+            "--seed N": ("seed of sampling (default 0)", {"type": NonNegativeInt, "default": 0}),
         },
         "--window",
         "--first",

@@ -18,13 +18,11 @@ from lit_lazy.command import (
     ablate_results,
     ablate_run,
     ablate_search,
+    convert,
     dashboard,
     doctor,
-    export,
     generate,
-    import_,
     measure,
-    mirror,
     new,
     report,
     runs,
@@ -55,13 +53,13 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (train, measure, generate, export, import_, new):
+    for part in (train, measure, generate, convert, new):
         part.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, mirror, runs, doctor):
+    for part in (report, dashboard, runs, doctor):
         part.add_to(commands)
     _add_completion(commands, parser)
     return parser

@@ -8,18 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lit_lazy.command.options import (
-    CHANGES,
-    Commands,
-    add_command,
-    add_options,
-    int_list,
-    make_eviction,
-    of_kind,
-    prepare_process,
-    print_metrics,
-    read_list,
-)
+from lit_lazy.command.options import CHANGES, Commands, add_command, make_eviction, prepare_process, print_metrics
 from lit_lazy.support.checks import Bounds, NonEmptyText
 from lit_lazy.support.errors import naming
 
@@ -29,53 +18,42 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     summary = "measure a trained model on its validation data"
-    parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
+    others = {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"}
+    given = ("checkpoint", "--import", others, "--threads")
+    parser = add_command(commands, "evaluate", evaluate_command, summary, *given, takes_overrides=True)
     parser.epilog = CHANGES
-    add_options(
-        parser,
-        "checkpoint",
-        "--import",
-        {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"},
-        "--threads",
-    )
     _add_diagnose(commands)
     _add_lm_eval(commands)
 
 
 def _add_diagnose(commands: Commands) -> None:
-    summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
-    parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
-    parser.epilog = CHANGES
-    add_options(
-        parser,
+    lengths = {"type": list[Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]]}
+    parser = add_command(
+        commands,
+        "diagnose",
+        diagnose,
+        "measure and plot a trained model's attention: sinks, mass, sparsity, collapse",
         "checkpoint",
         "--import",
         {
             "--data EXPERIMENT": (
                 "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
-                {"type": of_kind(NonEmptyText)},
+                {"type": NonEmptyText},
             ),
-            "--lengths 512,1024": (
-                "further context lengths to measure at",
-                {"type": partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": []},
-            ),
+            "--lengths 512,1024": ("further context lengths to measure at", lengths),
         },
         "--window",
         "--first",
-    )
-    for part, default in (
-        ("layers", "up to four, evenly spaced"),
-        ("heads", "the one with the most weight on the first key"),
-    ):
-        parser.add_argument(
-            f"--{part}",
-            metavar="0,1",
-            type=int_list,
-            help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
-        )
-    add_options(
-        parser,
         {
+            "--layers 0,1": (
+                "layers whose attention maps to save, counted from 0 (default: up to four, evenly spaced)",
+                {"default": None},
+            ),
+            "--heads 0,1": (
+                "heads whose attention maps to save, counted from 0 (default: the one with the most weight on the "
+                "first key)",
+                {"default": None},
+            ),
             "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
             "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a "
             "model that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
@@ -83,15 +61,17 @@ def _add_diagnose(commands: Commands) -> None:
         },
         "--threads",
         "--runs",
+        takes_overrides=True,
     )
+    parser.epilog = CHANGES
 
 
 def _add_lm_eval(commands: Commands) -> None:
-    parser = add_command(
-        commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
-    )
-    add_options(
-        parser,
+    add_command(
+        commands,
+        "lm-eval",
+        lm_eval,
+        "evaluate a trained model on standard benchmarks by lm-evaluation-harness",
         "checkpoint",
         "--import",
         {

@@ -9,23 +9,20 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.command.options import Commands, add_command
 from lit_lazy.support.named_files import require_usable_name
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "fields", fields, "list an experiment's fields that can be overridden")
-    add_options(parser, "experiment", {"--all": "also those of the classes that it does not use"})
+    every = {"--all": "also those of the classes that it does not use"}
+    add_command(commands, "fields", fields, "list an experiment's fields that can be overridden", "experiment", every)
     summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
-    parser = add_command(commands, "new", new, summary)
-    add_options(
-        parser,
-        {
-            "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
-            "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
-            "--out FILE.py": "file to write (default: NAME.py)",
-        },
-    )
+    given = {
+        "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
+        "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
+        "--out FILE.py": "file to write (default: NAME.py)",
+    }
+    add_command(commands, "new", new, summary, given)
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import typing
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -72,9 +73,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False, resumes: bool = False
+    commands: Commands,
+    name: str,
+    action: Action,
+    text: str,
+    *given: "str | Declared",
+    takes_overrides: bool = False,
+    resumes: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command's parser, without options.
+    """Add a command's parser, with arguments as `add_options` takes them.
 
     action: takes the parsed and the remaining options and returns the exit status. resumes: whether an interrupted
     command continues where it was when it is given again.
@@ -91,12 +98,14 @@ def add_command(
     parser.set_defaults(
         command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog, option_names=names
     )
+    add_options(parser, *given)
     return parser
 
 
 def of_kind(kind: Any) -> Callable[[str], Any]:
-    """Option type: a value of an annotation, which says what is wrong as it does for a field."""
-    return partial(_parse_option, kind=kind)
+    """Option type of an annotation, which says what is wrong as it does for a field; of a list, separated by commas."""
+    is_list = typing.get_origin(kind) is list
+    return partial(_read_list, kind=typing.get_args(kind)[0]) if is_list else partial(_parse_option, kind=kind)
 
 
 def _parse_option(text: str, kind: Any) -> Any:
@@ -161,8 +170,8 @@ def checkpoint(text: str) -> Path:
     raise ValueError(f"checkpoint {text!r}: {problem}; {fix}")
 
 
-def read_list(text: str, kind: Any) -> list[Any]:
-    """Option type: distinct values of a kind, separated by commas."""
+def _read_list(text: str, kind: Any) -> list[Any]:
+    """Distinct values."""
     try:
         found = [parse(part.strip(), kind) for part in text.removesuffix(",").split(",")]
     except ValueError:
@@ -170,9 +179,6 @@ def read_list(text: str, kind: Any) -> list[Any]:
     if twice := [value for value, count in Counter(found).items() if count > 1]:
         raise ValueError(f"{text!r}: has {twice[0]} twice; give it once")
     return found
-
-
-name_list, int_list = partial(read_list, kind=NonEmptyText), partial(read_list, kind=NonNegativeInt)
 
 
 def gpu_share(text: str) -> float:
@@ -192,13 +198,13 @@ def duration(text: str) -> float:
 
 
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("A,B", "KEY,KEY", "piqa,boolq"), name_list),
-    "0,1": int_list,
-    **dict.fromkeys(("N", "W"), of_kind(PositiveInt)),
-    "K": of_kind(NonNegativeInt),
-    "T": of_kind(NonNegativeFloat),
-    "NATS": of_kind(PositiveFloat),
-    "LIST": of_kind(NonEmptyText),
+    **dict.fromkeys(("A,B", "KEY,KEY", "piqa,boolq"), list[NonEmptyText]),
+    "0,1": list[NonNegativeInt],
+    **dict.fromkeys(("N", "W"), PositiveInt),
+    "K": NonNegativeInt,
+    "T": NonNegativeFloat,
+    "NATS": PositiveFloat,
+    "LIST": NonEmptyText,
     **dict.fromkeys(("FILE", "FILE.py", "README.md"), path),
     "FOLDER": folder,
     "FILE.json": json_file,
@@ -207,7 +213,7 @@ KINDS: dict[str, Any] = {
     "SHARE": gpu_share,
     "90m": duration,
 }
-"""Type of an option's value by what its usage calls the value; text of what is not here."""
+"""Type of an option's value, or its annotation, by what its usage calls the value; text of what is not here."""
 SHARED = {
     "experiment EXPERIMENT": "a name in experiments/ or a .py file",
     "ablation NAME": "a name in ablations/, a .py file, or NAME-EXPERIMENT",
@@ -244,9 +250,9 @@ SHARED = {
 """Usage and help of arguments of several commands."""
 FURTHER: dict[str, dict[str, Any]] = {
     "--import": {"type": partial(find_python_file, "file"), "dest": "imports"},
-    "--threads": {"type": of_kind(Threads)},
+    "--threads": {"type": Threads},
     "--runs": {"default": Path("runs")},
-    "--storage": {"type": of_kind(NonEmptyText), "default": os.environ.get("LIT_LAZY_STORAGE") or None},
+    "--storage": {"type": NonEmptyText, "default": os.environ.get("LIT_LAZY_STORAGE") or None},
     "--logger": {"choices": ("csv", "tensorboard", "wandb"), "dest": "loggers"},
     "--launcher": {"action": "store", "choices": ("local", "ray"), "default": "local"},
     "--strategy": {"action": "store", "choices": ("ddp", "fsdp"), "default": "ddp"},
@@ -271,19 +277,20 @@ def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **ch
         for usage, about in part.items():
             name, *value = usage.split()
             text, further = (about, FURTHER.get(name, {})) if isinstance(about, str) else about
-            kind = KINDS.get("".join(value[:1]))
-            told: dict[str, Any] = {"metavar": value[0], "type": kind} if value else {"action": "store_true"}
-            told |= {"action": "append"} if value[1:] else {}
-            told |= {"default": []} if value[1:] or kind in (name_list, int_list) else {}
-            arguments: dict[str, Any] = {"help": text, **told, **further, **changes}
-            parser.add_argument(name, **arguments)
+            told: dict[str, Any] = {"help": text, **further, **changes}
+            if value:
+                kind = told.get("type", KINDS.get(value[0]))
+                told |= {"metavar": value[0], "type": of_kind(kind) if typing.get_origin(kind) else kind}
+                told = {"default": []} | told if value[1:] or typing.get_origin(kind) is list else told
+            told = {"action": "append" if value[1:] else "store" if value else "store_true"} | told
+            parser.add_argument(name, **told)
 
 
 def add_grid(parser: argparse.ArgumentParser, **changes: Any) -> None:
     """Add the options that name a grid with results. changes: those of its name."""
     add_options(parser, "ablation", **changes)
     help = "experiment it ran on, a name or a .py file (default: the one that the ablation names)"
-    add_options(parser, "--base", type=of_kind(NonEmptyText), help=help)  # whose file may be gone
+    add_options(parser, "--base", type=NonEmptyText, help=help)  # whose file may be gone
     add_options(parser, "--runs")
 
 
@@ -291,13 +298,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     """Add the options of how a training is executed; `make_execution` reads them."""
     group = parser.add_argument_group("execution", "of one training; results differ only by rounding")
     add_options(group, "--devices", "--strategy", "--micro-batch", "--compile", "--checkpoint-activations")
-
-
-def keep_given_options(parser: argparse.ArgumentParser) -> None:
-    """Drop a subcommand's defaults, which would replace the options that stand before the subcommand."""
-    for action in parser._actions:
-        if action.dest in ("runs", "storage"):
-            action.default = argparse.SUPPRESS
 
 
 def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[str]:
@@ -331,21 +331,16 @@ def make_eviction(options: argparse.Namespace) -> "Eviction | None":
     return Eviction(4 if options.first is None else options.first, options.window)
 
 
-def import_classes(options: argparse.Namespace) -> None:
-    """Import the files of `--import`."""
+def prepare_process(options: argparse.Namespace) -> None:
+    """Apply `--import`, and `--threads` where a command has it."""
     from lit_lazy.config.user_files import load_module
 
     for file in options.imports:
         load_module(file)
-
-
-def prepare_process(options: argparse.Namespace) -> None:
-    """Apply `--import` and `--threads`."""
-    import_classes(options)
-    if options.threads is not None:
+    if threads := vars(options).get("threads"):
         import torch
 
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(threads)
 
 
 def print_metrics(metrics: Mapping[str, float]) -> None:

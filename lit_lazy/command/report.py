@@ -9,9 +9,8 @@ from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, ad
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
-    )
+    summary = "rebuild an ablation's report, or a page with links to all reports"
+    parser = add_command(commands, "report", report, summary)
     add_grid(parser, nargs="?", help=f"{SHARED['ablation NAME']}; without it, the page over all results in --runs")
     add_options(
         parser,

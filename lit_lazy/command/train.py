@@ -3,44 +3,32 @@
 import argparse
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import (
     Commands,
     add_command,
     add_execution,
-    add_options,
     append_init_from,
     make_execution,
     print_metrics,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 def add_to(commands: Commands) -> None:
     summary = "tokenise an experiment's text ahead of training"
-    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
-    add_options(
-        parser,
-        "experiment",
-        {
-            "--processes N": "parallel processes, at most one per file (default: one per core, and only this process "
-            "for a small corpus)"
-        },
-    )
-    parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
-    add_options(
-        parser,
+    processes = "parallel processes, at most one per file (default: one per core, only this one for a small corpus)"
+    given = ("experiment", {"--processes N": processes})
+    add_command(commands, "tokenise", tokenise, summary, *given, takes_overrides=True, resumes=True)
+    keep = "keep the trained model, final.ckpt in the run folder (default; an error, if given, of a run without one)"
+    parser = add_command(
+        commands,
+        "train",
+        train,
+        "train one experiment",
         "experiment",
         "--threads",
         {
-            "--keep-checkpoint": (
-                "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one "
-                "is an error)",
-                {"action": argparse.BooleanOptionalAction},
-            ),
+            "--keep-checkpoint": (keep, {"action": argparse.BooleanOptionalAction}),
             "--dry-run": "print the expected cost; create nothing",
             "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
             "--verbose": "print all final metrics instead of a selection",
@@ -48,6 +36,8 @@ def add_to(commands: Commands) -> None:
         "--logger",
         "--runs",
         "--init-from",
+        takes_overrides=True,
+        resumes=True,
     )
     add_execution(parser)
 

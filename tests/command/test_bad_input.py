@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from wrong_values import wrong_texts
 
 from lit_lazy.command import options
+from lit_lazy.command.convert import digest, find_source
 from lit_lazy.command.generate import prompt_file
-from lit_lazy.command.import_ import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.new import identifier
 from lit_lazy.config.checkpoint_file import read_checkpoint

@@ -67,7 +67,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.disk import open_file
-    from lit_lazy.support.errors import naming
+    from lit_lazy.support.errors import explain, naming
     from lit_lazy.support.machine import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
@@ -81,11 +81,11 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
     for file in options.prompt_file:
         option = f"--prompt-file {str(file)!r}"
-        try:
-            with nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened:
-                texts.append((option, opened.read()))
-        except OSError as error:
-            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
+        with (
+            explain(f"{option}: cannot be read", "name another file", OSError),
+            nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened,
+        ):
+            texts.append((option, opened.read()))
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())

@@ -21,7 +21,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
 from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, explain
 from lit_lazy.support.named_files import suggest_file
 
 SCHEMA = 2
@@ -62,10 +62,8 @@ def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def hash_file(path: str, option: str, fix: str) -> str:
     """The digest of an option's file. Raises a one-line ValueError if it cannot be read."""
-    try:
+    with explain(f"{option}={path!r}: cannot be read", fix, OSError):
         return _hash_file(path, *_identify(path))
-    except OSError as error:
-        raise ValueError(f"{option}={path!r}: cannot be read ({error.strerror}); {fix}") from None
 
 
 @cache

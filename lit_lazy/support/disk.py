@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
@@ -28,6 +28,7 @@ FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
 WRITE_REFUSED = "a write met the limit on the size of files; raise it, `ulimit -f`"
+SQLITE_FAILED = ("disk I/O error",)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems that lock no files, such as NFS without its lock service."""
 PRIVATE = 0o600
@@ -191,22 +192,22 @@ def quarantine(path: Path, why: str) -> None:
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
 
+def _find_cause(error: BaseException, numbers: Collection[int], texts: Collection[str]) -> BaseException | None:
+    """An exception, or the first of its causes, that has one of these numbers or texts."""
+    causes = iter_causes(error)
+    return next((x for x in causes if getattr(x, "errno", None) in numbers or any(t in str(x) for t in texts)), None)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception or one of its causes reports that no space is left."""
     full = "disk is full", "No space left on device"  # of sqlite, PostgreSQL, torch
-    return any(
-        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(cause) for text in full)
-        for cause in iter_causes(error)
-    )
+    return _find_cause(error, (errno.ENOSPC, errno.EDQUOT), full) is not None
 
 
 def is_file_too_long(error: BaseException) -> bool:
     """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    causes = list(iter_causes(error))
-    return any(isinstance(cause, OSError) and cause.errno == errno.EFBIG for cause in causes) or (
-        limited and any("disk I/O error" in str(cause) for cause in causes)  # sqlite
-    )
+    return _find_cause(error, (errno.EFBIG,), SQLITE_FAILED if limited else ()) is not None
 
 
 def describe_failed_write(error: BaseException) -> str:
@@ -218,11 +219,9 @@ def describe_failed_write(error: BaseException) -> str:
         return "no space left; free some"
     if is_file_too_long(error):
         return WRITE_REFUSED
-    causes = list(iter_causes(error))
-    failed = [cause for cause in causes if isinstance(cause, OSError) and cause.errno == errno.EIO]
-    if failed or any("disk I/O error" in str(cause) for cause in causes):  # sqlite
-        file = next((f" at {cause.filename!r}" for cause in failed if cause.filename is not None), "")
-        return f"the disk fails{file} ({os.strerror(errno.EIO)}); check it"
+    if (failed := _find_cause(error, (errno.EIO,), SQLITE_FAILED)) is not None:
+        file = getattr(failed, "filename", None)
+        return f"the disk fails{f' at {file!r}' if file else ''} ({os.strerror(errno.EIO)}); check it"
     return ""
 
 

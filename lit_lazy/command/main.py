@@ -19,7 +19,6 @@ from lit_lazy.command import (
     ablate_run,
     ablate_search,
     convert,
-    dashboard,
     doctor,
     generate,
     measure,
@@ -59,7 +58,7 @@ def make_parser() -> Parser:
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, runs, doctor):
+    for part in (report, runs, doctor):
         part.add_to(commands)
     _add_completion(commands, parser)
     return parser

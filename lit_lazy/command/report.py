@@ -1,11 +1,13 @@
-"""`lit-lazy report`"""
+"""Pages: `lit-lazy report`, and in MLflow `lit-lazy dashboard` and `lit-lazy mirror`."""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, path
+from lit_lazy.support.checks import Bounds, NonEmptyText
 
 
 def add_to(commands: Commands) -> None:
@@ -28,6 +30,25 @@ def add_to(commands: Commands) -> None:
         },
         "--open",
     )
+    _add_dashboard(commands)
+
+
+def _add_dashboard(commands: Commands) -> None:
+    name = "print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation"
+    port = {"type": Annotated[int, Bounds(ge=1, le=65535)], "default": 5000}
+    add_command(
+        commands,
+        "dashboard",
+        dashboard,
+        "serve the MLflow UI on 127.0.0.1, with links to the runs",
+        {
+            "experiment NAME": (name, {"type": NonEmptyText, "nargs": "?"}),
+            "--port N": ("port (default 5000)", port),
+        },
+        "--open",
+        "--runs",
+    )
+    add_grid(add_command(commands, "mirror", mirror, "send what MLflow lacks of an ablation, as after an outage"))
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -94,3 +115,22 @@ def _choose_file(options: argparse.Namespace, default: Path) -> Path:
     file = choose_output(options, default)
     check_writable_file("--out" if options.out else "--runs", file)
     return file
+
+
+def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.tracking.serve import serve
+
+    return serve(options.runs, options.port, options.experiment, options.open)
+
+
+def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
+    grid = open_grid_folder(options)
+    from lit_lazy.grid.mirror import GridMirror
+    from lit_lazy.support.secrets import redact_url
+    from lit_lazy.tracking.check_store import check_store
+    from lit_lazy.tracking.store import default_uri
+
+    check_store(default_uri(options.runs))
+    GridMirror(grid.path).sync(final=True)
+    print(f"MLflow at {redact_url(default_uri(options.runs))} shows {grid.path.name}")
+    return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+MISSING = "not installed"
 END = "--end-of-options"
 """Behind it stands what users or files say, which git must not take for an option."""
 
@@ -19,10 +20,10 @@ def collect_environment() -> dict[str, str]:
     cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {
-        "lit-lazy": _version("lit-lazy"),
+        "lit-lazy": find_version("lit-lazy"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": _version("lightning"),
+        "lightning": find_version("lightning"),
         "threads": str(torch.get_num_threads()),
         "machine": f"{platform.system()} {platform.machine()} with {device}",
         "git_sha": git_sha(),
@@ -76,8 +77,9 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", f"git: {error.strerror}")
 
 
-def _version(package: str) -> str:
+def find_version(package: str) -> str:
+    """The version of an installed package; MISSING if it is not."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING

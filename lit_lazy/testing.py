@@ -73,11 +73,7 @@ def _make_call(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    q, k, v = (
-        draw(batch, HEADS, LENGTH, WIDTH),
-        draw(batch, KV_HEADS, LENGTH, WIDTH),
-        draw(batch, KV_HEADS, LENGTH, WIDTH),
-    )
+    q, k, v = (draw(batch, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
     q = 2 * q[:, :, LENGTH - rows :]
     own = torch.float64 if dtype == torch.float64 else torch.float32
     bias = BiasTerms(draw(HEADS, 5).to(own), 0.1 * draw(HEADS).abs().to(own))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lit_lazy.command.options import Commands, add_command, make_eviction, path, prepare_process
 from lit_lazy.support.checks import Bounds, NonNegativeInt
+from lit_lazy.support.errors import escape_controls
 from lit_lazy.support.process import is_stdout_read
 
 if TYPE_CHECKING:
@@ -137,8 +138,7 @@ def print_pieces(pieces: "Iterator[str] | list[str]") -> None:
     """Stream the pieces of a text and a newline; on a terminal, escape control characters."""
     escape = sys.stdout.isatty()
     for piece in pieces:
-        shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in piece) if escape else piece
-        print(shown, end="", flush=True)
+        print(escape_controls(piece) if escape else piece, end="", flush=True)
         if not is_stdout_read():  # `| head`
             break
     print(flush=True)

@@ -130,20 +130,10 @@ def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
 
     prepare_process(options)
     layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))
-    diagnose_checkpoint(
-        Request(
-            checkpoint=options.checkpoint,
-            overrides=tuple(overrides),
-            rise=options.rise,
-            data=options.data,
-            lengths=tuple(options.lengths),
-            eviction=make_eviction(options),
-            maps=Maps(layers, heads),
-            sequences=options.sequences,
-            out=options.out,
-            runs=options.runs,
-        )
-    )
+    same = {name: getattr(options, name) for name in ("checkpoint", "rise", "data", "sequences", "out", "runs")}
+    lengths, eviction = tuple(options.lengths), make_eviction(options)
+    maps = Maps(layers, heads)
+    diagnose_checkpoint(Request(overrides=tuple(overrides), lengths=lengths, eviction=eviction, maps=maps, **same))
     return 0
 
 

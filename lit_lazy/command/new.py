@@ -49,12 +49,9 @@ COMMANDS = {
 
 def identifier(text: str) -> str:
     """Option type: a name that Python code can define."""
-    if keyword.iskeyword(text):
-        raise ValueError(f"{text!r}: must be a name, not a keyword of Python; for example my_{text}")
-    if not text.isidentifier():
-        raise ValueError(
-            f"{text!r}: must be a Python identifier: letters, digits and _, no digit first; for example my_variant"
-        )
+    if keyword.iskeyword(text) or not text.isidentifier():
+        need = "letters, digits and _, no digit first, and no keyword"
+        raise ValueError(f"{text!r}: must be a Python identifier: {need}; for example my_variant")
     return text
 
 

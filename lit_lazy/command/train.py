@@ -50,9 +50,8 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
 
     cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
     folder = cfg.data.tokenise(options.processes)
-    kind = type(cfg.data).__name__
-    require(folder is not None, "data", kind, "has its tokens in memory; train without this command")
-    assert folder is not None
+    if folder is None:
+        raise ValueError(f"data={type(cfg.data).__name__!r}: has its tokens in memory; train without this command")
     source = cfg.data.load()
     size = sum(path.stat().st_size for path in folder.iterdir())
     length, info = source.context_length, source.info

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_command, folder, path, prepare_process
+from lit_lazy.command.options import command, folder, path, prepare_process
 from lit_lazy.model.import_ import KINDS, is_hub_name
 from lit_lazy.support.errors import naming
 
@@ -14,24 +14,13 @@ if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
 
 
-def add_to(commands: Commands) -> None:
-    summary = "export a trained model to a folder that transformers loads without lit-lazy"
-    out = {"out OUT": ("output folder, new or empty", {"type": folder})}
-    add_command(commands, "export", export, summary, "checkpoint", "--import", out)
-    add_command(
-        commands,
-        "import",
-        import_model,
-        "make a checkpoint of a published model, of the form of Llama",
-        {
-            "source SOURCE": (KINDS, {"type": find_source}),
-            "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
-            "--unchecked": "do not compare the new model's logits with those of transformers",
-            "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
-        },
-    )
-
-
+@command(
+    "export",
+    "export a trained model to a folder that transformers loads without lit-lazy",
+    "checkpoint",
+    "--import",
+    {"out OUT": ("output folder, new or empty", {"type": folder})},
+)
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.model.export.folder import collect_code, write
     from lit_lazy.report.model_card import format_model_card, read_result
@@ -69,6 +58,16 @@ def digest(text: str) -> str:
     return text
 
 
+@command(
+    "import",
+    "make a checkpoint of a published model, of the form of Llama",
+    {
+        "source SOURCE": (KINDS, {"type": find_source}),
+        "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
+        "--unchecked": "do not compare the new model's logits with those of transformers",
+        "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
+    },
+)
 def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.key import hash_file
     from lit_lazy.config.schema import RunConfig

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
-from lit_lazy.command.options import Commands, add_command
+from lit_lazy.command.options import command
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -27,12 +27,7 @@ TOOLS = {
 SMOLLM2 = Path("models", "smollm2.ckpt")
 
 
-def add_to(commands: Commands) -> None:
-    add_command(
-        commands, "doctor", doctor, "print versions, devices and backends, and report what is missing", "--runs"
-    )
-
-
+@command("doctor", "print versions, devices and backends, and report what is missing", "--runs")
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """Exit status 1 if a required dependency is missing or tracking is unusable."""
     from flash_lazy.cpu.library import find_obstacle

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lit_lazy.command.options import Commands, add_command, make_eviction, path, prepare_process
+from lit_lazy.command.options import command, make_eviction, path, prepare_process
 from lit_lazy.support.checks import Bounds, NonNegativeInt
 from lit_lazy.support.errors import escape_controls
 from lit_lazy.support.process import is_stdout_read
@@ -22,39 +22,6 @@ MOST_TOKENS = 10**7
 """Upper bound on the tokens drawn for a prompt."""
 
 
-def add_to(commands: Commands) -> None:
-    tokens = {"type": Annotated[int, Bounds(ge=1, le=MOST_TOKENS)], "default": 100}
-    top_p = {"type": Annotated[float, Bounds(gt=0, le=1)], "default": 1.0}
-    add_command(
-        commands,
-        "generate",
-        generate,
-        "continue a text with a trained model",
-        "checkpoint",
-        "--import",
-        {
-            "--prompt TEXT ...": "text to continue; repeatable",
-            "--prompt-file FILE ...": (
-                "file with a text to continue, - for standard input; repeatable",
-                {"type": prompt_file},
-            ),
-            "--tokens N": ("maximum number of tokens to add to each text (default 100)", tokens),
-            "--temperature T": (
-                "divide logits by T; 0 always takes the most probable token (default 1)",
-                {"default": 1.0},
-            ),
-            "--top-p P": (
-                "sample from the smallest set of tokens of total probability P (default 1: all tokens)",
-                top_p,
-            ),
-            "--seed N": ("seed of sampling (default 0)", {"type": NonNegativeInt, "default": 0}),
-        },
-        "--window",
-        "--first",
-        "--threads",
-    )
-
-
 def prompt_file(text: str) -> Path:
     """Option type: a file to read, or - for standard input."""
     if text != "-" and not path(text).is_file():
@@ -62,6 +29,32 @@ def prompt_file(text: str) -> Path:
     return Path(text)
 
 
+@command(
+    "generate",
+    "continue a text with a trained model",
+    "checkpoint",
+    "--import",
+    {
+        "--prompt TEXT ...": "text to continue; repeatable",
+        "--prompt-file FILE ...": (
+            "file with a text to continue, - for standard input; repeatable",
+            {"type": prompt_file},
+        ),
+        "--tokens N": (
+            "maximum number of tokens to add to each text (default 100)",
+            {"type": Annotated[int, Bounds(ge=1, le=MOST_TOKENS)], "default": 100},
+        ),
+        "--temperature T": ("divide logits by T; 0 always takes the most probable token (default 1)", {"default": 1.0}),
+        "--top-p P": (
+            "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
+            {"type": Annotated[float, Bounds(gt=0, le=1)], "default": 1.0},
+        ),
+        "--seed N": ("seed of sampling (default 0)", {"type": NonNegativeInt, "default": 0}),
+    },
+    "--window",
+    "--first",
+    "--threads",
+)
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     if not options.prompt and not options.prompt_file:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")

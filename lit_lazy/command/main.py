@@ -27,15 +27,7 @@ from lit_lazy.command import (
     runs,
     train,
 )
-from lit_lazy.command.options import (
-    Commands,
-    Parser,
-    add_command,
-    checkpoint,
-    folder,
-    json_file,
-    path,
-)
+from lit_lazy.command.options import DECLARED, Commands, Parser, add_command, checkpoint, folder, json_file, path
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
@@ -52,14 +44,18 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (train, measure, generate, convert, new):
-        part.add_to(commands)
+    measures = (measure.evaluate_command, measure.diagnose, measure.lm_eval)
+    conversions = (convert.export, convert.import_model)
+    for action in (train.tokenise, train.train, *measures, generate.generate, *conversions, new.fields, new.new):
+        DECLARED[action](commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, runs, doctor):
-        part.add_to(commands)
+    for action in (report.report, report.dashboard, report.mirror):
+        DECLARED[action](commands)
+    runs.add_to(commands)
+    DECLARED[doctor.doctor](commands)
     _add_completion(commands, parser)
     return parser
 

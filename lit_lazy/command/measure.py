@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lit_lazy.command.options import CHANGES, Commands, add_command, make_eviction, prepare_process, print_metrics
+from lit_lazy.command.options import CHANGES, command, make_eviction, prepare_process, print_metrics
 from lit_lazy.support.checks import Bounds, NonEmptyText
 from lit_lazy.support.errors import naming
 
@@ -16,76 +16,16 @@ if TYPE_CHECKING:
     from lit_lazy.measure.lm_eval import BenchmarkResults
 
 
-def add_to(commands: Commands) -> None:
-    summary = "measure a trained model on its validation data"
-    others = {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"}
-    given = ("checkpoint", "--import", others, "--threads")
-    parser = add_command(commands, "evaluate", evaluate_command, summary, *given, takes_overrides=True)
-    parser.epilog = CHANGES
-    _add_diagnose(commands)
-    _add_lm_eval(commands)
-
-
-def _add_diagnose(commands: Commands) -> None:
-    lengths = {"type": list[Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]]}
-    parser = add_command(
-        commands,
-        "diagnose",
-        diagnose,
-        "measure and plot a trained model's attention: sinks, mass, sparsity, collapse",
-        "checkpoint",
-        "--import",
-        {
-            "--data EXPERIMENT": (
-                "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
-                {"type": NonEmptyText},
-            ),
-            "--lengths 512,1024": ("further context lengths to measure at", lengths),
-        },
-        "--window",
-        "--first",
-        {
-            "--layers 0,1": (
-                "layers whose attention maps to save, counted from 0 (default: up to four, evenly spaced)",
-                {"default": None},
-            ),
-            "--heads 0,1": (
-                "heads whose attention maps to save, counted from 0 (default: the one with the most weight on the "
-                "first key)",
-                {"default": None},
-            ),
-            "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
-            "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a "
-            "model that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
-            "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
-        },
-        "--threads",
-        "--runs",
-        takes_overrides=True,
-    )
-    parser.epilog = CHANGES
-
-
-def _add_lm_eval(commands: Commands) -> None:
-    add_command(
-        commands,
-        "lm-eval",
-        lm_eval,
-        "evaluate a trained model on standard benchmarks by lm-evaluation-harness",
-        "checkpoint",
-        "--import",
-        {
-            "--tasks piqa,boolq": "tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, "
-            "winogrande, arc_easy, arc_challenge, social_iqa, boolq)",
-            "--task-folder FOLDER": "folder with task files, which take precedence over the harness's tasks of the "
-            "same name",
-            "--limit N": "maximum questions per task, for a trial",
-            "--out FILE.json": "write the results there",
-        },
-        "--threads",
-    )
-
-
+@command(
+    "evaluate",
+    "measure a trained model on its validation data",
+    "checkpoint",
+    "--import",
+    {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"},
+    "--threads",
+    takes_overrides=True,
+    epilog=CHANGES,
+)
 def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
 
@@ -123,6 +63,43 @@ MOST_TOKENS = 2**17
 """Maximum length of a sequence: longer ones would take very long without progress messages."""
 
 
+@command(
+    "diagnose",
+    "measure and plot a trained model's attention: sinks, mass, sparsity, collapse",
+    "checkpoint",
+    "--import",
+    {
+        "--data EXPERIMENT": (
+            "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
+            {"type": NonEmptyText},
+        ),
+        "--lengths 512,1024": (
+            "further context lengths to measure at",
+            {"type": list[Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]]},
+        ),
+    },
+    "--window",
+    "--first",
+    {
+        "--layers 0,1": (
+            "layers whose attention maps to save, counted from 0 (default: up to four, evenly spaced)",
+            {"default": None},
+        ),
+        "--heads 0,1": (
+            "heads whose attention maps to save, counted from 0 (default: the one with the most weight on the first "
+            "key)",
+            {"default": None},
+        ),
+        "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
+        "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model "
+        "that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
+        "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
+    },
+    "--threads",
+    "--runs",
+    takes_overrides=True,
+    epilog=CHANGES,
+)
 def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import Maps
     from lit_lazy.report.checkpoint import Request
@@ -137,6 +114,21 @@ def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+@command(
+    "lm-eval",
+    "evaluate a trained model on standard benchmarks by lm-evaluation-harness",
+    "checkpoint",
+    "--import",
+    {
+        "--tasks piqa,boolq": "tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, "
+        "arc_easy, arc_challenge, social_iqa, boolq)",
+        "--task-folder FOLDER": "folder with task files, which take precedence over the harness's tasks of the same "
+        "name",
+        "--limit N": "maximum questions per task, for a trial",
+        "--out FILE.json": "write the results there",
+    },
+    "--threads",
+)
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
     from rich.progress import Progress

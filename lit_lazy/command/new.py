@@ -9,22 +9,16 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command
+from lit_lazy.command.options import command
 from lit_lazy.support.named_files import require_usable_name
 
 
-def add_to(commands: Commands) -> None:
-    every = {"--all": "also those of the classes that it does not use"}
-    add_command(commands, "fields", fields, "list an experiment's fields that can be overridden", "experiment", every)
-    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
-    given = {
-        "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
-        "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
-        "--out FILE.py": "file to write (default: NAME.py)",
-    }
-    add_command(commands, "new", new, summary, given)
-
-
+@command(
+    "fields",
+    "list an experiment's fields that can be overridden",
+    "experiment",
+    {"--all": "also those of the classes that it does not use"},
+)
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.overrides import list_fields
     from lit_lazy.config.user_files import load_experiment
@@ -55,6 +49,15 @@ def identifier(text: str) -> str:
     return text
 
 
+@command(
+    "new",
+    "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric",
+    {
+        "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
+        "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
+        "--out FILE.py": "file to write (default: NAME.py)",
+    },
+)
 def new(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import get_program_name
     from lit_lazy.support.disk import check_writable_folder, write_text

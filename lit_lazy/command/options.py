@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Commands = argparse._SubParsersAction
 """The subparsers to which a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
+AddsOptions = Callable[[argparse.ArgumentParser], None]
+DECLARED: dict[Action, Callable[[Commands], argparse.ArgumentParser]] = {}
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 """argparse's message for an unknown command or value, with the valid ones; Python 3.14 adds its own suggestion."""
 LEAST_SHARE = 0.0001
@@ -77,20 +79,21 @@ def add_command(
     name: str,
     action: Action,
     text: str,
-    *given: "str | Declared",
+    *given: "str | Declared | AddsOptions",
     takes_overrides: bool = False,
     resumes: bool = False,
+    epilog: str = OVERRIDES,
 ) -> argparse.ArgumentParser:
     """Add a command's parser, with arguments as `add_options` takes them.
 
     action: takes the parsed and the remaining options and returns the exit status. resumes: whether an interrupted
-    command continues where it was when it is given again.
+    command continues where it was when it is given again. epilog: what is said of overrides.
     """
     parser = commands.add_parser(
         name,
         help=text,
         description=text[0].upper() + text[1:] + ".",
-        epilog=OVERRIDES if takes_overrides else None,
+        epilog=epilog if takes_overrides else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -98,8 +101,24 @@ def add_command(
     parser.set_defaults(
         command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog, option_names=names
     )
-    add_options(parser, *given)
+    for part in given:
+        if callable(part):
+            part(parser)
+        else:
+            add_options(parser, part)
     return parser
+
+
+def command(
+    name: str, text: str, *given: "str | Declared | AddsOptions", **settings: Any
+) -> Callable[[Action], Action]:
+    """Above an action, declares its command as `add_command` takes it; `DECLARED` adds it to a parser."""
+
+    def declare(action: Action) -> Action:
+        DECLARED[action] = lambda commands: add_command(commands, name, action, text, *given, **settings)
+        return action
+
+    return declare
 
 
 def of_kind(kind: Any) -> Callable[[str], Any]:

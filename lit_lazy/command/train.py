@@ -4,44 +4,20 @@ import argparse
 import logging
 from collections.abc import Mapping
 
-from lit_lazy.command.options import (
-    Commands,
-    add_command,
-    add_execution,
-    append_init_from,
-    make_execution,
-    print_metrics,
+from lit_lazy.command.options import add_execution, append_init_from, command, make_execution, print_metrics
+
+
+@command(
+    "tokenise",
+    "tokenise an experiment's text ahead of training",
+    "experiment",
+    {
+        "--processes N": "parallel processes, at most one per file (default: one per core, and only this process for a "
+        "small corpus)"
+    },
+    takes_overrides=True,
+    resumes=True,
 )
-
-
-def add_to(commands: Commands) -> None:
-    summary = "tokenise an experiment's text ahead of training"
-    processes = "parallel processes, at most one per file (default: one per core, only this one for a small corpus)"
-    given = ("experiment", {"--processes N": processes})
-    add_command(commands, "tokenise", tokenise, summary, *given, takes_overrides=True, resumes=True)
-    keep = "keep the trained model, final.ckpt in the run folder (default; an error, if given, of a run without one)"
-    parser = add_command(
-        commands,
-        "train",
-        train,
-        "train one experiment",
-        "experiment",
-        "--threads",
-        {
-            "--keep-checkpoint": (keep, {"action": argparse.BooleanOptionalAction}),
-            "--dry-run": "print the expected cost; create nothing",
-            "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
-            "--verbose": "print all final metrics instead of a selection",
-        },
-        "--logger",
-        "--runs",
-        "--init-from",
-        takes_overrides=True,
-        resumes=True,
-    )
-    add_execution(parser)
-
-
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.user_files import load_experiment
@@ -77,6 +53,28 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+@command(
+    "train",
+    "train one experiment",
+    "experiment",
+    "--threads",
+    {
+        "--keep-checkpoint": (
+            "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one is an "
+            "error)",
+            {"action": argparse.BooleanOptionalAction},
+        ),
+        "--dry-run": "print the expected cost; create nothing",
+        "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
+        "--verbose": "print all final metrics instead of a selection",
+    },
+    "--logger",
+    "--runs",
+    "--init-from",
+    add_execution,
+    takes_overrides=True,
+    resumes=True,
+)
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.training.logger_kinds import check_logger_kinds
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -159,7 +159,7 @@ class Model:
         sampling = Sampling(temperature, top_p, seed)
         given = self._encode("prompt", prompt)
         (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.special.ends, eviction)
-        return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found  # mark
+        return cast(Prompt, "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found)
 
     def split(self, text: str) -> list[str]:
         """The tokens of a text, each as a text of its own. Raises ValueError, in one line, if the model cannot read it.

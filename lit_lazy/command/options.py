@@ -300,8 +300,9 @@ def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **ch
             if value:
                 kind = told.get("type", KINDS.get(value[0]))
                 told |= {"metavar": value[0], "type": of_kind(kind) if typing.get_origin(kind) else kind}
-                told = {"default": []} | told if value[1:] or typing.get_origin(kind) is list else told
-            told = {"action": "append" if value[1:] else "store" if value else "store_true"} | told
+                if value[1:] or typing.get_origin(kind) is list:
+                    told.setdefault("default", [])
+            told.setdefault("action", "append" if value[1:] else "store" if value else "store_true")
             parser.add_argument(name, **told)
 
 

@@ -111,10 +111,6 @@ def _indent(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
-LONGEST_VALUE = 4096
-"""Characters, as for a path."""
-DEEPEST_VALUE = 20
-"""Upper bound on brackets of one kind in a value; the JSON parser fails at a few thousand."""
 SYNONYMS = {"learning_rate": "lr", "epochs": "steps", "layers": "n_layers", "heads": "n_heads"}
 """Names that others give a field -> its name here."""
 GROUPS = {
@@ -181,10 +177,6 @@ def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
             if not left or left[0].startswith("--"):
                 raise ValueError(f"{path}: has no value; give one as in {path}=VALUE")
             text = left.pop(0)
-        if len(text) > LONGEST_VALUE or max(map(text.count, "[{(")) > DEEPEST_VALUE:
-            raise ValueError(
-                f"{path}={text!r}: at most {LONGEST_VALUE} characters and {DEEPEST_VALUE} brackets of each kind"
-            )
         if (name := path[2:]) in texts:
             raise ValueError(f"{path}: is given twice, as {texts[name]!r} and as {text!r}; leave one out")
         texts[name] = text
@@ -220,7 +212,7 @@ def _change(cls: Any, value: Any, prefix: str, texts: Mapping[str, str], known: 
             try:
                 exchangeable = is_exchangeable(part)
                 changes[name] = _parse_parts(text or "", part) if exchangeable else parse(text or "", hint)
-            except (SyntaxError, TypeError, ValueError) as error:
+            except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:  # the last two: nested
                 raise ValueError(f"--{path}={text or ''!r}: {one_line(error)}") from None
     try:
         return cls(**changes) if value is None else dataclasses.replace(value, **changes)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
+from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
@@ -166,7 +167,7 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError for a pipe or a device, which may block or never end."""
     if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
         return path.open("rb")

@@ -62,7 +62,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.disk import open_file
     from lit_lazy.support.errors import explain, naming
-    from lit_lazy.support.machine import require_memory
+    from lit_lazy.support.process import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
 

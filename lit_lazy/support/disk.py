@@ -12,7 +12,6 @@ import socket
 import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from glob import escape
 from io import BufferedReader
 from pathlib import Path
@@ -41,8 +40,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Raises BusyError as `require_held` does.
     """
-    create = partial(os.open, flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o666)
-    with _hold_scratch(path, create) as (scratch, held):
+    with _hold_scratch(path) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
@@ -64,7 +62,7 @@ def require_held(path: Path) -> None:
 
 
 @contextmanager
-def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+def _hold_scratch(path: Path, is_folder: bool = False) -> Iterator[tuple[Path, int]]:
     """A temporary file or folder for a path, removed at the end, and its descriptor, which locks it while it is in use.
 
     Removes those that dead processes of this machine left. Locks tell them, and not process ids, which are used again
@@ -76,7 +74,9 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
             remove_unused(left)
     while True:
         scratch = path.with_name(f"{mark}{secrets.token_hex(4)}")
-        held = create(scratch)
+        if is_folder:
+            scratch.mkdir()
+        held = os.open(scratch, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             if _try_lock(held, scratch):
                 break
@@ -152,13 +152,8 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
 
     Raises OSError if `path` is anything else by then.
     """
-
-    def create(scratch: Path) -> int:
-        scratch.mkdir()
-        return os.open(scratch, os.O_RDONLY)
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _hold_scratch(path, create) as (scratch, _):
+    with _hold_scratch(path, is_folder=True) as (scratch, _):
         yield scratch
         for file in scratch.iterdir():
             with file.open("rb") as written:

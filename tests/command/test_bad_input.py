@@ -672,7 +672,7 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(trained, place, capsys) -
 
 def test_in_a_process_of_its_own(place: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
-    command = [sys.executable, "-m", "lit_lazy", *TRAIN, "--model.n_heads=3"]
+    command = [sys.executable, "-m", "lit_lazy.command", *TRAIN, "--model.n_heads=3"]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert not [*place.iterdir()]
     assert (done.returncode, done.stdout) == (2, "")

@@ -121,7 +121,7 @@ def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, 
     reader, writer = os.pipe()
     os.close(reader)
     given = {"stdout": forked.PIPE, "stderr": forked.PIPE} | {{"1": "stdout", "2": "stderr"}[streams]: writer}
-    with forked.Popen([sys.executable, "-m", "lit_lazy", *words], cwd=tmp_path, text=True, **given) as process:
+    with forked.Popen([sys.executable, "-m", "lit_lazy.command", *words], cwd=tmp_path, text=True, **given) as process:
         os.close(writer)
         out, err = process.communicate()
     assert process.returncode == 0
@@ -133,7 +133,7 @@ def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, 
 @pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
 def test_closed_streams_are_no_failure(words: str, status: int, tmp_path: Path) -> None:
     """What is printed is lost, as with /dev/null, and the exit status is the same."""
-    command = f"{sys.executable} -m lit_lazy {words}"
+    command = f"{sys.executable} -m lit_lazy.command {words}"
     end = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "Traceback" not in end.stderr
     assert end.returncode == status

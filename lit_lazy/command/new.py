@@ -21,10 +21,9 @@ from lit_lazy.support.named_files import require_usable_name
 )
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.overrides import list_fields
-    from lit_lazy.config.user_files import load_experiment
-    from lit_lazy.support.named_files import find
+    from lit_lazy.config.user_files import experiment
 
-    print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)), options.all)))
+    print("\n".join(list_fields(experiment(options.experiment), options.all)))
     if not options.all:
         print("\n--all lists the fields of all other classes too.")
     return 0

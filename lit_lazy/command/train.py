@@ -20,11 +20,10 @@ from lit_lazy.command.options import add_execution, append_init_from, command, m
 )
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.config.user_files import experiment
     from lit_lazy.support.checks import require
-    from lit_lazy.support.named_files import find
 
-    cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
+    cfg, _ = apply_overrides(experiment(options.experiment), overrides)
     folder = cfg.data.tokenise(options.processes)
     if folder is None:
         raise ValueError(f"data={type(cfg.data).__name__!r}: has its tokens in memory; train without this command")

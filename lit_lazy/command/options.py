@@ -34,6 +34,7 @@ Commands = argparse._SubParsersAction
 Action = Callable[[argparse.Namespace, list[str]], int]
 AddsOptions = Callable[[argparse.ArgumentParser], None]
 DECLARED: dict[Action, Callable[[Commands], argparse.ArgumentParser]] = {}
+"""What adds the command of an action, by the action; `main` says in which order."""
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 """argparse's message for an unknown command or value, with the valid ones; Python 3.14 adds its own suggestion."""
 LEAST_SHARE = 0.0001

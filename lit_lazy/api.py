@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.grid_folder import CellRecord
     from lit_lazy.tracking.tracked_run import FinishedTraining
 
+Prompt = TypeVar("Prompt", str, Sequence[int])
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
 
@@ -128,40 +129,16 @@ class Model:
         sizes = f"{format_count(model.n_layers, 'layer')}, {format_count(numbers, 'parameter')}"
         return f"<Model: {model.rule}; {sizes}; {self._checkpoint}>"
 
-    @overload
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         tokens: int = 100,
         *,
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
         eviction: Eviction | None = None,
-    ) -> str: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[int],
-        tokens: int = 100,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        eviction: Eviction | None = None,
-    ) -> list[int]: ...
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        tokens: int = 100,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        eviction: Eviction | None = None,
-    ) -> str | list[int]:
+    ) -> Prompt:
         """What continues a prompt, without it: of a text a text, of token numbers token numbers.
 
         tokens: at most; it ends where the text's documents end. temperature: what logits are divided by, 0 for the most
@@ -182,7 +159,7 @@ class Model:
         sampling = Sampling(temperature, top_p, seed)
         given = self._encode("prompt", prompt)
         (found,) = generate(self.decoder, [given], tokens, sampling, self._prompts.special.ends, eviction)
-        return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
+        return cast(Prompt, "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found)
 
     def split(self, text: str) -> list[str]:
         """The tokens of a text, each as a text of its own. Raises ValueError, in one line, if the model cannot read it.

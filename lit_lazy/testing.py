@@ -73,11 +73,7 @@ def _make_call(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    q, k, v = (
-        draw(batch, HEADS, LENGTH, WIDTH),
-        draw(batch, KV_HEADS, LENGTH, WIDTH),
-        draw(batch, KV_HEADS, LENGTH, WIDTH),
-    )
+    q, k, v = (draw(batch, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
     q = 2 * q[:, :, LENGTH - rows :]
     own = torch.float64 if dtype == torch.float64 else torch.float32
     bias = BiasTerms(draw(HEADS, 5).to(own), 0.1 * draw(HEADS).abs().to(own))
@@ -97,15 +93,18 @@ def _make_leaves(call: AttentionCall, module: NormaliserModule) -> tuple[Attenti
 def _run_with_gradients(module: NormaliserModule, call: AttentionCall, by_rule: bool = False) -> dict[str, Tensor]:
     """Output and gradients for a gradient of the output that is always the same."""
     call, leaves = _make_leaves(call, module)
-    out = _run_rule(module, call) if by_rule else module(call)[0]
+    out = _run(module, call, by_rule)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(SEED + 1)).to(out.dtype)
     found = torch.autograd.grad(out, list(leaves.values()), grad)
     return {"output": out.detach()} | {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
 
 
-def _run_rule(module: NormaliserModule, call: AttentionCall) -> Tensor:
-    """What the module gives without its fused path."""
-    return module.output(module.attend_by_rule(call._replace(q=module.queries(call)))[0])
+def _run(module: NormaliserModule, call: AttentionCall, by_rule: bool) -> Tensor:
+    """The module's output, by its fused path if it has one, or without it."""
+    if not by_rule:
+        return module(call)[0]
+    asked = call._replace(q=module.queries(call))
+    return module.output(module.attend_by_rule(asked)[0])
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -199,9 +198,7 @@ def _matches_the_rule_when_fused(normaliser: Normaliser) -> None:
         _assert_close(_run_with_gradients(module, each), _run_with_gradients(module, each, by_rule=True))
         asked = each._replace(q=module.queries(each), with_stats=True)
         with torch.no_grad():
-            stats, expected = (
-                found[1] for found in (module(each._replace(with_stats=True)), module.attend_by_rule(asked))
-            )
+            stats, expected = module(each._replace(with_stats=True))[1], module.attend_by_rule(asked)[1]
         assert stats is not None
         assert expected is not None
         wanted = {f"stats' {name}": x for name, x in expected._asdict().items() if name != "zeros" or module.can_zero}
@@ -225,9 +222,7 @@ def _is_causal(normaliser: Normaliser) -> None:
     for name, value in changed.items():
         value.select(1 if name == "x" else 2, token).mul_(-3).add_(1)
     for by_rule in (False, True):
-        before, after = (
-            _run_rule(module, each) if by_rule else module(each)[0] for each in (call, call._replace(**changed))
-        )
+        before, after = (_run(module, each, by_rule) for each in (call, call._replace(**changed)))
         assert torch.equal(before[:, :, :token], after[:, :, :token]), "a later token changes an earlier row"
         assert not torch.equal(before[:, :, token:], after[:, :, token:]), "a token changes nothing"
 
@@ -237,7 +232,7 @@ def _passes_gradcheck(normaliser: Normaliser) -> None:
     small = _make_call(normaliser, rows=4, batch=1)
     call, leaves = _make_leaves(small._replace(k=small.k[:, :, -6:], v=small.v[:, :, -6:]), module)
     with use_small_blocks():
-        assert torch.autograd.gradcheck(lambda *_: _run_rule(module, call), list(leaves.values()))
+        assert torch.autograd.gradcheck(lambda *_: _run(module, call, by_rule=True), list(leaves.values()))
 
 
 def _leaves_rows_without_keys_zero(normaliser: Normaliser) -> None:
@@ -260,8 +255,7 @@ def _lets_nan_through(normaliser: Normaliser) -> None:
         poisoned = getattr(call, name).clone()
         poisoned[0, :, at] = torch.nan
         for by_rule in (False, True):
-            given = call._replace(**{name: poisoned})
-            out = _run_rule(module, given) if by_rule else module(given)[0]
+            out = _run(module, call._replace(**{name: poisoned}), by_rule)
             assert out[0, :, at].isnan().all(), f"NaN in {name} gives a row without NaN"
 
 

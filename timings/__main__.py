@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from lit_lazy.command.main import main
-from lit_lazy.command.options import Commands, Parser, add_command, add_options, int_list, name_list, of_kind
+from lit_lazy.command.options import Commands, Parser, add_command, add_options, of_kind
 from lit_lazy.support.checks import NonEmptyText, PositiveInt
 
 
@@ -58,14 +58,13 @@ file lacks; a file of other code, another machine or other options is replaced, 
         type=of_kind(PositiveInt),
         help="training steps of each cell (default: the experiment's)",
     )
+    sections = "only these: attention, decoding, threads (two against one), cells (default all, in this order)"
+    add_options(parser, {"--sections A,B": sections})
     parser.add_argument(
-        "--sections",
+        "--experiments",
         metavar="A,B",
-        type=name_list,
-        help="only these: attention, decoding, threads (two against one), cells (default all, in this order)",
-    )
-    parser.add_argument(
-        "--experiments", metavar="A,B", type=name_list, help="of the cells (default backcopy,stdlib_small,stdlib_long)"
+        type=of_kind(list[NonEmptyText]),
+        help="of the cells (default backcopy,stdlib_small,stdlib_long)",
     )
     add_options(parser, "--out")
 
@@ -88,10 +87,7 @@ def measure_cells(options: argparse.Namespace, _rest: list[str]) -> int:
 def _add_grid(commands: Commands) -> None:
     help = "measure the overhead of queue and tracking over training (half an hour)"
     parser = add_command(commands, "grid", measure_grid, help)
-    parser.add_argument(
-        "--cells", type=int_list, default=None, help="grid sizes in cells, multiples of 5 (default 100,1000,10000)"
-    )
-    add_options(parser, "--out")
+    add_options(parser, {"--cells 0,1": "grid sizes in cells, multiples of 5 (default 100,1000,10000)"}, "--out")
 
 
 def measure_grid(options: argparse.Namespace, _rest: list[str]) -> int:

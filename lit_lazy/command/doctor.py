@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
-from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.command.options import command
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -27,11 +27,7 @@ TOOLS = {
 SMOLLM2 = Path("models", "smollm2.ckpt")
 
 
-def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "doctor", doctor, "print versions, devices and backends, and report what is missing")
-    add_options(parser, "--runs")
-
-
+@command("doctor", "print versions, devices and backends, and report what is missing", "--runs")
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """Exit status 1 if a required dependency is missing or tracking is unusable."""
     from flash_lazy.cpu.library import find_obstacle
@@ -71,36 +67,30 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
 def list_versions() -> Iterator[str]:
     """Versions of this project, Python and the packages that affect results."""
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
     from lit_lazy import __version__
-    from lit_lazy.support.provenance import git_sha
+    from lit_lazy.support.provenance import find_version, git_sha
 
     yield f"{'lit-lazy':12} {__version__} at commit {git_sha()}"
     yield f"{'python':12} {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name in ("torch", "triton", "lightning", "mlflow", "optuna", "datasets"):
-        try:
-            yield f"{name:12} {version(name)}"
-        except PackageNotFoundError:
-            yield f"{name:12} not installed"
+        yield f"{name:12} {find_version(name)}"
 
 
 def find_unmet_requirements() -> Iterator[tuple[str, str, str | None]]:
     """Package, problem and extra (None: required) of each requirement that is missing or has a wrong version."""
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import requires
 
     from packaging.requirements import Requirement
+
+    from lit_lazy.support.provenance import MISSING, find_version
 
     for requirement in map(Requirement, requires("lit-lazy") or ()):
         extra = next((name for name in USES if f'extra == "{name}"' in str(requirement.marker)), None)
         if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
             continue  # for another system
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            yield requirement.name, f"is not installed (needed: {requirement.specifier})", extra
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
+        installed = find_version(requirement.name)
+        if installed == MISSING or not requirement.specifier.contains(installed, prereleases=True):
             yield requirement.name, f"is {installed} (needed: {requirement.specifier})", extra
 
 
@@ -108,7 +98,7 @@ def list_devices() -> Iterator[str]:
     """CPU, memory and GPUs."""
     import torch
 
-    from lit_lazy.support.machine import count_cores, measure_total_memory
+    from lit_lazy.support.process import count_cores, measure_total_memory
 
     yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory and swap"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

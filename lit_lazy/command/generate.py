@@ -9,8 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lit_lazy.command.options import Commands, add_command, add_options, make_eviction, of_kind, path, prepare_process
+from lit_lazy.command.options import command, make_eviction, path, prepare_process
 from lit_lazy.support.checks import Bounds, NonNegativeInt
+from lit_lazy.support.errors import escape_controls
 from lit_lazy.support.process import is_stdout_read
 
 if TYPE_CHECKING:
@@ -21,38 +22,6 @@ MOST_TOKENS = 10**7
 """Upper bound on the tokens drawn for a prompt."""
 
 
-def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "generate", generate, "continue a text with a trained model")
-    add_options(
-        parser,
-        "checkpoint",
-        "--import",
-        {
-            "--prompt TEXT ...": "text to continue; repeatable",
-            "--prompt-file FILE ...": (
-                "file with a text to continue, - for standard input; repeatable",
-                {"type": prompt_file},
-            ),
-            "--tokens N": (
-                "maximum number of tokens to add to each text (default 100)",
-                {"type": of_kind(Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": 100},
-            ),
-            "--temperature T": (
-                "divide logits by T; 0 always takes the most probable token (default 1)",
-                {"default": 1.0},
-            ),
-            "--top-p P": (
-                "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
-                {"type": of_kind(Annotated[float, Bounds(gt=0, le=1)]), "default": 1.0},
-            ),
-            "--seed N": ("seed of sampling (default 0)", {"type": of_kind(NonNegativeInt), "default": 0}),
-        },
-        "--window",
-        "--first",
-        "--threads",
-    )
-
-
 def prompt_file(text: str) -> Path:
     """Option type: a file to read, or - for standard input."""
     if text != "-" and not path(text).is_file():
@@ -60,14 +29,40 @@ def prompt_file(text: str) -> Path:
     return Path(text)
 
 
+@command(
+    "generate",
+    "continue a text with a trained model",
+    "checkpoint",
+    "--import",
+    {
+        "--prompt TEXT ...": "text to continue; repeatable",
+        "--prompt-file FILE ...": (
+            "file with a text to continue, - for standard input; repeatable",
+            {"type": prompt_file},
+        ),
+        "--tokens N": (
+            "maximum number of tokens to add to each text (default 100)",
+            {"type": Annotated[int, Bounds(ge=1, le=MOST_TOKENS)], "default": 100},
+        ),
+        "--temperature T": ("divide logits by T; 0 always takes the most probable token (default 1)", {"default": 1.0}),
+        "--top-p P": (
+            "sample from the smallest set of tokens with total probability P (default 1: all tokens)",
+            {"type": Annotated[float, Bounds(gt=0, le=1)], "default": 1.0},
+        ),
+        "--seed N": ("seed of sampling (default 0)", {"type": NonNegativeInt, "default": 0}),
+    },
+    "--window",
+    "--first",
+    "--threads",
+)
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     if not options.prompt and not options.prompt_file:
         raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.disk import open_file
-    from lit_lazy.support.errors import naming
-    from lit_lazy.support.machine import require_memory
+    from lit_lazy.support.errors import explain, naming
+    from lit_lazy.support.process import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
 
@@ -80,11 +75,11 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     texts = [(f"--prompt {text!r}", os.fsencode(text)) for text in options.prompt]
     for file in options.prompt_file:
         option = f"--prompt-file {str(file)!r}"
-        try:
-            with nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened:
-                texts.append((option, opened.read()))
-        except OSError as error:
-            raise ValueError(f"{option}: cannot be read ({error.strerror})") from None
+        with (
+            explain(f"{option}: cannot be read", "name another file", OSError),
+            nullcontext(sys.stdin.buffer) if str(file) == "-" else open_file(file) as opened,
+        ):
+            texts.append((option, opened.read()))
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = module.model.to(select_training_device())
@@ -136,8 +131,7 @@ def print_pieces(pieces: "Iterator[str] | list[str]") -> None:
     """Stream the pieces of a text and a newline; on a terminal, escape control characters."""
     escape = sys.stdout.isatty()
     for piece in pieces:
-        shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in piece) if escape else piece
-        print(shown, end="", flush=True)
+        print(escape_controls(piece) if escape else piece, end="", flush=True)
         if not is_stdout_read():  # `| head`
             break
     print(flush=True)

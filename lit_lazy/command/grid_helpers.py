@@ -118,7 +118,7 @@ def require_results(runs: Path, name: str, grids_only: bool = True) -> None:
 
 def check_workers(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if this machine cannot start --workers processes."""
-    from lit_lazy.support.machine import require_memory
+    from lit_lazy.support.process import require_memory
 
     if options.workers:
         require_memory({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
@@ -129,7 +129,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
     import psutil
     import torch
 
-    from lit_lazy.support.machine import count_cores
+    from lit_lazy.support.process import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)

@@ -18,30 +18,19 @@ from lit_lazy.command import (
     ablate_results,
     ablate_run,
     ablate_search,
-    dashboard,
+    convert,
     doctor,
-    export,
     generate,
-    import_,
     measure,
-    mirror,
     new,
     report,
     runs,
     train,
 )
-from lit_lazy.command.options import (
-    Commands,
-    Parser,
-    add_command,
-    check_field_names,
-    checkpoint,
-    folder,
-    json_file,
-    path,
-)
+from lit_lazy.command.options import DECLARED, Commands, Parser, add_command, checkpoint, folder, json_file, path
+from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
-from lit_lazy.support.errors import UnfinishedError, describe_exception, sanitise
+from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
 from lit_lazy.support.process import prepare_streams
 from lit_lazy.support.secrets import hide_passwords
 
@@ -55,14 +44,18 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (train, measure, generate, export, import_, new):
-        part.add_to(commands)
+    measures = (measure.evaluate_command, measure.diagnose, measure.lm_eval)
+    conversions = (convert.export, convert.import_model)
+    for action in (train.tokenise, train.train, *measures, generate.generate, *conversions, new.fields, new.new):
+        DECLARED[action](commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
         part.add_to(ablate_commands)
-    for part in (report, dashboard, mirror, runs, doctor):
-        part.add_to(commands)
+    for action in (report.report, report.dashboard, report.mirror):
+        DECLARED[action](commands)
+    runs.add_to(commands)
+    DECLARED[doctor.doctor](commands)
     _add_completion(commands, parser)
     return parser
 
@@ -103,13 +96,52 @@ def _iter_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
-    """Run a command and return its exit status.
+    """Run a command and return its exit status. Re-raises exceptions that are not the user's errors.
 
     0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted.
     """
     prepare_streams()
     atexit.register(_ignore_interrupts)
-    return run_command(argv, make_parser)
+    hide_passwords()
+    # In child processes, a queue.py in the current folder must not shadow the standard library's.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    words = list(sys.argv[1:] if argv is None else argv)
+    status, resumes = 2, False
+    try:
+        if empty := [word for word in words if word.startswith("--") and word.endswith("=--")]:
+            # argparse would parse the value as a list.
+            raise ValueError(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")
+        options, rest = make_parser().parse_known_args(words)
+        resumes = options.resumes
+        _check_rest(options, rest)
+        _check_surroundings()
+        # Batch systems end jobs by SIGTERM: handle it like Ctrl-C.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        check_field_names(rest, options.option_names)
+        return options.command(options, rest)
+    except ValueError as error:
+        message = str(error)
+    except UnfinishedError as error:
+        status, message = 1, str(error)
+    except KeyboardInterrupt:
+        without = " without --fresh" if "--fresh" in words else ""
+        resumption = f"; the same command{without} resumes" if resumes else ""
+        print(f"interrupted{resumption}", file=sys.stderr)
+        return 130
+    except Warning as warning:
+        why = describe_exception(warning)
+        message = f"PYTHONWARNINGS or -W makes a library's warning an error ({why}); leave it out"
+    except Exception as error:
+        status = 1
+        if failed := describe_failed_write(error):
+            message = f"{failed}, then run the same command again; nothing is lost"
+        elif isinstance(error, OSError) and error.filename is not None:
+            message = f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})"
+        else:
+            raise
+    print(f"lit-lazy: {sanitise(message)}", file=sys.stderr)
+    return status
 
 
 def _ignore_interrupts() -> None:
@@ -118,63 +150,21 @@ def _ignore_interrupts() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
-    """Parse and run a command line, and return the exit status. Re-raises exceptions that are not the user's errors."""
-    hide_passwords()
-    # In child processes, a queue.py in the current folder must not shadow the standard library's.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    words = list(sys.argv[1:] if argv is None else argv)
-    if empty := [word for word in words if word.startswith("--") and word.endswith("=--")]:
-        # argparse would parse the value as a list.
-        return report_user_error(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")
-    options, rest = make_parser().parse_known_args(words)
-    if rest and not options.takes_overrides:
-        is_setting = rest[0].startswith(("--model.", "--data.", "--train."))
-        ways = "a model as it was trained; evaluate and diagnose measure a changed one, `train --init-from` trains it"
-        why = f"; {options.name} takes {ways}" if is_setting and hasattr(options, "checkpoint") else ""
-        if rest[0].partition("=")[0] == "--runs" and hasattr(options, "folder"):
-            return report_user_error(f"unknown argument '--runs'; give the folder alone: `{options.name} FOLDER`")
-        return report_user_error(f"unknown argument {rest[0]!r}{why}; see `{options.name} --help`")
-    # Batch systems end jobs by SIGTERM: handle it like Ctrl-C.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+def _check_rest(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raise ValueError for arguments that are no options of a command without overrides."""
+    if not rest or options.takes_overrides:
+        return
+    if rest[0].partition("=")[0] == "--runs" and hasattr(options, "folder"):
+        raise ValueError(f"unknown argument '--runs'; give the folder alone: `{options.name} FOLDER`")
+    is_setting = rest[0].startswith(("--model.", "--data.", "--train."))
+    ways = "a model as it was trained; evaluate and diagnose measure a changed one, `train --init-from` trains it"
+    why = f"; {options.name} takes {ways}" if is_setting and hasattr(options, "checkpoint") else ""
+    raise ValueError(f"unknown argument {rest[0]!r}{why}; see `{options.name} --help`")
+
+
+def _check_surroundings() -> None:
+    """Raise ValueError if the current folder or that of temporary files cannot be used, as libraries do on import."""
+    with explain("the current folder cannot be used", "change to another", OSError):
         os.getcwd()
-    except OSError as error:
-        return report_user_error(f"the current folder cannot be used ({error.strerror}); change to another")
-    try:
-        tempfile.gettempdir()  # libraries ask for it when they are imported
-    except FileNotFoundError as error:
-        return report_user_error(f"TMPDIR: {error.strerror}; set it to a folder that can be written")
-    try:
-        check_field_names(rest, options.option_names)
-        return options.command(options, rest)
-    except ValueError as error:
-        return report_user_error(str(error))
-    except UnfinishedError as error:
-        print(f"lit-lazy: {sanitise(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        without = " without --fresh" if "--fresh" in words else ""
-        resumption = f"; the same command{without} resumes" if options.resumes else ""
-        print(f"interrupted{resumption}", file=sys.stderr)
-        return 130
-    except Warning as warning:
-        return report_user_error(
-            f"PYTHONWARNINGS or -W makes a library's warning an error ({describe_exception(warning)}); leave it out"
-        )
-    except Exception as error:
-        if failed := describe_failed_write(error):
-            message = f"{failed}, then run the same command again; nothing is lost"
-        elif isinstance(error, OSError) and error.filename is not None:
-            message = sanitise(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
-        else:
-            raise
-        print(f"lit-lazy: {message}", file=sys.stderr)
-        return 1
-
-
-def report_user_error(message: str) -> int:
-    """Report invalid input in one line and return its exit status."""
-    print(f"lit-lazy: {sanitise(message)}", file=sys.stderr)
-    return 2
+    with explain("TMPDIR cannot be used", "set it to a folder that can be written", FileNotFoundError):
+        tempfile.gettempdir()

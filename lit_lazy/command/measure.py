@@ -8,18 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lit_lazy.command.options import (
-    CHANGES,
-    Commands,
-    add_command,
-    add_options,
-    int_list,
-    make_eviction,
-    of_kind,
-    prepare_process,
-    print_metrics,
-    read_list,
-)
+from lit_lazy.command.options import CHANGES, command, make_eviction, prepare_process, print_metrics
 from lit_lazy.support.checks import Bounds, NonEmptyText
 from lit_lazy.support.errors import naming
 
@@ -27,85 +16,16 @@ if TYPE_CHECKING:
     from lit_lazy.measure.lm_eval import BenchmarkResults
 
 
-def add_to(commands: Commands) -> None:
-    summary = "measure a trained model on its validation data"
-    parser = add_command(commands, "evaluate", evaluate_command, summary, takes_overrides=True)
-    parser.epilog = CHANGES
-    add_options(
-        parser,
-        "checkpoint",
-        "--import",
-        {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"},
-        "--threads",
-    )
-    _add_diagnose(commands)
-    _add_lm_eval(commands)
-
-
-def _add_diagnose(commands: Commands) -> None:
-    summary = "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
-    parser = add_command(commands, "diagnose", diagnose, summary, takes_overrides=True)
-    parser.epilog = CHANGES
-    add_options(
-        parser,
-        "checkpoint",
-        "--import",
-        {
-            "--data EXPERIMENT": (
-                "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
-                {"type": of_kind(NonEmptyText)},
-            ),
-            "--lengths 512,1024": (
-                "further context lengths to measure at",
-                {"type": partial(read_list, kind=Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]), "default": []},
-            ),
-        },
-        "--window",
-        "--first",
-    )
-    for part, default in (
-        ("layers", "up to four, evenly spaced"),
-        ("heads", "the one with the most weight on the first key"),
-    ):
-        parser.add_argument(
-            f"--{part}",
-            metavar="0,1",
-            type=int_list,
-            help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
-        )
-    add_options(
-        parser,
-        {
-            "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
-            "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a "
-            "model that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
-            "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
-        },
-        "--threads",
-        "--runs",
-    )
-
-
-def _add_lm_eval(commands: Commands) -> None:
-    parser = add_command(
-        commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
-    )
-    add_options(
-        parser,
-        "checkpoint",
-        "--import",
-        {
-            "--tasks piqa,boolq": "tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, "
-            "winogrande, arc_easy, arc_challenge, social_iqa, boolq)",
-            "--task-folder FOLDER": "folder with task files, which take precedence over the harness's tasks of the "
-            "same name",
-            "--limit N": "maximum questions per task, for a trial",
-            "--out FILE.json": "write the results there",
-        },
-        "--threads",
-    )
-
-
+@command(
+    "evaluate",
+    "measure a trained model on its validation data",
+    "checkpoint",
+    "--import",
+    {"--evaluations LIST": "measure these instead, for example 'Passkey(lengths=(512, 1024)), Int8()'"},
+    "--threads",
+    takes_overrides=True,
+    epilog=CHANGES,
+)
 def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
 
@@ -143,6 +63,43 @@ MOST_TOKENS = 2**17
 """Maximum length of a sequence: longer ones would take very long without progress messages."""
 
 
+@command(
+    "diagnose",
+    "measure and plot a trained model's attention: sinks, mass, sparsity, collapse",
+    "checkpoint",
+    "--import",
+    {
+        "--data EXPERIMENT": (
+            "experiment whose validation data to use, a name or a .py file (default: the data of the training)",
+            {"type": NonEmptyText},
+        ),
+        "--lengths 512,1024": (
+            "further context lengths to measure at",
+            {"type": list[Annotated[int, Bounds(ge=1, le=MOST_TOKENS)]]},
+        ),
+    },
+    "--window",
+    "--first",
+    {
+        "--layers 0,1": (
+            "layers whose attention maps to save, counted from 0 (default: up to four, evenly spaced)",
+            {"default": None},
+        ),
+        "--heads 0,1": (
+            "heads whose attention maps to save, counted from 0 (default: the one with the most weight on the first "
+            "key)",
+            {"default": None},
+        ),
+        "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
+        "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model "
+        "that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
+        "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
+    },
+    "--threads",
+    "--runs",
+    takes_overrides=True,
+    epilog=CHANGES,
+)
 def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import Maps
     from lit_lazy.report.checkpoint import Request
@@ -150,23 +107,28 @@ def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
 
     prepare_process(options)
     layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))
-    diagnose_checkpoint(
-        Request(
-            checkpoint=options.checkpoint,
-            overrides=tuple(overrides),
-            rise=options.rise,
-            data=options.data,
-            lengths=tuple(options.lengths),
-            eviction=make_eviction(options),
-            maps=Maps(layers, heads),
-            sequences=options.sequences,
-            out=options.out,
-            runs=options.runs,
-        )
-    )
+    same = {name: getattr(options, name) for name in ("checkpoint", "rise", "data", "sequences", "out", "runs")}
+    lengths, eviction = tuple(options.lengths), make_eviction(options)
+    maps = Maps(layers, heads)
+    diagnose_checkpoint(Request(overrides=tuple(overrides), lengths=lengths, eviction=eviction, maps=maps, **same))
     return 0
 
 
+@command(
+    "lm-eval",
+    "evaluate a trained model on standard benchmarks by lm-evaluation-harness",
+    "checkpoint",
+    "--import",
+    {
+        "--tasks piqa,boolq": "tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, "
+        "arc_easy, arc_challenge, social_iqa, boolq)",
+        "--task-folder FOLDER": "folder with task files, which take precedence over the harness's tasks of the same "
+        "name",
+        "--limit N": "maximum questions per task, for a trial",
+        "--out FILE.json": "write the results there",
+    },
+    "--threads",
+)
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
     from rich.progress import Progress

@@ -9,31 +9,21 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.command.options import command
 from lit_lazy.support.named_files import require_usable_name
 
 
-def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "fields", fields, "list an experiment's fields that can be overridden")
-    add_options(parser, "experiment", {"--all": "also those of the classes that it does not use"})
-    summary = "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric"
-    parser = add_command(commands, "new", new, summary)
-    add_options(
-        parser,
-        {
-            "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
-            "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
-            "--out FILE.py": "file to write (default: NAME.py)",
-        },
-    )
-
-
+@command(
+    "fields",
+    "list an experiment's fields that can be overridden",
+    "experiment",
+    {"--all": "also those of the classes that it does not use"},
+)
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.overrides import list_fields
-    from lit_lazy.config.user_files import load_experiment
-    from lit_lazy.support.named_files import find
+    from lit_lazy.config.user_files import experiment
 
-    print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)), options.all)))
+    print("\n".join(list_fields(experiment(options.experiment), options.all)))
     if not options.all:
         print("\n--all lists the fields of all other classes too.")
     return 0
@@ -52,15 +42,21 @@ COMMANDS = {
 
 def identifier(text: str) -> str:
     """Option type: a name that Python code can define."""
-    if keyword.iskeyword(text):
-        raise ValueError(f"{text!r}: must be a name, not a keyword of Python; for example my_{text}")
-    if not text.isidentifier():
-        raise ValueError(
-            f"{text!r}: must be a Python identifier: letters, digits and _, no digit first; for example my_variant"
-        )
+    if keyword.iskeyword(text) or not text.isidentifier():
+        need = "letters, digits and _, no digit first, and no keyword"
+        raise ValueError(f"{text!r}: must be a Python identifier: {need}; for example my_variant")
     return text
 
 
+@command(
+    "new",
+    "write a commented file, which runs as it is: an ablation, a question, a rule, a bias, data or a metric",
+    {
+        "kind KIND": (", ".join(COMMANDS), {"choices": [*COMMANDS]}),
+        "identifier NAME": ("its name, a Python identifier", {"type": identifier}),
+        "--out FILE.py": "file to write (default: NAME.py)",
+    },
+)
 def new(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import get_program_name
     from lit_lazy.support.disk import check_writable_folder, write_text

@@ -1,14 +1,13 @@
 """Command-line options shared by several commands, their types, and the errors of wrong values."""
 
 import argparse
-import ast
 import os
 import re
 import sys
+import typing
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
 Commands = argparse._SubParsersAction
 """The subparsers to which a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
+AddsOptions = Callable[[argparse.ArgumentParser], None]
+DECLARED: dict[Action, Callable[[Commands], argparse.ArgumentParser]] = {}
+"""What adds the command of an action, by the action; `main` says in which order."""
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 """argparse's message for an unknown command or value, with the valid ones; Python 3.14 adds its own suggestion."""
 LEAST_SHARE = 0.0001
@@ -45,10 +47,6 @@ CHANGES = """\
 Fields of the trained model and of its data can be changed where its weights still fit, for example
   `--model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=0`
 `lit-lazy fields EXPERIMENT` describes every field."""
-
-SCHEMA = Path(__file__).parents[1] / "config" / "schema.py"
-GROUPS = {"": "RunConfig", "model": "ModelConfig", "train": "TrainConfig"}
-FIX = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,18 +76,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False, resumes: bool = False
+    commands: Commands,
+    name: str,
+    action: Action,
+    text: str,
+    *given: "str | Declared | AddsOptions",
+    takes_overrides: bool = False,
+    resumes: bool = False,
+    epilog: str = OVERRIDES,
 ) -> argparse.ArgumentParser:
-    """Add a command's parser, without options.
+    """Add a command's parser, with arguments as `add_options` takes them.
 
     action: takes the parsed and the remaining options and returns the exit status. resumes: whether an interrupted
-    command continues where it was when it is given again.
+    command continues where it was when it is given again. epilog: what is said of overrides.
     """
     parser = commands.add_parser(
         name,
         help=text,
         description=text[0].upper() + text[1:] + ".",
-        epilog=OVERRIDES if takes_overrides else None,
+        epilog=epilog if takes_overrides else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -97,12 +102,30 @@ def add_command(
     parser.set_defaults(
         command=action, takes_overrides=takes_overrides, resumes=resumes, name=parser.prog, option_names=names
     )
+    for part in given:
+        if callable(part):
+            part(parser)
+        else:
+            add_options(parser, part)
     return parser
 
 
+def command(
+    name: str, text: str, *given: "str | Declared | AddsOptions", **settings: Any
+) -> Callable[[Action], Action]:
+    """Above an action, declares its command as `add_command` takes it; `DECLARED` adds it to a parser."""
+
+    def declare(action: Action) -> Action:
+        DECLARED[action] = lambda commands: add_command(commands, name, action, text, *given, **settings)
+        return action
+
+    return declare
+
+
 def of_kind(kind: Any) -> Callable[[str], Any]:
-    """Option type: a value of an annotation, which says what is wrong as it does for a field."""
-    return partial(_parse_option, kind=kind)
+    """Option type of an annotation, which says what is wrong as it does for a field; of a list, separated by commas."""
+    is_list = typing.get_origin(kind) is list
+    return partial(_read_list, kind=typing.get_args(kind)[0]) if is_list else partial(_parse_option, kind=kind)
 
 
 def _parse_option(text: str, kind: Any) -> Any:
@@ -167,8 +190,8 @@ def checkpoint(text: str) -> Path:
     raise ValueError(f"checkpoint {text!r}: {problem}; {fix}")
 
 
-def read_list(text: str, kind: Any) -> list[Any]:
-    """Option type: distinct values of a kind, separated by commas."""
+def _read_list(text: str, kind: Any) -> list[Any]:
+    """Distinct values."""
     try:
         found = [parse(part.strip(), kind) for part in text.removesuffix(",").split(",")]
     except ValueError:
@@ -176,9 +199,6 @@ def read_list(text: str, kind: Any) -> list[Any]:
     if twice := [value for value, count in Counter(found).items() if count > 1]:
         raise ValueError(f"{text!r}: has {twice[0]} twice; give it once")
     return found
-
-
-name_list, int_list = partial(read_list, kind=NonEmptyText), partial(read_list, kind=NonNegativeInt)
 
 
 def gpu_share(text: str) -> float:
@@ -198,13 +218,13 @@ def duration(text: str) -> float:
 
 
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("A,B", "KEY,KEY", "piqa,boolq"), name_list),
-    "0,1": int_list,
-    **dict.fromkeys(("N", "W"), of_kind(PositiveInt)),
-    "K": of_kind(NonNegativeInt),
-    "T": of_kind(NonNegativeFloat),
-    "NATS": of_kind(PositiveFloat),
-    "LIST": of_kind(NonEmptyText),
+    **dict.fromkeys(("A,B", "KEY,KEY", "piqa,boolq"), list[NonEmptyText]),
+    "0,1": list[NonNegativeInt],
+    **dict.fromkeys(("N", "W"), PositiveInt),
+    "K": NonNegativeInt,
+    "T": NonNegativeFloat,
+    "NATS": PositiveFloat,
+    "LIST": NonEmptyText,
     **dict.fromkeys(("FILE", "FILE.py", "README.md"), path),
     "FOLDER": folder,
     "FILE.json": json_file,
@@ -213,7 +233,7 @@ KINDS: dict[str, Any] = {
     "SHARE": gpu_share,
     "90m": duration,
 }
-"""Type of an option's value by what its usage calls the value; text of what is not here."""
+"""Type of an option's value, or its annotation, by what its usage calls the value; text of what is not here."""
 SHARED = {
     "experiment EXPERIMENT": "a name in experiments/ or a .py file",
     "ablation NAME": "a name in ablations/, a .py file, or NAME-EXPERIMENT",
@@ -250,9 +270,9 @@ SHARED = {
 """Usage and help of arguments of several commands."""
 FURTHER: dict[str, dict[str, Any]] = {
     "--import": {"type": partial(find_python_file, "file"), "dest": "imports"},
-    "--threads": {"type": of_kind(Threads)},
+    "--threads": {"type": Threads},
     "--runs": {"default": Path("runs")},
-    "--storage": {"type": of_kind(NonEmptyText), "default": os.environ.get("LIT_LAZY_STORAGE") or None},
+    "--storage": {"type": NonEmptyText, "default": os.environ.get("LIT_LAZY_STORAGE") or None},
     "--logger": {"choices": ("csv", "tensorboard", "wandb"), "dest": "loggers"},
     "--launcher": {"action": "store", "choices": ("local", "ray"), "default": "local"},
     "--strategy": {"action": "store", "choices": ("ddp", "fsdp"), "default": "ddp"},
@@ -277,19 +297,21 @@ def add_options(parser: argparse._ActionsContainer, *given: str | Declared, **ch
         for usage, about in part.items():
             name, *value = usage.split()
             text, further = (about, FURTHER.get(name, {})) if isinstance(about, str) else about
-            kind = KINDS.get("".join(value[:1]))
-            told: dict[str, Any] = {"metavar": value[0], "type": kind} if value else {"action": "store_true"}
-            told |= {"action": "append"} if value[1:] else {}
-            told |= {"default": []} if value[1:] or kind in (name_list, int_list) else {}
-            arguments: dict[str, Any] = {"help": text, **told, **further, **changes}
-            parser.add_argument(name, **arguments)
+            told: dict[str, Any] = {"help": text, **further, **changes}
+            if value:
+                kind = told.get("type", KINDS.get(value[0]))
+                told |= {"metavar": value[0], "type": of_kind(kind) if typing.get_origin(kind) else kind}
+                if value[1:] or typing.get_origin(kind) is list:
+                    told.setdefault("default", [])
+            told.setdefault("action", "append" if value[1:] else "store" if value else "store_true")
+            parser.add_argument(name, **told)
 
 
 def add_grid(parser: argparse.ArgumentParser, **changes: Any) -> None:
     """Add the options that name a grid with results. changes: those of its name."""
     add_options(parser, "ablation", **changes)
     help = "experiment it ran on, a name or a .py file (default: the one that the ablation names)"
-    add_options(parser, "--base", type=of_kind(NonEmptyText), help=help)  # whose file may be gone
+    add_options(parser, "--base", type=NonEmptyText, help=help)  # whose file may be gone
     add_options(parser, "--runs")
 
 
@@ -297,13 +319,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     """Add the options of how a training is executed; `make_execution` reads them."""
     group = parser.add_argument_group("execution", "of one training; results differ only by rounding")
     add_options(group, "--devices", "--strategy", "--micro-batch", "--compile", "--checkpoint-activations")
-
-
-def keep_given_options(parser: argparse.ArgumentParser) -> None:
-    """Drop a subcommand's defaults, which would replace the options that stand before the subcommand."""
-    for action in parser._actions:
-        if action.dest in ("runs", "storage"):
-            action.default = argparse.SUPPRESS
 
 
 def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[str]:
@@ -337,54 +352,19 @@ def make_eviction(options: argparse.Namespace) -> "Eviction | None":
     return Eviction(4 if options.first is None else options.first, options.window)
 
 
-def import_classes(options: argparse.Namespace) -> None:
-    """Import the files of `--import`."""
+def prepare_process(options: argparse.Namespace) -> None:
+    """Apply `--import`, and `--threads` where a command has it."""
     from lit_lazy.config.user_files import load_module
 
     for file in options.imports:
         load_module(file)
-
-
-def prepare_process(options: argparse.Namespace) -> None:
-    """Apply `--import` and `--threads`."""
-    import_classes(options)
-    if options.threads is not None:
+    if threads := vars(options).get("threads"):
         import torch
 
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(threads)
 
 
 def print_metrics(metrics: Mapping[str, float]) -> None:
     """Print one metric per line."""
     for name, value in sorted(metrics.items()):
         print(f"{name:36} {value:.6g}")
-
-
-def check_field_names(overrides: Sequence[str], options: Iterable[str] = ()) -> None:
-    """Raise a one-line ValueError for what is nearly a field of a run, its model or its training, or an option.
-
-    It reads the source of the settings: to import it takes torch, which takes seconds.
-
-    options: those of the command, as `--name`. `apply_overrides` says the same of fields, and checks those of parts.
-    """
-    classes = ast.parse(SCHEMA.read_text(encoding="utf-8")).body if overrides else []
-    fields = {
-        node.name: [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
-        for node in classes
-        if isinstance(node, ast.ClassDef)
-    }
-    for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
-        path, equals, value = word.partition("=")
-        parts = path.removeprefix("--").split(".")
-        place = int(parts[0] in ("model", "train") and len(parts) > 1)
-        known = fields[GROUPS["".join(parts[:place])]]
-        if not word.startswith("--") or parts[place] in known:
-            continue
-        if len(parts) == 1 and (nearly := get_close_matches(path, options, n=1, cutoff=0.8)):
-            raise ValueError(f"{path}: no such option or field (did you mean {nearly[0]}?); {FIX}")
-        for name in get_close_matches(parts[place], known, n=1):
-            meant = ".".join([*parts[:place], name, *parts[place + 1 :]])
-            given = value if equals else following
-            raise ValueError(f"{path}={given!r}: no such field (did you mean --{meant}?); {FIX}")
-        if nearly := get_close_matches(f"--{parts[-1]}", options, n=1, cutoff=0.8):
-            raise ValueError(f"{path}: no such field (did you mean the option {nearly[0]}?); {FIX}")

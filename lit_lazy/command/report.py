@@ -1,36 +1,33 @@
-"""`lit-lazy report`"""
+"""Pages: `lit-lazy report`, and in MLflow `lit-lazy dashboard` and `lit-lazy mirror`."""
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
-from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, path
+from lit_lazy.command.options import SHARED, add_grid, command, path
+from lit_lazy.support.checks import Bounds, NonEmptyText
 
 
-def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands, "report", report, "rebuild an ablation's report, or a page with links to all reports"
-    )
-    add_grid(parser, nargs="?", help=f"{SHARED['ablation NAME']}; without it, the page over all results in --runs")
-    add_options(
-        parser,
-        {
-            "--from FOLDER ...": (
-                "report, figures and all formats of the table.json in this folder, such as "
-                "docs/results/table2-backcopy, without its runs; repeatable",
-                {"type": path, "dest": "sources"},
-            ),
-            "--ui-url URL": "address of the MLflow UI, to which the report links its runs",
-            "--figures A,B": "show the figures of these rows, or of `all` (default: the baseline and the first other "
-            "row)",
-            "--out FILE": "output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in "
-            "--runs; with --from, FOLDER/report.html in dist)",
-        },
-        "--open",
-    )
-
-
+@command(
+    "report",
+    "rebuild an ablation's report, or a page with links to all reports",
+    partial(add_grid, nargs="?", help=f"{SHARED['ablation NAME']}; without it, the page over all results in --runs"),
+    {
+        "--from FOLDER ...": (
+            "report, figures and all formats of the table.json in this folder, such as docs/results/table2-backcopy, "
+            "without its runs; repeatable",
+            {"type": path, "dest": "sources"},
+        ),
+        "--ui-url URL": "address of the MLflow UI, to which the report links its runs",
+        "--figures A,B": "show the figures of these rows, or of `all` (default: the baseline and the first other row)",
+        "--out FILE": "output file (default: NAME-EXPERIMENT/report.html in --runs; without NAME, index.html in "
+        "--runs; with --from, FOLDER/report.html in dist)",
+    },
+    "--open",
+)
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import open_page
 
@@ -95,3 +92,36 @@ def _choose_file(options: argparse.Namespace, default: Path) -> Path:
     file = choose_output(options, default)
     check_writable_file("--out" if options.out else "--runs", file)
     return file
+
+
+@command(
+    "dashboard",
+    "serve the MLflow UI on 127.0.0.1, with links to the runs",
+    {
+        "experiment NAME": (
+            "print only the links of this MLflow experiment, such as table2-backcopy, or of this ablation",
+            {"type": NonEmptyText, "nargs": "?"},
+        ),
+        "--port N": ("port (default 5000)", {"type": Annotated[int, Bounds(ge=1, le=65535)], "default": 5000}),
+    },
+    "--open",
+    "--runs",
+)
+def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.tracking.serve import serve
+
+    return serve(options.runs, options.port, options.experiment, options.open)
+
+
+@command("mirror", "send what MLflow lacks of an ablation, as after an outage", add_grid)
+def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
+    grid = open_grid_folder(options)
+    from lit_lazy.grid.mirror import GridMirror
+    from lit_lazy.support.secrets import redact_url
+    from lit_lazy.tracking.check_store import check_store
+    from lit_lazy.tracking.store import default_uri
+
+    check_store(default_uri(options.runs))
+    GridMirror(grid.path).sync(final=True)
+    print(f"MLflow at {redact_url(default_uri(options.runs))} shows {grid.path.name}")
+    return 0

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import require_results, require_runs
-from lit_lazy.command.options import Commands, add_command, add_options, keep_given_options, of_kind
+from lit_lazy.command.options import Commands, add_command, add_options
 from lit_lazy.support.checks import NonEmptyText
 
 if TYPE_CHECKING:
@@ -16,33 +16,24 @@ NOTHING = "Nothing was removed; --yes removes it."
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands, "runs", list_runs, "list what a runs folder holds (without COMMAND), or remove results from it"
-    )
-    add_options(parser, "--runs")
+    summary = "list what a runs folder holds (without COMMAND), or remove results from it"
+    parser = add_command(commands, "runs", list_runs, summary, "--runs")
     below = parser.add_subparsers(title="commands", metavar="COMMAND")
-    parts = [
-        add_command(
-            below, "list", list_runs, "list ablations, searches, trainings and diagnoses, with cells, state and size"
-        ),
-        add_command(
-            below, "rm", remove_results, "remove an ablation, a search, a diagnosis or the trainings of an experiment"
-        ),
-        add_command(below, "gc", collect_garbage, "remove what no table, report or run that resumes needs"),
-    ]
-    add_options(parts[1], {"results NAME": ("a name that `lit-lazy runs` lists", {"type": of_kind(NonEmptyText)})})
-    add_options(
-        parts[2],
-        {
-            "--models": "also remove the models, final.ckpt, of finished cells, which --keep-checkpoint kept; those "
-            "of single trainings and those that an unfinished cell starts from stay"
-        },
-    )
-    for part in parts[1:]:
-        add_options(part, {"--yes": "remove it (default: only print what would be removed)"})
-    for part in parts:
-        add_options(part, "--runs")
-        keep_given_options(part)
+    name = {"results NAME": ("a name that `lit-lazy runs` lists", {"type": NonEmptyText})}
+    models = {
+        "--models": "also remove the models, final.ckpt, of finished cells, which --keep-checkpoint kept; those "
+        "of single trainings and those that an unfinished cell starts from stay"
+    }
+    yes = {"--yes": "remove it (default: only print what would be removed)"}
+    summary = "list ablations, searches, trainings and diagnoses, with cells, state and size"
+    add_command(below, "list", list_runs, summary)
+    summary = "remove an ablation, a search, a diagnosis or the trainings of an experiment"
+    add_command(below, "rm", remove_results, summary, name, yes)
+    summary = "remove what no table, report or run that resumes needs"
+    add_command(below, "gc", collect_garbage, summary, models, yes)
+    for part in below.choices.values():
+        # Its default would replace the option that stands before the subcommand.
+        add_options(part, "--runs", default=argparse.SUPPRESS)
 
 
 def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:

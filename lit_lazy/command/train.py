@@ -3,66 +3,30 @@
 import argparse
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from lit_lazy.command.options import (
-    Commands,
-    add_command,
-    add_execution,
-    add_options,
-    append_init_from,
-    make_execution,
-    print_metrics,
+from lit_lazy.command.options import add_execution, append_init_from, command, make_execution, print_metrics
+
+
+@command(
+    "tokenise",
+    "tokenise an experiment's text ahead of training",
+    "experiment",
+    {
+        "--processes N": "parallel processes, at most one per file (default: one per core, and only this process for a "
+        "small corpus)"
+    },
+    takes_overrides=True,
+    resumes=True,
 )
-
-if TYPE_CHECKING:
-    pass
-
-
-def add_to(commands: Commands) -> None:
-    summary = "tokenise an experiment's text ahead of training"
-    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True, resumes=True)
-    add_options(
-        parser,
-        "experiment",
-        {
-            "--processes N": "parallel processes, at most one per file (default: one per core, and only this process "
-            "for a small corpus)"
-        },
-    )
-    parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True, resumes=True)
-    add_options(
-        parser,
-        "experiment",
-        "--threads",
-        {
-            "--keep-checkpoint": (
-                "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one "
-                "is an error)",
-                {"action": argparse.BooleanOptionalAction},
-            ),
-            "--dry-run": "print the expected cost; create nothing",
-            "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
-            "--verbose": "print all final metrics instead of a selection",
-        },
-        "--logger",
-        "--runs",
-        "--init-from",
-    )
-    add_execution(parser)
-
-
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.config.user_files import load_experiment
+    from lit_lazy.config.user_files import experiment
     from lit_lazy.support.checks import require
-    from lit_lazy.support.named_files import find
 
-    cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
+    cfg, _ = apply_overrides(experiment(options.experiment), overrides)
     folder = cfg.data.tokenise(options.processes)
-    kind = type(cfg.data).__name__
-    require(folder is not None, "data", kind, "has its tokens in memory; train without this command")
-    assert folder is not None
+    if folder is None:
+        raise ValueError(f"data={type(cfg.data).__name__!r}: has its tokens in memory; train without this command")
     source = cfg.data.load()
     size = sum(path.stat().st_size for path in folder.iterdir())
     length, info = source.context_length, source.info
@@ -88,6 +52,28 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+@command(
+    "train",
+    "train one experiment",
+    "experiment",
+    "--threads",
+    {
+        "--keep-checkpoint": (
+            "keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one is an "
+            "error)",
+            {"action": argparse.BooleanOptionalAction},
+        ),
+        "--dry-run": "print the expected cost; create nothing",
+        "--gpu GPU": "with --dry-run: the GPU to assume, such as h100 (default: this machine's, or h200)",
+        "--verbose": "print all final metrics instead of a selection",
+    },
+    "--logger",
+    "--runs",
+    "--init-from",
+    add_execution,
+    takes_overrides=True,
+    resumes=True,
+)
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.training.logger_kinds import check_logger_kinds
 

@@ -37,8 +37,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    except (MemoryError, RecursionError) as error:
-        raise ValueError(f"is no checkpoint, or does not fit into memory ({describe_exception(error)})") from None
     except pickle.UnpicklingError:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # other files raise almost anything

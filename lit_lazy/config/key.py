@@ -18,19 +18,10 @@ import torch
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.serialisation import (
-    UnknownClassError,
-    flatten,
-    from_dict,
-    get_default,
-    make_class_entry,
-    shorten_paths,
-    to_dict,
-)
-from lit_lazy.support.checks import field_types
+from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
 from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import describe_exception, explain
 from lit_lazy.support.named_files import suggest_file
 
 SCHEMA = 2
@@ -40,7 +31,7 @@ _ABSENT = object()
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
     """12 hex digits: hash of the settings, the code of custom classes and the data's fingerprint."""
-    content = {"schema": SCHEMA, "config": to_minimal_dict(config), "code": hash_user_code(config), "data": fingerprint}
+    content = _describe(config) | {"data": fingerprint}
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights at another path give the same run
         content["init_from"] = hash_model(config.init_from)
@@ -56,8 +47,11 @@ def training_key(config: RunConfig, fingerprint: str) -> str:
 
 def evaluation_key(evaluation: Evaluation) -> str:
     """12 hex digits: hash of an evaluation's settings, of the code of its custom classes and of its files."""
-    settings = {"schema": SCHEMA, "config": to_minimal_dict(evaluation), "code": hash_user_code(evaluation)}
-    return _digest(settings | {"files": _hash_files([evaluation])}, digits=12)
+    return _digest(_describe(evaluation) | {"files": _hash_files([evaluation])}, digits=12)
+
+
+def _describe(settings: RunConfig | Evaluation) -> dict[str, Any]:
+    return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": hash_user_code(settings)}
 
 
 def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -68,19 +62,14 @@ def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def hash_file(path: str, option: str, fix: str) -> str:
     """The digest of an option's file. Raises a one-line ValueError if it cannot be read."""
-    try:
+    with explain(f"{option}={path!r}: cannot be read", fix, OSError):
         return _hash_file(path, *_identify(path))
-    except OSError as error:
-        raise ValueError(f"{option}={path!r}: cannot be read ({error.strerror}); {fix}") from None
 
 
 @cache
 def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (keys of the cache)
-    digest = hashlib.sha256()
     with open_file(Path(path)) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_model(path: str) -> str:
@@ -110,7 +99,8 @@ def _hash_model(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (key
         name: [str(x.dtype), list(x.shape), hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy()).hexdigest()]
         for name, x in content["state_dict"].items()
     }
-    return _digest({"weights": weights, "model": to_minimal_dict(model), "code": hash_user_code(model)}, digits=64)
+    settings = {"model": to_dict(model, minimal=True), "code": hash_user_code(model)}
+    return _digest({"weights": weights, **settings}, digits=64)
 
 
 def _identify(path: str) -> tuple[int, int]:
@@ -121,7 +111,7 @@ def _identify(path: str) -> tuple[int, int]:
 
 def settings_key(config: RunConfig) -> str:
     """6 hex digits: hash of the settings only, for overridden experiments whose changes are too long for a name."""
-    return _digest({"schema": SCHEMA, "config": to_minimal_dict(config)}, digits=6)
+    return _digest({"schema": SCHEMA, "config": to_dict(config, minimal=True)}, digits=6)
 
 
 def list_changes(experiment: RunConfig, overridden: RunConfig) -> dict[str, Any]:
@@ -130,7 +120,7 @@ def list_changes(experiment: RunConfig, overridden: RunConfig) -> dict[str, Any]
     Configs with equal settings have equal changes, and only those. The fields of another class are compared with its
     defaults.
     """
-    before, after = flatten(to_minimal_dict(experiment)), flatten(to_minimal_dict(overridden))
+    before, after = flatten(to_dict(experiment, minimal=True)), flatten(to_dict(overridden, minimal=True))
     known = flatten(to_dict(overridden))
     changed = {path for path in after.keys() | before.keys() if after.get(path, _ABSENT) != before.get(path, _ABSENT)}
     names = shorten_paths(known)
@@ -139,31 +129,6 @@ def list_changes(experiment: RunConfig, overridden: RunConfig) -> dict[str, Any]
 
 def _digest(content: dict[str, Any], digits: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def to_minimal_dict(config: Any) -> dict[str, Any]:
-    """The canonical dict of a dataclass without fields at their default."""
-    hints = field_types(type(config))
-    kept = make_class_entry(config)
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        if to_dict(value, hint) != _make_default(type(config), field.name):
-            parts = (
-                [to_minimal_dict(part) for part in value if dataclasses.is_dataclass(part)]
-                if isinstance(value, tuple)
-                else []
-            )
-            kept[field.name] = (
-                to_minimal_dict(value) if dataclasses.is_dataclass(value) else parts or to_dict(value, hint)
-            )
-    return kept
-
-
-@cache
-def _make_default(cls: type, name: str) -> Any:
-    """The canonical form of a field's default. Cached: a grid compares hundreds of them per cell."""
-    (field,) = (known for known in dataclasses.fields(cls) if known.name == name)
-    return to_dict(get_default(field), field_types(cls)[name])
 
 
 def hash_user_code(config: Any) -> list[str]:

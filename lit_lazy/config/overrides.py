@@ -1,25 +1,31 @@
-"""Fields of a RunConfig on the command line: overrides, such as `--model.d_model=128`, and what `fields` lists."""
+"""Fields of a RunConfig on the command line: overrides, such as `--model.d_model=128`, and what `fields` lists.
+
+Needs no torch, which takes seconds, until a config is there.
+"""
 
 import ast
 import dataclasses
 import difflib
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, get_default, get_leaf_class, to_dict
 from lit_lazy.support.checks import describe_kind, field_types, is_exchangeable, is_group, parse, require_decorated
 from lit_lazy.support.errors import did_you_mean, one_line
+
+if TYPE_CHECKING:
+    from lit_lazy.config.schema import RunConfig
 
 WIDTH = 110
 """Characters per line."""
 
 
-def list_fields(config: RunConfig, others: bool = False) -> list[str]:
+def list_fields(config: "RunConfig", others: bool = False) -> list[str]:
     """Lines: each field as an option with its value and meaning, then the class of each exchangeable part.
 
     others: then also the classes that the config does not use, with their defaults.
@@ -105,15 +111,45 @@ def _indent(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
-LONGEST_VALUE = 4096
-"""Characters, as for a path."""
-DEEPEST_VALUE = 20
-"""Upper bound on brackets of one kind in a value; the JSON parser fails at a few thousand."""
 SYNONYMS = {"learning_rate": "lr", "epochs": "steps", "layers": "n_layers", "heads": "n_heads"}
 """Names that others give a field -> its name here."""
+GROUPS = {
+    "": ("config/schema.py", "RunConfig"),
+    "model.": ("config/schema.py", "ModelConfig"),
+    "model.attention.": ("attention/layer.py", "AttentionSpec"),
+    "train.": ("config/schema.py", "TrainConfig"),
+}
+"""Prefix of the fields that every config has -> file and class that define them."""
 
 
-def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, list[str]]:
+def check_field_names(arguments: Sequence[str], options: Iterable[str] = ()) -> None:
+    """Raise a one-line ValueError for what is nearly a field that every config has, or an option. Needs no torch.
+
+    options: those of the command, as `--name`. `apply_overrides` says the same of fields, and checks all others.
+    """
+    known = list(_iter_common_fields()) if arguments else []
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        path, equals, text = word.removeprefix("--").partition("=")
+        is_part = any(f"{path}.".startswith(f"{field}.") for field in known)  # or is it, or below one
+        if not word.startswith("--") or is_part or f"{path}." in GROUPS:
+            continue
+        guess = _guess_path(path, known)
+        option = difflib.get_close_matches(f"--{path.rpartition('.')[2]}", options, n=1, cutoff=0.8)
+        if option and not (guess and "." in path):
+            raise ValueError(f"--{path}: no such option or field (did you mean {option[0]}?); {LISTING}")
+        if guess:
+            raise _unknown_field(path, text if equals else following, guess)
+
+
+def _iter_common_fields() -> Iterator[str]:
+    for prefix, (file, name) in GROUPS.items():
+        module = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
+        (cls,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
+        paths = [f"{prefix}{ast.unparse(node.target)}" for node in cls.body if isinstance(node, ast.AnnAssign)]
+        yield from (path for path in paths if f"{path}." not in GROUPS)
+
+
+def apply_overrides(base: "RunConfig", arguments: Sequence[str]) -> tuple["RunConfig", list[str]]:
     """`base` with `--dotted.path=value` arguments applied, and the dotted paths they set.
 
     An exchangeable part takes a class name, and the fields of that class:
@@ -123,7 +159,7 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
     texts = _split_arguments(arguments)
     known = list(flatten(to_dict(base)))
     try:
-        return _change(RunConfig, base, "", texts, known), list(texts)
+        return _change(type(base), base, "", texts, known), list(texts)
     except ValueError as error:
         path = str(error).partition("=")[0]  # of a value of the base, which does not fit the given ones
         raise ValueError(f"{error}{f'; give --{path} too' if path in known and path not in texts else ''}") from None
@@ -141,10 +177,6 @@ def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
             if not left or left[0].startswith("--"):
                 raise ValueError(f"{path}: has no value; give one as in {path}=VALUE")
             text = left.pop(0)
-        if len(text) > LONGEST_VALUE or max(map(text.count, "[{(")) > DEEPEST_VALUE:
-            raise ValueError(
-                f"{path}={text!r}: at most {LONGEST_VALUE} characters and {DEEPEST_VALUE} brackets of each kind"
-            )
         if (name := path[2:]) in texts:
             raise ValueError(f"{path}: is given twice, as {texts[name]!r} and as {text!r}; leave one out")
         texts[name] = text
@@ -169,7 +201,9 @@ def _change(cls: Any, value: Any, prefix: str, texts: Mapping[str, str], known: 
             changes[name] = _change(type(current), current, f"{path}.", below, known)
         elif name not in defaults or below:
             rest, given = next((rest, given) for rest, given in texts.items() if rest.partition(".")[0] == name)
-            raise _unknown_field(f"{prefix}{rest}", given, _guess_path(f"{prefix}{rest}", known))
+            whole = f"{prefix}{rest}"
+            guess = _guess_path(whole, known) or did_you_mean(f"--{whole}", map("--{}".format, known))
+            raise _unknown_field(whole, given, guess)
         elif is_group(hint):
             some = next(other for other in known if other.startswith(f"{path}."))
             raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
@@ -178,7 +212,7 @@ def _change(cls: Any, value: Any, prefix: str, texts: Mapping[str, str], known: 
             try:
                 exchangeable = is_exchangeable(part)
                 changes[name] = _parse_parts(text or "", part) if exchangeable else parse(text or "", hint)
-            except (SyntaxError, TypeError, ValueError) as error:
+            except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:  # the last two: nested
                 raise ValueError(f"--{path}={text or ''!r}: {one_line(error)}") from None
     try:
         return cls(**changes) if value is None else dataclasses.replace(value, **changes)
@@ -214,21 +248,21 @@ def _change_part(
     return _change(cls, current if type(current) is cls else None, f"{path}.", below, known)
 
 
+LISTING = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
+
+
 def _unknown_field(path: str, text: str, fix: str) -> ValueError:
-    listing = "`lit-lazy fields EXPERIMENT` lists the fields, --help the options"
-    return ValueError(f"--{path}={text!r}: no such field{fix}; {listing}")
+    return ValueError(f"--{path}={text!r}: no such field{fix}; {LISTING}")
 
 
 def _guess_path(path: str, known: Sequence[str]) -> str:
-    """` (did you mean ...?)` with a known path that ends in this name, begins like it, or is most similar; or ""."""
+    """` (did you mean ...?)` with a known path that ends in this name, nearly so, or begins like it; or ""."""
     name = path.rpartition(".")[2]
     name = SYNONYMS.get(name, name)
     by_name = {one.rpartition(".")[2]: one for one in sorted(known, key=len, reverse=True)}  # the shortest stays
     begun = [other for other in by_name if other.startswith(f"{name}_")]
     nearly = [name] * (name in by_name) or difflib.get_close_matches(name, by_name, n=1, cutoff=0.75) or begun[-1:]
-    return (
-        f" (did you mean --{by_name[nearly[0]]}?)" if nearly else did_you_mean(f"--{path}", map("--{}".format, known))
-    )
+    return f" (did you mean --{by_name[nearly[0]]}?)" if nearly else ""
 
 
 def _parse_parts(text: str, base: Any) -> tuple[Any, ...]:

@@ -190,6 +190,5 @@ class RunConfig(CheckedFields, prefix=""):
 
     def __post_init__(self) -> None:
         for number, evaluation in enumerate(self.evaluations):
-            require(
-                evaluation not in self.evaluations[:number], "evaluations", evaluation, "is given twice; leave one out"
-            )
+            is_new = evaluation not in self.evaluations[:number]
+            require(is_new, "evaluations", evaluation, "is given twice; leave one out")

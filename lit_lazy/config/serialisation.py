@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from lit_lazy.support.checks import field_types, list_types
 from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.stored_records import make_value
 
 T = TypeVar("T")
 
@@ -29,24 +30,33 @@ class UnknownClassError(ValueError):
         self.needs = f"needs the class {name}, which is not imported" if name else f"names no class of {base.__name__}"
 
 
-def to_dict(value: Any, annotation: Any = None) -> Any:
-    """The canonical plain form: dataclasses as dicts, exchangeable parts (ABCs' subclasses) with their class name."""
+def to_dict(value: Any, annotation: Any = None, *, minimal: bool = False) -> Any:
+    """The canonical plain form: dataclasses as dicts, exchangeable parts (ABCs' subclasses) with their class name.
+
+    minimal: without the fields at their default.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = field_types(type(value))
-        return make_class_entry(value) | {
-            field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
+        cls, hints = type(value), field_types(type(value))
+        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        entry = {"class": cls.__name__} if isinstance(value, ABC) else {}
+        return entry | {
+            name: to_dict(part, hints[name], minimal=minimal)
+            for name, part in values.items()
+            if not minimal or to_dict(part, hints[name]) != _make_default(cls, name)
         }
     kinds = list_types(annotation)
     if isinstance(value, tuple):
         item_kinds = [part for kind in kinds for part in typing.get_args(kind)[:1]]
-        return [to_dict(item, next(iter(item_kinds), None)) for item in value]
+        return [to_dict(item, next(iter(item_kinds), None), minimal=minimal) for item in value]
     # An int in a float field is the same setting and must give the same key.
     return float(value) if float in kinds and isinstance(value, numbers.Real) else value
 
 
-def make_class_entry(value: Any) -> dict[str, Any]:
-    """The class entry in the plain form of an exchangeable part; empty for other values."""
-    return {"class": type(value).__name__} if isinstance(value, ABC) else {}
+@functools.cache
+def _make_default(cls: type, name: str) -> Any:
+    """The canonical form of a field's default. Cached: a grid compares hundreds of them per cell."""
+    (field,) = (known for known in dataclasses.fields(cls) if known.name == name)
+    return to_dict(get_default(field), field_types(cls)[name])
 
 
 def get_default(field: "dataclasses.Field[Any]") -> Any:
@@ -56,11 +66,7 @@ def get_default(field: "dataclasses.Field[Any]") -> Any:
 
 def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     """All concrete dataclasses under an abstract base, by class name; of one name, the newest of its file."""
-    found: dict[str, type[T]] = {}
-    for cls in _iter_leaf_classes(base):
-        if _is_current(cls) or not _is_current(found.get(cls.__name__, cls)):
-            found[cls.__name__] = cls
-    return found
+    return {cls.__name__: cls for cls in sorted(_iter_leaf_classes(base), key=_is_current)}
 
 
 def _iter_leaf_classes(base: type[T]) -> Iterator[type[T]]:
@@ -93,8 +99,7 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
     known = find_leaf_classes(base)
     if name not in known:
         raise UnknownClassError(base, name, known)
-    current = [cls for cls in _iter_leaf_classes(base) if cls.__name__ == name and _is_current(cls)]
-    modules = {cls.__module__ for cls in current}
+    modules = {cls.__module__ for cls in _iter_leaf_classes(base) if cls.__name__ == name and _is_current(cls)}
     places = sorted({getattr(sys.modules.get(module), "__file__", None) or module for module in modules})
     if len(places) > 1:
         problem = f"two classes have the name {name}, in {' and '.join(places)}"
@@ -104,17 +109,15 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
 
 def from_dict(cls: Any, value: Any) -> Any:
     """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
-    cls = next((kind for kind in list_types(cls) if kind is not type(None)), cls)
-    if typing.get_origin(cls) is tuple and isinstance(value, list | tuple):
-        return tuple(from_dict(typing.get_args(cls)[0], item) for item in value)
-    if not isinstance(value, Mapping):
-        return value
-    fields = dict(value)
-    if isinstance(cls, type) and issubclass(cls, ABC):
+    return make_value(value, cls, _make_settings)
+
+
+def _make_settings(cls: Any, values: Mapping[str, Any]) -> Any:
+    fields = dict(values)
+    if issubclass(cls, ABC):
         cls = get_leaf_class(cls, fields.pop("class", None))
     hints = field_types(cls)
-    unknown = set(fields) - set(hints)
-    if unknown:
+    if unknown := fields.keys() - hints:
         raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
     return cls(**{name: from_dict(hints[name], item) for name, item in fields.items()})
 

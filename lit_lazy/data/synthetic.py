@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.support.machine import require_memory
+from lit_lazy.support.process import require_memory
 
 
 class AnsweredSequences(NamedTuple):

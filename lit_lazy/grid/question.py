@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.config.key import hash_user_code, to_minimal_dict
+from lit_lazy.config.key import hash_user_code
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_errors
 from lit_lazy.grid.ablation import Ablation, Row, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
@@ -114,7 +115,7 @@ class Question:
         rows = {}
         for row in self.ablation.all_rows:
             config = row.apply_to(base)
-            rows[row.name] = [to_minimal_dict(config), hash_user_code(config)]
+            rows[row.name] = [to_dict(config, minimal=True), hash_user_code(config)]
         declared = self.partial_declaration
         content = json.dumps([declared.to_json(), base_name, rows, [ALPHA, *declared.weights]], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]

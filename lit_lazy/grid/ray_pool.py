@@ -28,7 +28,7 @@ from lit_lazy.grid.pool import Pool
 from lit_lazy.grid.worker import execute, log_by, prepare_process
 from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.machine import count_cores
+from lit_lazy.support.process import count_cores
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
 from lit_lazy.training.run_folder import FAILURE, SETTINGS, clear_failure, locate_cell

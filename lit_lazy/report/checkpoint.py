@@ -25,8 +25,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, naming
-from lit_lazy.support.inside import join_name
-from lit_lazy.support.named_files import find
+from lit_lazy.support.named_files import find, join_name
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.check_store import check_store

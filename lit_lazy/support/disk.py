@@ -10,16 +10,16 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from glob import escape
+from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from lit_lazy.support.errors import BusyError, explain, iter_causes
-from lit_lazy.support.inside import delete
+from lit_lazy.support.named_files import delete
 
 PATHS_BELOW = 600
 """Upper bound on the length of paths below a folder of results, in bytes."""
@@ -28,6 +28,7 @@ FEW_FILES = 32
 """Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
 WRITE_REFUSED = "a write met the limit on the size of files; raise it, `ulimit -f`"
+SQLITE_FAILED = ("disk I/O error",)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems that lock no files, such as NFS without its lock service."""
 PRIVATE = 0o600
@@ -39,8 +40,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Raises BusyError as `require_held` does.
     """
-    create = partial(os.open, flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o666)
-    with _hold_scratch(path, create) as (scratch, held):
+    with _hold_scratch(path) as (scratch, held):
         with os.fdopen(held, "wb", closefd=False) as file:
             write(file)
             file.flush()
@@ -62,7 +62,7 @@ def require_held(path: Path) -> None:
 
 
 @contextmanager
-def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+def _hold_scratch(path: Path, is_folder: bool = False) -> Iterator[tuple[Path, int]]:
     """A temporary file or folder for a path, removed at the end, and its descriptor, which locks it while it is in use.
 
     Removes those that dead processes of this machine left. Locks tell them, and not process ids, which are used again
@@ -74,7 +74,9 @@ def _hold_scratch(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[P
             remove_unused(left)
     while True:
         scratch = path.with_name(f"{mark}{secrets.token_hex(4)}")
-        held = create(scratch)
+        if is_folder:
+            scratch.mkdir()
+        held = os.open(scratch, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             if _try_lock(held, scratch):
                 break
@@ -150,13 +152,8 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
 
     Raises OSError if `path` is anything else by then.
     """
-
-    def create(scratch: Path) -> int:
-        scratch.mkdir()
-        return os.open(scratch, os.O_RDONLY)
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _hold_scratch(path, create) as (scratch, _):
+    with _hold_scratch(path, is_folder=True) as (scratch, _):
         yield scratch
         for file in scratch.iterdir():
             with file.open("rb") as written:
@@ -165,7 +162,7 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError for a pipe or a device, which may block or never end."""
     if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
         return path.open("rb")
@@ -191,22 +188,22 @@ def quarantine(path: Path, why: str) -> None:
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
 
+def _find_cause(error: BaseException, numbers: Collection[int], texts: Collection[str]) -> BaseException | None:
+    """An exception, or the first of its causes, that has one of these numbers or texts."""
+    causes = iter_causes(error)
+    return next((x for x in causes if getattr(x, "errno", None) in numbers or any(t in str(x) for t in texts)), None)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception or one of its causes reports that no space is left."""
     full = "disk is full", "No space left on device"  # of sqlite, PostgreSQL, torch
-    return any(
-        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(cause) for text in full)
-        for cause in iter_causes(error)
-    )
+    return _find_cause(error, (errno.ENOSPC, errno.EDQUOT), full) is not None
 
 
 def is_file_too_long(error: BaseException) -> bool:
     """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    causes = list(iter_causes(error))
-    return any(isinstance(cause, OSError) and cause.errno == errno.EFBIG for cause in causes) or (
-        limited and any("disk I/O error" in str(cause) for cause in causes)  # sqlite
-    )
+    return _find_cause(error, (errno.EFBIG,), SQLITE_FAILED if limited else ()) is not None
 
 
 def describe_failed_write(error: BaseException) -> str:
@@ -218,11 +215,9 @@ def describe_failed_write(error: BaseException) -> str:
         return "no space left; free some"
     if is_file_too_long(error):
         return WRITE_REFUSED
-    causes = list(iter_causes(error))
-    failed = [cause for cause in causes if isinstance(cause, OSError) and cause.errno == errno.EIO]
-    if failed or any("disk I/O error" in str(cause) for cause in causes):  # sqlite
-        file = next((f" at {cause.filename!r}" for cause in failed if cause.filename is not None), "")
-        return f"the disk fails{file} ({os.strerror(errno.EIO)}); check it"
+    if (failed := _find_cause(error, (errno.EIO,), SQLITE_FAILED)) is not None:
+        file = getattr(failed, "filename", None)
+        return f"the disk fails{f' at {file!r}' if file else ''} ({os.strerror(errno.EIO)}); check it"
     return ""
 
 

@@ -4,12 +4,14 @@ import functools
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from subprocess import DEVNULL
 
 import torch
+
+MISSING = "not installed"
+END = "--end-of-options"
+"""Behind it stands what users or files say, which git must not take for an option."""
 
 
 def collect_environment() -> dict[str, str]:
@@ -18,10 +20,10 @@ def collect_environment() -> dict[str, str]:
     cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {
-        "lit-lazy": _version("lit-lazy"),
+        "lit-lazy": find_version("lit-lazy"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": _version("lightning"),
+        "lightning": find_version("lightning"),
         "threads": str(torch.get_num_threads()),
         "machine": f"{platform.system()} {platform.machine()} with {device}",
         "git_sha": git_sha(),
@@ -34,24 +36,15 @@ def git_sha() -> str:
 
     Call it at the start of a process: it is cached, and the checkout may change while the process runs.
     """
-    here = Path(__file__).parent
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
-    try:
-        return subprocess.check_output(command, cwd=here, text=True, stderr=DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    described = _run_git(Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
+    return "unknown" if described.returncode else described.stdout.strip()
 
 
 def find_last_commit(file: Path) -> str:
     """The short commit that last changed a file; "" if it has uncommitted changes or is in no checkout."""
-    try:
-        changed, commit = (
-            subprocess.check_output(["git", *words, "--", file.name], cwd=file.parent, text=True, stderr=DEVNULL)
-            for words in (("status", "--porcelain"), ("log", "-1", "--format=%h", "--abbrev=10"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return "" if changed else commit.strip()
+    status = _run_git(file.parent, "status", "--porcelain", "--", file.name)
+    commit = _run_git(file.parent, "log", "-1", "--format=%h", "--abbrev=10", "--", file.name)
+    return "" if status.returncode or status.stdout else commit.stdout.strip()
 
 
 def is_earlier(commit: str, file: Path, later: str, seconds: float) -> bool:
@@ -59,30 +52,34 @@ def is_earlier(commit: str, file: Path, later: str, seconds: float) -> bool:
 
     later: a commit that this has, of any checkout. seconds: its time since the epoch; 0 if unknown.
     """
-    contained = _run_git(file.parent, "merge-base", "--is-ancestor", arguments=(commit, later.removesuffix("-dirty")))
-    if contained.returncode == 0:
+    later = later.removesuffix("-dirty")
+    if _run_git(file.parent, "merge-base", "--is-ancestor", END, commit, later).returncode == 0:
         return True
-    made = _run_git(file.parent, "show", "-s", "--format=%ct", arguments=(commit,))
+    made = _run_git(file.parent, "show", "-s", "--format=%ct", END, commit)
     return made.returncode == 0 and int(made.stdout) <= seconds
 
 
 def read_committed(place: str) -> str:
     """The text of `COMMIT:PATH`, a path from the current folder. Raises a one-line ValueError if there is none."""
     commit, _, path = place.partition(":")
-    shown = _run_git(Path(), "show", arguments=(f"{commit}:./{path}",))
+    shown = _run_git(Path(), "show", END, f"{commit}:./{path}")
     if shown.returncode:
         raise ValueError(f"{place!r}: git shows no such file ({shown.stderr.strip()}); give COMMIT:PATH")
     return shown.stdout
 
 
-def _run_git(folder: Path, *options: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run git in a folder. arguments: from users or files, which git must not take for options."""
-    command = ["git", "-C", str(folder), *options, "--end-of-options", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder; without git, it fails as git does."""
+    command = ["git", "-C", str(folder), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 1, "", f"git: {error.strerror}")
 
 
-def _version(package: str) -> str:
+def find_version(package: str) -> str:
+    """The version of an installed package; MISSING if it is not."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING

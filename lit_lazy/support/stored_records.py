@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checks import check_kinds, field_types, list_types
+from lit_lazy.support.checks import check_kinds, field_types, is_part, list_types
 from lit_lazy.support.errors import UnfinishedError, describe_exception
 
 T = TypeVar("T")
@@ -65,20 +65,20 @@ def make_record(kind: type[T], values: Mapping[str, Any], **changes: Any) -> T:
     """
     hints = field_types(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.name in values]  # type: ignore[arg-type]
-    made = kind(**{name: _make(values[name], hints[name]) for name in names if name not in changes}, **changes)
+    given = {name: make_value(values[name], hints[name], make_record) for name in names if name not in changes}
+    made = kind(**given, **changes)
     check_kinds(kind.__name__, made)
     return made
 
 
-def _make(value: Any, hint: Any) -> Any:
-    """A value of JSON as one of an annotation."""
-    hint = next(kind for kind in list_types(hint) if kind is not type(None))
+def make_value(value: Any, hint: Any, make: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
+    """A value of JSON as one of an annotation. make: makes a dataclass from its values."""
+    hint = next((kind for kind in list_types(hint) if kind is not type(None)), hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_make(item, parts[0]) for item in value)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(make_value(item, parts[0], make) for item in value)
     if not isinstance(value, Mapping):
         return value
-    if dataclasses.is_dataclass(hint):
-        return make_record(hint, value)
-    of_parts = origin in (Mapping, dict) and dataclasses.is_dataclass(parts[1])
-    return {name: make_record(parts[1], item) for name, item in value.items()} if of_parts else value
+    if origin in (Mapping, dict):
+        return {name: make_value(item, parts[1], make) for name, item in value.items()}
+    return make(hint, value) if is_part(hint) else value

@@ -32,8 +32,8 @@ from requests.exceptions import RequestException
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import describe_failed_write, write_atomically
 from lit_lazy.support.errors import one_line
-from lit_lazy.support.inside import join_name
 from lit_lazy.support.locks import make_file_lock
+from lit_lazy.support.named_files import join_name
 from lit_lazy.support.secrets import redact_url, strip_user
 from lit_lazy.tracking import views
 from lit_lazy.tracking.store import ARTIFACTS, NOTE, PARENT, TrackingError, sqlite_file, sqlite_url

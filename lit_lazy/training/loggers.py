@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import require_held, write_atomically
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.inside import delete
+from lit_lazy.support.named_files import delete
 from lit_lazy.training.result import METRICS
 from lit_lazy.training.run_folder import parse_line, read_lines
 

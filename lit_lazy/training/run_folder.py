@@ -12,8 +12,8 @@ from typing import Any
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
 from lit_lazy.support.disk import guards, write_text
-from lit_lazy.support.inside import delete, join_name
 from lit_lazy.support.locks import is_held, make_file_lock
+from lit_lazy.support.named_files import delete, join_name
 from lit_lazy.support.stored_records import parse_record
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"

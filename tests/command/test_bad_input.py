@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from wrong_values import wrong_texts
 
 from lit_lazy.command import options
+from lit_lazy.command.convert import digest, find_source
 from lit_lazy.command.generate import prompt_file
-from lit_lazy.command.import_ import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.new import identifier
 from lit_lazy.config.checkpoint_file import read_checkpoint
@@ -167,7 +167,7 @@ OPTIONS = [
     ([*TABLE1, "--model.d_ff=64"], "--model.d_ff: row 'RetNet' sets model.d_ff itself"),
 ]
 FIELDS = [
-    (["--train.device=cuda"], "--train.device: no such field (did you mean the option --devices?); `lit-lazy fields"),
+    (["--train.device=cuda"], "--train.device: no such option or field (did you mean --devices?); `lit-lazy fields"),
     (["--thread", "2"], "--thread: no such option or field (did you mean --threads?); `lit-lazy fields EXPERIMENT` "),
     (["--init_from=a", "--init-from", DEVICE], "--init_from: is given twice, as 'a' and as '"),
     (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),
@@ -244,7 +244,9 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, mo
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
     for arguments in (TRAIN, RUN, ["ablate", "status", "table2"]):
-        assert expect_refusal(arguments, capsys).startswith("lit-lazy: TMPDIR: No usable temporary directory")
+        assert expect_refusal(arguments, capsys).startswith(
+            "lit-lazy: TMPDIR cannot be used (No usable temporary directory"
+        )
 
 
 REFUSED = [

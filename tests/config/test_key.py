@@ -26,7 +26,6 @@ from lit_lazy.config.key import (
     list_changes,
     require_unedited_code,
     settings_key,
-    to_minimal_dict,
     training_key,
 )
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, shorten_paths, to_dict
@@ -122,9 +121,9 @@ def test_committed_results_have_the_keys_of_today(monkeypatch: pytest.MonkeyPatc
 
 def test_only_what_is_set_is_in_a_key() -> None:
     cfg = RunConfig(data=Backcopy())
-    assert to_minimal_dict(cfg) == {"data": {"class": "Backcopy"}}
+    assert to_dict(cfg, minimal=True) == {"data": {"class": "Backcopy"}}
     lazy = AttentionSpec(Elastic(tau_init=0.5), LearnedBias())
-    assert to_minimal_dict(replace_at(cfg, {"model.attention": lazy, "seed": 3})) == {
+    assert to_dict(replace_at(cfg, {"model.attention": lazy, "seed": 3}), minimal=True) == {
         "data": {"class": "Backcopy"},
         "model": {"attention": {"normaliser": {"class": "Elastic", "tau_init": 0.5}, "bias": {"class": "LearnedBias"}}},
         "seed": 3,

@@ -21,8 +21,7 @@ from lit_lazy.attention import (
     Rope,
     T5Bias,
 )
-from lit_lazy.command.options import check_field_names
-from lit_lazy.config.overrides import apply_overrides, list_fields
+from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
@@ -273,7 +272,9 @@ WRONG = [
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
     ([f"--seed={2**63}"], f"--seed='{2**63}': must be a whole number of at least 0, within 64 bits"),
-    ([f"--train.betas={'[' * 21}"], "at most 4096 characters and 20 brackets of each kind"),
+    ([f"--train.betas={'[' * 21}"], "must be 2 items in brackets, each a finite number"),
+    ([f"--train.betas={'[' * 9999}"], "maximum recursion depth exceeded"),
+    ([f"--evaluations={'(' * 9999}"], "too many nested parentheses"),
     (["--model=3"], "--model='3': its fields are set one by one, for example --model.d_model=VALUE"),
     (["--seed.more=3"], "--seed.more='3': no such field"),
     ([f"--{BIAS}=T5Bais"], f"--{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, "),

@@ -1,4 +1,4 @@
-"""`lit-lazy import`"""
+"""`lit-lazy export` and `lit-lazy import`: to and from the formats of others."""
 
 import argparse
 import importlib.util
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_command, add_options, path
+from lit_lazy.command.options import command, folder, path, prepare_process
 from lit_lazy.model.import_ import KINDS, is_hub_name
 from lit_lazy.support.errors import naming
 
@@ -14,19 +14,34 @@ if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
 
 
-def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands, "import", import_model, "make a checkpoint of a published model, of the form of Llama"
-    )
-    add_options(
-        parser,
-        {
-            "source SOURCE": (KINDS, {"type": find_source}),
-            "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
-            "--unchecked": "do not compare the new model's logits with those of transformers",
-            "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
-        },
-    )
+@command(
+    "export",
+    "export a trained model to a folder that transformers loads without lit-lazy",
+    "checkpoint",
+    "--import",
+    {"out OUT": ("output folder, new or empty", {"type": folder})},
+)
+def export(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.model.export.folder import collect_code, write
+    from lit_lazy.report.model_card import format_model_card, read_result
+    from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
+    from lit_lazy.training import checkpoints
+
+    prepare_process(options)
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ValueError(f"OUT {str(options.out)!r}: is a folder that is not empty; name another")
+    module = checkpoints.load(options.checkpoint)
+    collect_code(module.cfg.model)
+    prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
+    tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
+    text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
+    check_writable_folder("OUT", options.out)
+    with create_folder_atomically(options.out.absolute()) as scratch:
+        write(scratch, module.model, text, tokenizer, prompts.special)
+    note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
+    names = sorted(file.name for file in options.out.iterdir() if file.suffix != ".py")
+    print(f"{options.out}: {', '.join(names)} and Python files{note}")
+    return 0
 
 
 def find_source(text: str) -> Path:
@@ -43,6 +58,16 @@ def digest(text: str) -> str:
     return text
 
 
+@command(
+    "import",
+    "make a checkpoint of a published model, of the form of Llama",
+    {
+        "source SOURCE": (KINDS, {"type": find_source}),
+        "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
+        "--unchecked": "do not compare the new model's logits with those of transformers",
+        "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
+    },
+)
 def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.key import hash_file
     from lit_lazy.config.schema import RunConfig

@@ -20,7 +20,6 @@ from lit_lazy.grid.ablation import (
     Cell,
     expand,
     hash_row_definitions,
-    make_row_infos,
     prepare_rows,
     select_rows,
 )
@@ -32,6 +31,7 @@ from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.interrupts import Interrupts
@@ -185,7 +185,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         base="backcopy_tiny",
         baseline=cells[0].variant,
         command="",
-        rows=tuple(make_row_infos(chosen, "backcopy_tiny")),
+        rows=tuple(RowInfo(row.name, row.source, seeds, "backcopy_tiny", row.note) for row, seeds in chosen),
         columns=COLUMNS,
         contrasts=(),
         axes=tuple(cells[0].axes),

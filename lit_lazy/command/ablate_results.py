@@ -211,13 +211,13 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.stages import choose_best_rates, save_best_rates
+    from lit_lazy.grid.stages import RATES, save_best_rates
     from lit_lazy.table.build import TABLE, read_table
 
     tables = {place.resolve().name: read_table(place / TABLE) for place in options.folders}
     for name, table in tables.items():
-        rates = choose_best_rates(table)
-        print(f"{save_best_rates(table, name)}: {name}: {', '.join(f'{row} {rate:g}' for row, rate in rates.items())}")
+        rates = save_best_rates(table, name)
+        print(f"{RATES}: {name}: {', '.join(f'{row} {rate:g}' for row, rate in rates.items())}")
     return 0
 
 

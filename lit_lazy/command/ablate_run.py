@@ -394,7 +394,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
 
     request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
@@ -410,13 +410,14 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.grid.run import Grid
     from lit_lazy.support.secrets import format_command_line
+    from lit_lazy.table.records import RowInfo
 
     plan = Plan(
         ablation=ablation.name,
         base=request.base_title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(chosen, request.base_title)),
+        rows=tuple(RowInfo(row.name, row.source, seeds, request.base_title, row.note) for row, seeds in chosen),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),

@@ -91,23 +91,27 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
+    from lit_lazy.support.disk import measure_bytes
     from lit_lazy.support.errors import sanitise
+    from lit_lazy.support.inside import find_obstacle
 
     found = _open(options, writes=True)
     garbage = found.find_garbage(options.models)
     if not garbage:
         print(f"{options.runs}: holds nothing that could be removed")
         return 0
-    print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
-    for one in [one for one in garbage if one.obstacle]:
-        garbage.remove(one)
-        print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
-    total = decimal(sum(one.size for one in garbage))
+    sizes = {path: measure_bytes(path) for path in garbage}
+    print("\n".join(align([(decimal(sizes[path]), str(path), why) for path, why in garbage.items()])))
+    for path in [*garbage]:
+        if obstacle := find_obstacle(path, options.runs):
+            del garbage[path], sizes[path]
+            print(f"{sanitise(str(path))} stays: {sanitise(obstacle)}")
+    total = decimal(sum(sizes.values()))
     if not options.yes:
         print(f"{total} in all. {NOTHING}")
         return 0
-    for one in garbage:
-        found.collect(one)
+    for path, why in garbage.items():
+        found.collect(path, why)
     print(f"{total} were removed.")
     return 0
 

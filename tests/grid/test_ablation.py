@@ -29,7 +29,7 @@ from lit_lazy.grid.ablation import (
     Row,
     describe_value,
     expand,
-    load_ablation,
+    load_defined,
     prepare_rows,
     select_rows,
 )
@@ -67,7 +67,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_ablation_expands(name: str) -> None:
-    made = load_ablation(find("ablations", name))
+    made = load_defined(find("ablations", name), "ablation", Ablation)
     cells = cells_of(made)
     assert len({cell.key for cell in cells}) == len(cells)
     assert {contrast_row for c in made.contrasts for contrast_row in c.weights} <= {row.name for row in made.all_rows}
@@ -76,7 +76,7 @@ def test_every_shipped_ablation_expands(name: str) -> None:
 
 
 def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
-    cells = cells_of(load_ablation(find("ablations", "table2")))
+    cells = cells_of(load_defined(find("ablations", "table2"), "ablation", Ablation))
     seeds = Counter(cell.variant for cell in cells)
     five = {"softmax", "softmax + learned bias", "elastic without bias", "lazy"}
     assert {name for name, n in seeds.items() if n == 5} == five
@@ -103,7 +103,7 @@ MALFORMED = [
     ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
     (
         {"rows": (), "baseline": "", "axes": {LR: (0.1, 0.2)}, "common": {LR: 0.3}},
-        "common['train.lr'] is an axis too, which replaces it; leave it out of",
+        "common['train.lr'] is in every row too, which replaces it; leave it out of",
     ),
     (
         {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
@@ -184,7 +184,8 @@ def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_pa
     """With all threads of a busy machine the small tensors of a check take several times as long."""
 
     threads = []
-    monkeypatch.setattr(preparation, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
+    for module in (preparation, estimate):
+        monkeypatch.setattr(module, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
     for module, name in ((packed, "take_from_files"), (estimate, "estimate_cost")):
         monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)

@@ -151,18 +151,18 @@ def write(content: bytes) -> Callable[[Trained, Path], object]:
 
 TRUNCATED = "is truncated, or no packed file ("
 REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
-    "truncated": (lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]), f"{TRUNCATED}LZMAError: "),
+    "truncated": (lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]), TRUNCATED),
     "fewer lines": (
         edit(lambda line: line, cells=5),
-        f"{TRUNCATED}ValueError: 'lit-lazy cells 2' with 4 of 5 cells)",
+        f"{TRUNCATED}cells=5: it has 4)",
     ),
-    "a text": (write(b"cells"), f"{TRUNCATED}LZMAError: "),
+    "a text": (write(b"cells"), TRUNCATED),
     "an xz that expands": (
         lambda _, path: path.write_bytes(lzma.compress(bytes(2**28 + 1), preset=0)),
-        f"{TRUNCATED}LZMAError: it ends early, or expands to more than 256 MiB)",
+        f"{TRUNCATED}size=268435456: it ends early, or expands to more than 256 MiB)",
     ),
-    "another xz": (write(lzma.compress(b"[1]\n")), f"{TRUNCATED}TypeError"),
-    "no result": (set_field("metrics", 1), f"{TRUNCATED}ValueError: RunResult: metrics=1"),
+    "another xz": (write(lzma.compress(b"[1]\n")), TRUNCATED),
+    "no result": (set_field("metrics", 1), f"{TRUNCATED}RunResult: metrics=1"),
     **{
         f"{name}={value!r}": (set_field(name, value), TRUNCATED)
         for name, values in {
@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     ),
     "one key twice": (
         edit(lambda line: line | {"key": "0" * 12}),
-        f"{TRUNCATED}ValueError: 'lit-lazy cells 2' with 1 of 4",
+        f"{TRUNCATED}cells=4: it has 1)",
     ),
 }
 

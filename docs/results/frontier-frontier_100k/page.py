@@ -71,7 +71,7 @@ class Ladder:
     def read(cls, path: Path) -> "Ladder":
         pack = Pack.read(path)
         cells: defaultdict[Place, defaultdict[str, dict[int, RunResult]]] = defaultdict(lambda: defaultdict(dict))
-        for row, _, result in pack.cells.values():
+        for row, result in ((cell.row, cell.result) for cell in pack.cells.values()):
             named = ROW.fullmatch(row)
             assert named is not None, row
             model = result.config["model"]

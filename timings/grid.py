@@ -102,7 +102,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
     chosen = select_rows(_make_ablation(1, pairs), [], [])
-    cells = expand(chosen, prepare_rows(chosen, base))
+    cells = expand(prepare_rows(chosen, base))
     driver, job = _make_driver(runs, cells)
     prepare_process(job)
     for number, cell in enumerate(cells):
@@ -175,7 +175,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
     with measure_time("expand"):
         chosen = select_rows(ablation, [], [])
         prepared = prepare_rows(chosen, base)
-        cells = expand(chosen, prepared)
+        cells = expand(prepared)
         facts = hash_row_definitions(ablation, base, prepared)
     driver, job = _make_driver(runs, cells)
     with measure_time("status"):

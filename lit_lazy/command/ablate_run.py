@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grid_helpers import (
+    Base,
+    check_destinations,
+    check_workers,
+    default_workers,
+    make_base,
+    print_results,
+)
 from lit_lazy.command.options import (
     Commands,
     ablation_name,
@@ -19,7 +26,6 @@ from lit_lazy.command.options import (
     add_options,
     make_execution,
 )
-from lit_lazy.support.errors import did_you_mean
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
@@ -167,7 +173,6 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
     """Print what a command would train, and its cost."""
-    from lit_lazy.grid.ablation import apply_rows
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.packed import read_row_settings
@@ -180,7 +185,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Exec
             print(f"{table.verdict.sentence}\nThere is no look to make.")
             return 0
         request = parse_request(options, overrides, table.verdict)
-    configs = apply_rows(request.chosen, request.base, request.overridden)
+    configs = request.apply_rows()
     left = request.chosen
     if not options.fresh:
         if not options.changed:
@@ -225,35 +230,41 @@ def _print_table(options: argparse.Namespace, question: "Question | None", grid:
 class GridRequest(NamedTuple):
     """The ablation, experiment and rows that the options of `ablate run` name."""
 
-    files: tuple[Path, Path]
-    """The files of the ablation and of the experiment."""
+    file: Path
+    """Of the ablation."""
     ablation: "Ablation"
     question: "Question | None"
-    base_name: str
-    """In the grid's id."""
-    base_title: str
-    """In its table."""
-    base: "RunConfig"
-    overridden: list[str]
+    base: Base
     chosen: "list[tuple[Row, tuple[int, ...]]]"
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The files of the ablation and of the experiment."""
+        return self.file, self.base.file
 
     @property
     def grid(self) -> str:
         """The grid's id."""
-        return f"{self.ablation.name}-{self.base_name}"
+        return f"{self.ablation.name}-{self.base.name}"
 
     @property
     def declaration(self) -> "Declaration | None":
         """The question's declaration on the experiment, without a commit if the command line overrides settings."""
         if self.question is None:
             return None
-        declared = self.question.declare(self.base_name, self.base, self.files)
-        return replace(declared, commit="") if self.overridden else declared
+        declared = self.question.declare(self.base.name, self.base.config, self.files)
+        return replace(declared, commit="") if self.base.overridden else declared
+
+    def apply_rows(self) -> "dict[str, RunConfig]":
+        """The config of each chosen row by name."""
+        from lit_lazy.grid.ablation import apply_rows
+
+        return apply_rows(self.chosen, self.base.config, self.base.overridden)
 
 
 def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
     """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
-    return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
+    return question is not None and not (options.rows or options.seeds)
 
 
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]) -> None:
@@ -262,11 +273,10 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
     former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.grid.ablation import apply_rows
     from lit_lazy.grid.plan import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
-    configs = apply_rows(rows, request.base, request.overridden)
+    configs = request._replace(chosen=rows).apply_rows()
     now = {name: {k: v for k, v in to_dict(config).items() if k != "evaluations"} for name, config in configs.items()}
     found = {name: describe_changes(settings, now[name]) if name in now else GONE for name, settings in former.items()}
     if changes := {name: change for name, change in found.items() if change}:
@@ -297,7 +307,7 @@ def _drop_finished(
 
     if not (options.results or any(options.runs.glob(f"*/{PLAN}"))):
         return request.chosen
-    if not has_built_data(request.ablation, request.base):
+    if not has_built_data(request.ablation, request.base.config):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cells import read_state
@@ -353,37 +363,27 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
 
 def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:
     """The request of the options; of a question with looks, the look after those of a verdict."""
-    from lit_lazy.grid.ablation import select_rows
+    from lit_lazy.grid.ablation import require_known, select_rows
     from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.support.checks import require
     from lit_lazy.support.named_files import find
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
     if options.baseline is not None:
-        names = options.rows or [row.name for row in ablation.all_rows]
-        if options.baseline not in names:
-            near = did_you_mean(options.baseline, names)
-            raise ValueError(
-                f"--baseline {options.baseline!r}: is not among the rows{near}; they are {', '.join(names)}"
-            )
+        require_known("--baseline", [options.baseline], options.rows or [row.name for row in ablation.all_rows])
         ablation = replace(ablation, baseline=options.baseline)
-    if options.looks is not None and not has_looks(question, options):
-        why = (
-            "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
-        )
-        raise ValueError(f"--looks {options.looks}: {why}; leave --looks out")
-    if options.looks is not None and question is not None and options.looks > len(question.all_looks):
-        raise ValueError(
-            f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
-        )
-    found = make_base(options, ablation, overrides, ablation.name)
+    looks = () if question is None else question.all_looks
+    if options.looks is not None:
+        if options.rows or options.seeds:
+            raise ValueError("--looks, --rows, --seeds: without looks all cells are trained at once; leave --looks out")
+        fix = f"{ablation.name} has {len(looks)}; ask for at most those, or leave --looks out"
+        require(options.looks <= len(looks), "--looks", options.looks, fix)
+    base = make_base(options, ablation, overrides, ablation.name)
     if question is not None and has_looks(question, options):
-        chosen = question.select_look(verdict)
-    else:
-        first = () if question is None or not question.all_looks else question.ablation.seeds[: question.all_looks[0]]
-        chosen = select_rows(ablation, options.rows, options.seeds or first)
-    files = (file, found.file)
-    return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
+        return GridRequest(file, ablation, question, base, question.select_look(verdict))
+    seeds = options.seeds or (ablation.seeds[: looks[0]] if looks else ())
+    return GridRequest(file, ablation, question, base, select_rows(ablation, options.rows, seeds))
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":
@@ -397,15 +397,15 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
 
     request = parse_request(options, overrides, verdict)
-    ablation, base, chosen = request.ablation, request.base, request.chosen
-    prepared = prepare_rows(chosen, base, request.overridden)
-    cells = expand(chosen, prepared)
+    ablation, base = request.ablation, request.base.config
+    prepared = prepare_rows(request.chosen, base, request.base.overridden)
+    cells = expand(prepared)
     from lit_lazy.training.prepare import load_data
 
     if request.question is not None:
         from lit_lazy.measure.evaluation import require_measured
 
-        require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
+        require_measured(request.question.primary, [row.config.data.load() for row in prepared])
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.grid.run import Grid
@@ -414,10 +414,10 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
 
     plan = Plan(
         ablation=ablation.name,
-        base=request.base_title,
+        base=request.base.title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(RowInfo(row.name, row.source, seeds, request.base_title, row.note) for row, seeds in chosen),
+        rows=tuple(RowInfo(row.name, row.source, seeds, request.base.title, row.note) for row, seeds, *_ in prepared),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),

@@ -57,8 +57,9 @@ def require_distinct(field: str, values: Iterable[object]) -> None:
 
 def require_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise a one-line ValueError if a name is not a known one."""
-    if strange := [name for name in names if name not in known]:
-        require(False, field, strange, f"must be of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{field} {name!r}: is unknown{did_you_mean(name, known)}; known are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Ablation:
         require_known("baseline", [self.baseline], names)
         require_known("primary", self.primary, keys)
         for contrast in self.contrasts:
-            require_known(f"contrast {contrast.name!r}", contrast.weights, names)
+            require_known(f"contrast {contrast.name!r}: row", contrast.weights, names)
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
                 raise ValueError(f"{what} changes seed; give seeds=({changes['seed']},) instead")
@@ -264,14 +265,8 @@ def _make_second_stage(path: Path, make: Callable[[], object]) -> object:
 
 def select_rows(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
     """Rows and their seeds; non-empty `rows` and `seeds` restrict them."""
-    known = {row.name: row for row in ablation.all_rows}
-    for name in rows:
-        if name not in known:
-            raise ValueError(
-                f"--rows {name!r}: {ablation.name} has no such row{did_you_mean(name, known)}; it has "
-                f"{', '.join(known)}"
-            )
-    kept = [row for row in known.values() if not rows or row.name in rows]
+    require_known("--rows", rows, {row.name: row for row in ablation.all_rows})
+    kept = [row for row in ablation.all_rows if not rows or row.name in rows]
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 
 
@@ -308,8 +303,10 @@ def apply_rows(
 
 
 class PreparedRow(NamedTuple):
-    """The training of a row, checked on its data, and their fingerprint."""
+    """A row with its seeds, and its training, checked on its data, which have this fingerprint."""
 
+    row: Row
+    seeds: tuple[int, ...]
     config: RunConfig
     fingerprint: str
 
@@ -320,48 +317,47 @@ class PreparedRow(NamedTuple):
 
 def prepare_rows(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
-) -> dict[str, PreparedRow]:
+) -> list[PreparedRow]:
     """`apply_rows`, and each row validated on its data."""
-    configs = apply_rows(chosen, base, overridden)
-    prepared = {}
-    for row, _ in track_progress(chosen, "checking rows"):
+    configs, prepared = apply_rows(chosen, base, overridden), []
+    for row, seeds in track_progress(chosen, "checking rows"):
         config = configs[row.name]
         with naming(f"row {row.name!r}"):
             source = prepare(config)
             check_init_from(config, source.outline)
-        prepared[row.name] = PreparedRow(config, source.fingerprint)
+        prepared.append(PreparedRow(row, seeds, config, source.fingerprint))
     return prepared
 
 
-def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str, PreparedRow]) -> list[Cell]:
-    """The cells of chosen rows, which are prepared."""
-    settings = {row.name: to_dict(prepared[row.name].config) for row, _ in chosen}
+def expand(prepared: Sequence[PreparedRow]) -> list[Cell]:
+    """The cells of prepared rows."""
+    settings = {row.name: to_dict(config) for row, _, config, _ in prepared}
     axes = _find_axes(settings)
     return [
         Cell(
-            key=prepared[row.name].make_key(seed),
-            variant=row.name,
-            source=row.source,
+            key=one.make_key(seed),
+            variant=one.row.name,
+            source=one.row.source,
             seed=seed,
-            config=settings[row.name] | {"seed": seed},
-            axes=axes[row.name],
+            config=settings[one.row.name] | {"seed": seed},
+            axes=axes[one.row.name],
         )
-        for row, seeds in track_progress(chosen, "making cells")
-        for seed in seeds
+        for one in track_progress(prepared, "making cells")
+        for seed in one.seeds
     ]
 
 
-def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[str, PreparedRow]) -> dict[str, str]:
+def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Sequence[PreparedRow]) -> dict[str, str]:
     """A hash of each row's training by row name; omits rows that do not fit the base.
 
     prepared: rows on this base that need not be prepared again.
     """
-    found = {}
+    known, found = {one.row.name: one for one in prepared}, {}
     for row in track_progress(ablation.all_rows, "comparing rows"):
         with suppress(ValueError):
-            if (ready := prepared.get(row.name)) is None:
+            if (ready := known.get(row.name)) is None:
                 config = row.apply_to(base)
-                ready = PreparedRow(config, prepare(config).fingerprint)
+                ready = PreparedRow(row, (), config, prepare(config).fingerprint)
             found[row.name] = ready.make_key(seed=0)
     return found
 

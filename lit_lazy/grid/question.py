@@ -74,7 +74,7 @@ class Question:
         require_distinct("contrasts", [contrast.name for contrast in self.contrasts])
         rows = self.ablation.all_rows
         for contrast in self.contrasts:
-            require_known(f"contrast {contrast.name!r}", contrast.weights, [row.name for row in rows])
+            require_known(f"contrast {contrast.name!r}: row", contrast.weights, [row.name for row in rows])
         with_seeds = [row.name for row in rows if row.seeds is not None]
         require(not with_seeds, "seeds of rows", with_seeds, "all rows of a question have the ablation's seeds")
         self.partial_declaration  # noqa: B018 (runs its checks)

@@ -75,6 +75,6 @@ def choose_best_rates(table: Table) -> dict[str, float]:
 def at_best_rate(row: Row, of: str, folder: str) -> Row:
     """`row` with the best learning rate of the first stage's row `of` (`find_best_rates`), which its note names."""
     rates = find_best_rates(folder)
-    require_known(f"{RATES}: rows of {folder}", [of], rates)
+    require_known(f"{RATES}: {folder}: row", [of], rates)
     note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"
     return replace(row, changes={**row.changes, "train.lr": rates[of]}, note="; ".join(filter(None, (row.note, note))))

@@ -53,8 +53,7 @@ def tiny() -> RunConfig:
 
 
 def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
-    chosen = select_rows(made, rows, seeds)
-    return expand(chosen, prepare_rows(chosen, replace_at(tiny(), made.common)))
+    return expand(prepare_rows(select_rows(made, rows, seeds), replace_at(tiny(), made.common)))
 
 
 SHIPPED = [
@@ -169,9 +168,9 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
     options = make_parser().parse_args(words)
     request = parse_request(options, overrides)
     assert re.fullmatch(re.escape(f"table2-backcopy_{name}").replace("HASH", "[0-9a-f]{6}"), request.grid)
-    assert request.base_title == f"backcopy_{title}"
+    assert request.base.title == f"backcopy_{title}"
     assert parse_request(options, overrides[::-1]).grid == request.grid
-    former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base)}"
+    former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base.config)}"
     former.mkdir()
     if overrides:
         assert parse_request(options, overrides).grid == former.name, "a folder of a former version is found as it lies"

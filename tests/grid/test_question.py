@@ -257,9 +257,15 @@ ABLATION = question().ablation
     ("changes", "message"),
     [
         ({"ablation": "table2"}, r"^question: ablation='table2': must be an? Ablation"),
-        ({"primary": "loss/excel"}, r"question 'q': primary=\['loss/excel'\]: must be of loss/excess"),
+        (
+            {"primary": "loss/excel"},
+            r"question 'q': primary 'loss/excel': is unknown \(did you mean loss/excess\?\); ",
+        ),
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
-        ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, r"contrast 'c - a'=\['c'\]: must be of a, b"),
+        (
+            {"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)},
+            "contrast 'c - a': row 'c': is unknown; known are a",
+        ),
         ({"contrasts": (Contrast("c", {"b": 1, "a": -1}),) * 2}, r"contrasts=\['c'\]: must each occur once"),
         ({"claim": ""}, r"question 'q': claim='': must be text"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
@@ -345,7 +351,7 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(na
     name = "smollm2_tiny" if ablation.base == "smollm2" else ablation.base
     base = replace_at(experiment(name), ablation.common)
     chosen = select_rows(ablation, [], [ablation.seeds[0]])
-    cells = expand(chosen, prepare_rows(chosen, base))
+    cells = expand(prepare_rows(chosen, base))
     assert len(cells) == len(ablation.all_rows)
 
 

@@ -83,7 +83,7 @@ def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, 
     assert row.note == "a note; learning rate 0.01, the best of elastic in search-b"
     assert find_best_rates("search-c") == first_stage.BEST
     assert find_best_rates("rivals_rates-backcopy"), "the project's are known, too"
-    with pytest.raises(ValueError, match=r"rows of search-b=\['sigmoid'\]: must be of elastic, lazy, softmax"):
+    with pytest.raises(ValueError, match="search-b: row 'sigmoid': is unknown; known are elastic, lazy, softmax"):
         at_best_rate(row, "sigmoid", "search-b")
     (tmp_path / "ablations" / "rates.json").write_text("[")
     with pytest.raises(ValueError, match=r"rates\.json: is no table of rates \(Expecting value"):

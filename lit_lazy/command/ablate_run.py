@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,43 @@ if TYPE_CHECKING:
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
     from lit_lazy.training.execution import Execution
+
+
+class GridRequest(NamedTuple):
+    """The ablation, experiment and rows that the options of `ablate run` name."""
+
+    file: Path
+    """Of the ablation."""
+    ablation: "Ablation"
+    question: "Question | None"
+    base: Base
+    chosen: "Sequence[tuple[Row, tuple[int, ...]]]"
+    looks: tuple[int, ...] = ()
+    """The question's looks, which the command makes; none if it trains rows or seeds of the user's choice at once."""
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The files of the ablation and of the experiment."""
+        return self.file, self.base.file
+
+    @property
+    def grid(self) -> str:
+        """The grid's id."""
+        return f"{self.ablation.name}-{self.base.name}"
+
+    @property
+    def declaration(self) -> "Declaration | None":
+        """The question's declaration on the experiment, without a commit if the command line overrides settings."""
+        if self.question is None:
+            return None
+        declared = self.question.declare(self.base.name, self.base.config, self.files)
+        return replace(declared, commit="") if self.base.overridden else declared
+
+    def apply_rows(self) -> "dict[str, RunConfig]":
+        """The config of each chosen row by name."""
+        from lit_lazy.grid.ablation import apply_rows
+
+        return apply_rows(self.chosen, self.base.config, self.base.overridden)
 
 
 def add_to(commands: Commands) -> None:
@@ -153,12 +190,12 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
             table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
-            while has_looks(request.question, options) and finished and find_next_look(table, options.looks, made):
+            while request.looks and finished and find_next_look(table, options.looks, made):
                 grid = make_grid(options, overrides, table.verdict)
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
-        _print_table(options, request.question, grid, table)
+        _print_table(options, request, grid, table)
         waiting = [cell for cell in grid.cells if read_state(grid.locate(cell.key)) == "waiting"]
         if not finished and until is not None and waiting:
             print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
@@ -179,32 +216,29 @@ def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Exec
     from lit_lazy.support.console import plain_console
 
     request = parse_request(options, overrides)
-    table = None if options.fresh else _read_looks(request, options)
-    if table is not None:
-        if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
-            print(f"{table.verdict.sentence}\nThere is no look to make.")
+    table = None if options.fresh else _read_looks(request, options.runs)
+    verdict = None if table is None else table.verdict
+    if table is not None and verdict is not None:
+        if find_next_look(table, options.looks, 0) is None:
+            print(f"{verdict.sentence}\nThere is no look to make.")
             return 0
-        request = parse_request(options, overrides, table.verdict)
-    configs = request.apply_rows()
-    left = request.chosen
+        request = parse_request(options, overrides, verdict)
+    configs, left = request.apply_rows(), request.chosen
     if not options.fresh:
         if not options.changed:
             check_settings(request, read_row_settings(options.runs / request.grid) or {})
-        verdict = None if table is None else table.verdict
         left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
-    if not left:
-        return 0
-    workers = options.workers or default_workers(options.threads, execution.devices)
-    launch = LaunchOptions(workers, options.threads, execution=execution)
-    print_estimate(request.grid, left, configs, launch, plain_console())
-    if request.question is not None and has_looks(request.question, options):
-        number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
-        listed = ", ".join(map(str, request.question.all_looks))
-        print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
+    if left:
+        workers = options.workers or default_workers(options.threads, execution.devices)
+        launch = LaunchOptions(workers, options.threads, execution=execution)
+        print_estimate(request.grid, left, configs, launch, plain_console())
+    if left and request.looks:
+        number = 1 if verdict is None else len(verdict.looks) + 1
+        print(f"This is look {number} of {len(request.looks)}, at n = {', '.join(map(str, request.looks))}.")
     return 0
 
 
-def _print_table(options: argparse.Namespace, question: "Question | None", grid: "Grid", table: "Table") -> None:
+def _print_table(options: argparse.Namespace, request: GridRequest, grid: "Grid", table: "Table") -> None:
     """Print a grid's table, and which of its rows and seeds this command did not ask for."""
     from lit_lazy.support.console import text_width
     from lit_lazy.table.render import DETAILS, render_summary, render_text
@@ -222,49 +256,9 @@ def _print_table(options: argparse.Namespace, question: "Question | None", grid:
         row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows
     }
     others = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in unasked.items() if seeds]
-    if not has_looks(question, options) and others:
+    if others and not request.looks:
         more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
         print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
-
-
-class GridRequest(NamedTuple):
-    """The ablation, experiment and rows that the options of `ablate run` name."""
-
-    file: Path
-    """Of the ablation."""
-    ablation: "Ablation"
-    question: "Question | None"
-    base: Base
-    chosen: "list[tuple[Row, tuple[int, ...]]]"
-
-    @property
-    def files(self) -> tuple[Path, Path]:
-        """The files of the ablation and of the experiment."""
-        return self.file, self.base.file
-
-    @property
-    def grid(self) -> str:
-        """The grid's id."""
-        return f"{self.ablation.name}-{self.base.name}"
-
-    @property
-    def declaration(self) -> "Declaration | None":
-        """The question's declaration on the experiment, without a commit if the command line overrides settings."""
-        if self.question is None:
-            return None
-        declared = self.question.declare(self.base.name, self.base.config, self.files)
-        return replace(declared, commit="") if self.base.overridden else declared
-
-    def apply_rows(self) -> "dict[str, RunConfig]":
-        """The config of each chosen row by name."""
-        from lit_lazy.grid.ablation import apply_rows
-
-        return apply_rows(self.chosen, self.base.config, self.base.overridden)
-
-
-def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
-    """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
-    return question is not None and not (options.rows or options.seeds)
 
 
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]) -> None:
@@ -283,12 +277,12 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
         raise ChangedRowError(changes)
 
 
-def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
+def _read_looks(request: GridRequest, runs: Path) -> "Table | None":
     """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
     from lit_lazy.table.build import read_table
 
-    file = options.runs / request.grid / "table.json"
-    if not (has_looks(request.question, options) and file.exists()):
+    file = runs / request.grid / "table.json"
+    if not (request.looks and file.exists()):
         return None
     table, declared = read_table(file), request.declaration
     same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
@@ -297,7 +291,7 @@ def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | N
 
 def _drop_finished(
     request: GridRequest, options: argparse.Namespace, make: "Callable[[], Grid]"
-) -> "list[tuple[Row, tuple[int, ...]]]":
+) -> "Sequence[tuple[Row, tuple[int, ...]]]":
     """The rows with the seeds that are still to train; prints how many are not. make: makes the grid, loading its data.
 
     Raises ValueError, as the run itself does, if the code or the data of a row changed.
@@ -373,17 +367,15 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     if options.baseline is not None:
         require_known("--baseline", [options.baseline], options.rows or [row.name for row in ablation.all_rows])
         ablation = replace(ablation, baseline=options.baseline)
-    looks = () if question is None else question.all_looks
+    looks = () if question is None or options.rows or options.seeds else question.all_looks
     if options.looks is not None:
-        if options.rows or options.seeds:
-            raise ValueError("--looks, --rows, --seeds: without looks all cells are trained at once; leave --looks out")
-        fix = f"{ablation.name} has {len(looks)}; ask for at most those, or leave --looks out"
+        fix = f"there are {len(looks)}, and with --rows or --seeds none; ask for at most those, or leave --looks out"
         require(options.looks <= len(looks), "--looks", options.looks, fix)
     base = make_base(options, ablation, overrides, ablation.name)
-    if question is not None and has_looks(question, options):
-        return GridRequest(file, ablation, question, base, question.select_look(verdict))
-    seeds = options.seeds or (ablation.seeds[: looks[0]] if looks else ())
-    return GridRequest(file, ablation, question, base, select_rows(ablation, options.rows, seeds))
+    if question is not None and looks:
+        return GridRequest(file, ablation, question, base, question.select_look(verdict), looks)
+    first = () if question is None else ablation.seeds[: question.all_looks[0]]
+    return GridRequest(file, ablation, question, base, select_rows(ablation, options.rows, options.seeds or first))
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":

@@ -4,9 +4,7 @@ import argparse
 import hashlib
 import re
 import shlex
-import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,8 +24,6 @@ LEAST_BYTES_PER_WORKER = 2**28
 """Lower bound for processes that share the pages of their libraries."""
 NAMEABLE = re.compile(r"[A-Za-z0-9_.-]+")
 """A value that can stand in a name."""
-NAMES = {"queue.db": "study_name FROM studies", "mlflow.db": "name FROM experiments WHERE lifecycle_stage = 'active'"}
-"""Where the databases of a runs folder have the names of its results."""
 
 
 class Base(NamedTuple):
@@ -92,28 +88,17 @@ def require_runs(runs: Path) -> None:
         raise ValueError(f"--runs {str(runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
 
 
-def require_results(runs: Path, name: str, grids_only: bool = True) -> None:
+def require_results(runs: Path, name: str) -> None:
     """Raise a one-line ValueError if a runs folder does not exist, or has no results `name` and no file defines them.
 
-    grids_only: of an ablation or a search; otherwise also of a training or a diagnosis. It reads the databases without
-    MLflow and Optuna, which take seconds to import.
+    It imports nothing heavy.
     """
     require_runs(runs)
-    known = {path.name for path in runs.iterdir() if path.is_dir()}
-    try:
-        for file, columns in NAMES.items():
-            if (runs / file).is_file():
-                with closing(sqlite3.connect(f"{(runs / file).resolve().as_uri()}?mode=ro", uri=True)) as database:
-                    known |= {found for (found,) in database.execute(f"SELECT {columns}")}
-    except sqlite3.Error:  # the command itself names the damaged database
-        return
+    known = sorted(path.name for path in runs.iterdir() if path.is_dir() and path.name != "mlartifacts")
     if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
-        others = ("Default", "mlartifacts", *(("train-", "diagnose") if grids_only else ()))
-        listed = ", ".join(sorted(one for one in known if not one.startswith(others)))
-        raise ValueError(
-            f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has "
-            + (listed or ("no ablation or search" if grids_only else "none"))
-        )
+        listed = ", ".join(one for one in known if not one.startswith(("train-", "diagnose")))
+        problem = f"{str(runs)!r} has no such results{did_you_mean(name, known)}"
+        raise ValueError(f"{name!r}: {problem}; it has {listed or 'no ablation or search'}")
 
 
 def check_workers(options: argparse.Namespace) -> None:
@@ -140,31 +125,29 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
     name, where = options.ablation, options.runs
     require_results(where, name)
     from lit_lazy.grid.plan import list_grids, read_grid
-    from lit_lazy.support.named_files import find
 
     known = list_grids(where)
-    if not known:
-        raise ValueError(f"ablation {name!r}: {where} holds no grids; `lit-lazy ablate run` creates them")
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        try:
-            file = find("ablations", name)
-        except ValueError:
-            same = find_grids(name, known)
-            if len(same) == 1 and not options.base:
-                return read_grid(where / same[0])
-            near = did_you_mean(name, [*known, *list_available("ablations")])
-            fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
-            raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
-        from lit_lazy.grid.question import load_ablation_or_question
-
-        ablation, _ = load_ablation_or_question(file)
-        name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
+        name = _name_grid(name, options.base, known)
     if name not in known:
-        listed = f"{did_you_mean(name, known)}; it has {', '.join(known)}; `lit-lazy ablate run` creates it"
-        raise ValueError(f"ablation {name!r}: {where} holds no such grid{listed}")
+        listed = ", ".join(find_grids(name, known) or known) or "none"
+        problem = f"{where} holds no such grid{did_you_mean(name, known)}; it has {listed}"
+        raise ValueError(f"ablation {name!r}: {problem}; `lit-lazy ablate run` creates it")
     return read_grid(where / name)
+
+
+def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
+    """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
+    from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.support.named_files import find
+
+    if name in list_available("ablations") or name.endswith(".py"):
+        ablation, _ = load_ablation_or_question(find("ablations", name))
+        return f"{ablation.name}-{Path(base or ablation.base).stem}"
+    same = find_grids(name, known)
+    return same[0] if len(same) == 1 and base is None else name
 
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:

@@ -67,8 +67,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
 def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        require_results(options.runs, options.results, grids_only=False)
+    if not (os.environ.get("MLFLOW_TRACKING_URI") or (options.runs / "mlflow.db").exists()):  # which may know more
+        require_results(options.runs, options.results)
     found = _open(options, writes=True)
     entry = found.get(options.results)
     found.require_removable(entry)

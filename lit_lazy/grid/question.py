@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
@@ -118,7 +119,7 @@ class Question:
     def partial_declaration(self) -> Declaration:
         """The declaration without experiment, row settings and commit."""
         given = {one.name: getattr(self, one.name) for one in fields(Declaration) if hasattr(self, one.name)}
-        own = {
+        own: dict[str, Any] = {
             "contrasts": {contrast.name: dict(contrast.weights) for contrast in self.contrasts},
             "statements": tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
             "looks": self.all_looks,

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
 from lit_lazy.support.checks import NonEmptyText
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.errors import did_you_mean, explain
 from lit_lazy.support.named_files import find_grids
+
+TABLE = "table.json"
+"""As in `lit_lazy.table.build`, whose import takes long."""
 
 if TYPE_CHECKING:
     from lit_lazy.grid.plan import GridFolder
@@ -130,10 +133,8 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         table, file = save_table(grid, place), place / DETAILS
     else:
-        if options.base:
-            raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-        if options.out:
-            raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
+        if given := [name for name in ("base", "out") if getattr(options, name)]:
+            raise ValueError(f"--from, --{given[0]}: a {TABLE} says its experiment and place; leave one of the two out")
         from lit_lazy.grid.question import load_ablation_or_question
         from lit_lazy.report.publish import recompute_table
         from lit_lazy.support.named_files import find, list_available
@@ -146,9 +147,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
     print(render_text(table, file, text_width()))
     return 0
-
-
-TABLE = "table.json"
 
 
 def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -212,7 +210,7 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.stages import RATES, save_best_rates
-    from lit_lazy.table.build import TABLE, read_table
+    from lit_lazy.table.build import read_table
 
     tables = {place.resolve().name: read_table(place / TABLE) for place in options.folders}
     for name, table in tables.items():
@@ -225,29 +223,24 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.report.findings import collect_answers, fill_page, format_summary, read_questions
     from lit_lazy.support.disk import check_writable_file, write_text
 
+    pages = {}
     for file in options.insert:
         check_writable_file("--insert", file)
-    if (options.folder / "table.json").exists():
+        fix = "name a file with a pair of markers"
+        with explain(f"--insert {str(file)!r}: cannot be read", fix, OSError):
+            pages[file] = file.read_text(encoding="utf-8")
+    if (options.folder / TABLE).exists():
         raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give its parent folder")
     found = read_questions(options.folder)
     if not found:
-        raise ValueError(
-            f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_text_2` makes one"
-        )
+        fix = "`lit-lazy ablate run q_text_2` makes one"
+        raise ValueError(f"{str(options.folder)!r}: holds no question's {TABLE}; {fix}")
     answers = collect_answers(found, options.folder)
-    pages = {file: fill_page(_read(file), answers, options.folder, file.parent) for file in options.insert}
-    for file, text in pages.items():
+    filled = {file: fill_page(text, answers, options.folder, file.parent) for file, text in pages.items()}
+    for file, text in filled.items():
         write_text(file, text)
     print(format_summary(found))
     return 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); name a file with a pair of markers"
-        raise ValueError(f"--insert {str(file)!r}: {problem}") from None
 
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:

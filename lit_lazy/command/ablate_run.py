@@ -313,7 +313,8 @@ def _drop_finished(
     if measurable:
         print(describe_measurable(measurable))
     taken = find_results(grid, shares=not options.keep_checkpoint)
-    print(*(f"{line}\n" for line in describe_taken(grid, taken.values())), sep="", end="")
+    for line in describe_taken(grid, taken.values()):
+        print(line)
     had = done | measurable | {(cell.variant, cell.seed) for cell in grid.cells if cell.key in taken}
     left = [(row, tuple(s for s in seeds if (row.name, s) not in had)) for row, seeds in request.chosen]
     n = len(grid.cells)

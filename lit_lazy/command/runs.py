@@ -54,7 +54,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     found = _open(options)
     for entry in found.entries.values():
         state = "running" if found.find_users(entry) else entry.state
-        cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
+        done, n = entry.counts["complete"], entry.counts.total()
+        cells = "" if entry.kind in ("diagnosis", "other") else f"{done} of {n}"
         changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
         name = entry.name if entry.grid is None else entry.grid.title
         lines.append((name, entry.kind, cells, state, decimal(entry.size), changed))

@@ -157,29 +157,25 @@ class Ablation:
     @cached_property
     def all_rows(self) -> tuple[Row, ...]:
         """The named rows, or the product of axes as rows."""
-        if self.rows:
-            return self.rows
-        return tuple(Row(name, values) for name, (values, _) in self._points)
+        return self.rows or tuple(row for row, _ in self._points)
 
     @cached_property
     def all_contrasts(self) -> tuple[Contrast, ...]:
         """Those given, or those of the axes."""
         if self.contrasts or len(self.axes) < 2:
             return self.contrasts
-        design = {name: levels for name, (_, levels) in self._points}
+        design = {row.name: levels for row, levels in self._points}
         return main_effects(design) + interactions(design)
 
     @cached_property
-    def _points(self) -> list[tuple[str, tuple[dict[str, Any], dict[str, str]]]]:
-        """The product of axes without excluded points: row name, values by path, and as text by short name."""
+    def _points(self) -> list[tuple[Row, dict[str, str]]]:
+        """The product of axes without excluded points as rows, and their values as text by short name."""
         names, found = shorten_paths(self.axes).values(), []
-        texts = map(_describe_values, self.axes.values())
-        products = itertools.product(*self.axes.values()), itertools.product(*texts)
-        for point, described in zip(*products, strict=True):
-            values = dict(zip(self.axes, point, strict=True))
-            levels = dict(zip(names, described, strict=True))
+        products = itertools.product(*self.axes.values()), itertools.product(*map(_describe_values, self.axes.values()))
+        for point, texts in zip(*products, strict=True):
+            values, levels = dict(zip(self.axes, point, strict=True)), dict(zip(names, texts, strict=True))
             if not self.exclude(values):
-                found.append((" ".join(f"{axis}={level}" for axis, level in levels.items()), (values, levels)))
+                found.append((Row(" ".join(f"{axis}={level}" for axis, level in levels.items()), values), levels))
         return found
 
 

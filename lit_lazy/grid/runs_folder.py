@@ -1,11 +1,12 @@
 """What a runs folder holds, what of it can go, and its removal from disk and MLflow."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cells import State, read_state
 from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, GridFolder
 from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
@@ -55,13 +56,10 @@ class RunsEntry:
         inside = self.folder if self.kind == "training" else self.folder / CELLS
         return sorted(path for path in inside.glob("*") if path.is_dir())
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """The numbers of finished and of all cells."""
-        if self.grid is not None:
-            return sum(cell.status == "complete" for cell in self.grid.cells), len(self.grid.cells)
-        folders = self.run_folders
-        return sum((folder / RESULT).exists() for folder in folders), len(folders)
+    @cached_property
+    def counts(self) -> Counter[State]:
+        """The numbers of its cells or trainings by state."""
+        return Counter(map(read_state, [cell.folder for cell in self.grid.cells] if self.grid else self.run_folders))
 
     @property
     def state(self) -> str:
@@ -70,9 +68,9 @@ class RunsEntry:
             return "other files" if self.kind == "other" else "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
-        done, total = self.progress
-        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
-        return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
+        if failed := self.counts["failed"]:
+            return f"{failed} failed"
+        return "complete" if self.counts["complete"] == self.counts.total() else "unfinished"
 
     @cached_property
     def size(self) -> int:

@@ -29,17 +29,8 @@ from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
 from lit_lazy.tracking.store import NOTE
+from lit_lazy.training import run_folder
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import (
-    clear_failure,
-    hold,
-    is_final,
-    is_locked,
-    locate_cell,
-    read_failure,
-    remove_checkpoints,
-    write_failure,
-)
 
 if TYPE_CHECKING:
     from lit_lazy.tracking.tracker import Tracker
@@ -101,7 +92,7 @@ class SearchDriver:
         if trial is None:
             return "waiting"
         state, key = _name_state(trial), trial.user_attrs[KEY]
-        lost = state == "running" and key not in self._held and not is_locked(self.work.locate(key))
+        lost = state == "running" and key not in self._held and not run_folder.is_locked(self.work.locate(key))
         return "waiting" if lost or (state == "failed" and trial.user_attrs[NUMBER] not in self._failed) else state
 
     def choose(self) -> Cell | None:
@@ -139,7 +130,7 @@ class SearchDriver:
             cell = definition.make_cell(number, trial.params)
             trial.set_user_attr(KEY, cell.key)
             trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
-            clear_failure(self.work.locate(cell.key))
+            run_folder.clear_failure(self.work.locate(cell.key))
             self._held[cell.key] = trial
             return cell
 
@@ -150,9 +141,9 @@ class SearchDriver:
         if self._settle(trial, cell.key):  # its command died before it told
             return None
         if step is not None and (reason := self._describe_pruning(trial, step, frozen.intermediate_values[step])):
-            with hold(folder := self.work.locate(cell.key)) as is_free:
+            with run_folder.hold(folder := self.work.locate(cell.key)) as is_free:
                 if is_free:
-                    write_failure(folder, reason, final=True)  # as its worker does
+                    run_folder.write_failure(folder, reason, final=True)  # as its worker does
             self._settle(trial, cell.key)
             return None
         self._held[cell.key] = trial
@@ -161,18 +152,18 @@ class SearchDriver:
     def _settle(self, trial: Trial, key: str) -> bool:
         """Tell how a point ended by what is in its folder, unless another command has; whether it has ended."""
         folder = self.work.locate(key)
-        result, reason = RunResult.peek(folder), read_failure(folder)
+        result, reason = RunResult.peek(folder), run_folder.read_failure(folder)
         state, value = TrialState.FAIL, None
         if result is not None:
             state, value, reason = TrialState.COMPLETE, result.metrics[self.definition.objective], ""
             clear_leftovers(folder)
         elif not reason:
             return False
-        elif is_final(folder):  # it was hopeless, or its loss is not finite any more
+        elif run_folder.is_final(folder):  # it was hopeless, or its loss is not finite any more
             state, reason = TrialState.PRUNED, reason if HOPELESS in reason else f"{DIVERGED}{reason}"
-            with hold(folder) as is_free:
+            with run_folder.hold(folder) as is_free:
                 if is_free:
-                    remove_checkpoints(folder)
+                    run_folder.remove_checkpoints(folder)
                     (folder / HOLDER).unlink(missing_ok=True)
         else:
             self._failed.add(trial.user_attrs[NUMBER])
@@ -274,7 +265,7 @@ class SearchMirror(Mirror):
         names, seed = self.definition.names, self.definition.base["seed"]
         return [
             MirroredCell(
-                folder=locate_cell(self.folder, point.run),
+                folder=run_folder.locate_cell(self.folder, point.run),
                 variant=point_name(point.number),
                 source="ours",
                 seed=seed,

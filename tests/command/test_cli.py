@@ -82,7 +82,7 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
     assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
     assert done.stderr.count("--logger wandb: needs the package wandb; pip install 'lit-lazy[wandb]'") == 3
     assert "unknown argument '--runs'; give the folder alone: `lit-lazy ablate verdicts FOLDER`" in done.stderr
-    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-tiny") == 4
+    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-tiny") == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 
 

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
-from lit_lazy.grid.ablation import MOST_CELLS, Cell, check_name
+from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, to_dict
+from lit_lazy.grid.ablation import MOST_CELLS, Cell, Row, check_name, prepare_rows
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.errors import naming, short_repr
 from lit_lazy.support.stored_records import make_record, parse_record
-from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.prepare import load_data
 
 DEFINITION, FORMAT = "search.json", 1
 """File of a search's definition in its folder, and its format; raised when a field changes its meaning."""
@@ -144,28 +143,21 @@ def point_name(number: int) -> str:
 def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> Definition:
     """A search on an experiment that already includes the search's common changes and the user's overrides.
 
-    overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks, for
-    an axis limit that it rejects, and for an override of an axis.
+    overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks or
+    that changes its data, for an axis limit that it rejects, and for an override of an axis.
     """
-    values, where = flatten(to_dict(base)), f"search {search.name!r}"
-    for path in search.axes:
-        if path in overridden:
-            raise ValueError(f"--{path}: is an axis of {where}; leave the override out")
-        if path not in values:
-            raise ValueError(f"{where}: axis {path!r} is no field of this experiment; `lit-lazy fields` lists them")
-        if not isinstance(values[path], float) or path.startswith("data."):
-            problem = f"is {values[path]!r} here, and must be a real number that is no setting of the data"
-            raise ValueError(f"{where}: axis {path!r} {problem}")
-    source = prepare(base)
-    check_init_from(base, source.outline)
-    for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
-        point = dict(zip(search.axes, corner, strict=True))
-        at = ", ".join(f"{path}={value:g}" for path, value in point.items())
-        with naming(f"{where}: no training at {at}"):
-            prepare(replace_at(base, point))
-    known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
-    fix = f"the data {source.name!r} has no known optimum; take loss/val"
-    require(known, f"{where}: objective", search.objective, fix)
+    if both := sorted(search.axes.keys() & {*overridden}):
+        raise ValueError(f"--{both[0]}: is an axis of search {search.name!r}; leave the override out")
+    ends = itertools.product(*((float(axis.low), float(axis.high)) for axis in search.axes.values()))
+    points = [dict(zip(search.axes, point, strict=True)) for point in ends]
+    corners = [(Row(f"corner {number}", point), (base.seed,)) for number, point in enumerate(points)]
+    with naming(f"search {search.name!r}"):
+        prepared, source = prepare_rows(corners, base), load_data(base.data)
+        same = {row.fingerprint for row in prepared} == {source.fingerprint}
+        require(same, "axes", list(search.axes), "change the data, on which all points are to be compared")
+        known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
+        fix = f"the data {source.name!r} has no known optimum; take loss/val"
+        require(known, "objective", search.objective, fix)
     return Definition(
         base=to_dict(base),
         data=source.fingerprint,

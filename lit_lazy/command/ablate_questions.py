@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
 from lit_lazy.command.grid_helpers import default_workers
 from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.support.named_files import find, list_available, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.grid.run import Grid
@@ -67,7 +68,6 @@ def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
     from lit_lazy.config.user_files import load_attribute, load_experiment
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
-    from lit_lazy.support.named_files import find, list_available, suggest_file
 
     ready, waiting = [], []
     for name in list_available("ablations"):

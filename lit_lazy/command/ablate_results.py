@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
 from lit_lazy.support.checks import NonEmptyText
-from lit_lazy.support.errors import did_you_mean, explain
-from lit_lazy.support.named_files import find_grids
+from lit_lazy.support.disk import check_writable_file, check_writable_folder, write_text
+from lit_lazy.support.errors import did_you_mean, explain, sanitise
+from lit_lazy.support.named_files import find, find_grids, list_available
 
 TABLE = "table.json"
 """As in `lit_lazy.table.build`, whose import takes long."""
@@ -102,7 +103,6 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
 def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
     """What a grid's file says otherwise than when the grid began; "" if nothing, or if NAME is not that file's."""
     from lit_lazy.command.ablate_run import check_settings, parse_request
-    from lit_lazy.support.named_files import list_available
 
     if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
         return ""
@@ -125,7 +125,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.source is None:
         grid = open_grid_folder(options)
         from lit_lazy.report.publish import save_table
-        from lit_lazy.support.disk import check_writable_folder
         from lit_lazy.table.render import DETAILS
 
         place = choose_output(options, grid.path)
@@ -137,7 +136,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
             raise ValueError(f"--from, --{given[0]}: a {TABLE} says its experiment and place; leave one of the two out")
         from lit_lazy.grid.question import load_ablation_or_question
         from lit_lazy.report.publish import recompute_table
-        from lit_lazy.support.named_files import find, list_available
 
         name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
         declared = find("ablations", name if name in list_available("ablations") else options.ablation)
@@ -150,8 +148,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.support.disk import check_writable_file, write_text
-
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
@@ -197,7 +193,6 @@ def find_table(name: str, runs: Path) -> Path | str:
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
     from lit_lazy.grid.packed import CELLS, pack_grid
-    from lit_lazy.support.disk import check_writable_file
 
     out = choose_output(options, grid.path / CELLS)
     check_writable_file("--out", out)
@@ -221,7 +216,6 @@ def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.report.findings import collect_answers, fill_page, format_summary, read_questions
-    from lit_lazy.support.disk import check_writable_file, write_text
 
     pages = {}
     for file in options.insert:
@@ -245,8 +239,6 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.user_files import load_module
-    from lit_lazy.support.errors import sanitise
-    from lit_lazy.support.named_files import find, list_available
 
     listed: dict[str, list[str]] = {"ablations": [], "questions": [], "searches": [], "experiments": []}
     kinds = {"question": "questions", "search": "searches"}

@@ -26,6 +26,9 @@ from lit_lazy.command.options import (
     add_options,
     make_execution,
 )
+from lit_lazy.support.checks import require
+from lit_lazy.support.named_files import find
+from lit_lazy.support.secrets import format_command_line
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
@@ -360,8 +363,6 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
     """The request of the options; of a question with looks, the look after those of a verdict."""
     from lit_lazy.grid.ablation import require_known, select_rows
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.support.checks import require
-    from lit_lazy.support.named_files import find
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
@@ -402,7 +403,6 @@ def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdi
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.grid.run import Grid
-    from lit_lazy.support.secrets import format_command_line
     from lit_lazy.table.records import RowInfo
 
     plan = Plan(

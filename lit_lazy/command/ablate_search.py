@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import Commands, ablation_name, add_command, add_options
+from lit_lazy.support.named_files import find
 
 if TYPE_CHECKING:
     from lit_lazy.grid.search.run import SearchWork
@@ -74,7 +75,6 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     from lit_lazy.grid.ablation import load_defined
     from lit_lazy.grid.search.definition import Search, define
     from lit_lazy.grid.search.run import SearchWork
-    from lit_lazy.support.named_files import find
 
     search_path = find("ablations", options.ablation)
     search = load_defined(search_path, "search", Search)

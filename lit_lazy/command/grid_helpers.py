@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lit_lazy.command.options import append_init_from
+from lit_lazy.support.disk import check_writable_folder, is_read_only
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
+from lit_lazy.support.machine import count_cores, require_memory
+from lit_lazy.support.named_files import LONGEST_NAME, find, find_grids, list_available
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -49,7 +51,6 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.serialisation import replace_at
     from lit_lazy.config.user_files import load_experiment
-    from lit_lazy.support.named_files import find
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
@@ -72,7 +73,6 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
 def check_destinations(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if results, study or MLflow's runs cannot be stored. Creates nothing."""
     from lit_lazy.grid.study import check_storage
-    from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.check_store import check_store
     from lit_lazy.tracking.store import default_uri
 
@@ -103,8 +103,6 @@ def require_results(runs: Path, name: str) -> None:
 
 def check_workers(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if this machine cannot start --workers processes."""
-    from lit_lazy.support.machine import require_memory
-
     if options.workers:
         require_memory({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
 
@@ -113,8 +111,6 @@ def default_workers(threads: int, devices: int = 1) -> int:
     """One worker per `devices` GPUs; without GPUs, as many workers as cores and memory allow."""
     import psutil
     import torch
-
-    from lit_lazy.support.machine import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
@@ -141,7 +137,6 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
 def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
     """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.support.named_files import find
 
     if name in list_available("ablations") or name.endswith(".py"):
         ablation, _ = load_ablation_or_question(find("ablations", name))
@@ -152,8 +147,6 @@ def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:
     """--out, or a path in --runs. Raises a one-line ValueError if --runs is read-only and --out is not given."""
-    from lit_lazy.support.disk import is_read_only
-
     if options.out is None and any(is_read_only(folder) for folder in (options.runs, default.parent)):
         raise ValueError(f"--runs {str(options.runs)!r}: is read-only; say by --out where to write")
     return options.out or default

@@ -176,7 +176,7 @@ def test_a_warning_that_is_an_error_is_one_line(monkeypatch, capsys) -> None:
     def warn(*_: object) -> None:
         raise DeprecationWarning("old")
 
-    monkeypatch.setattr("lit_lazy.support.named_files.list_available", warn)
+    monkeypatch.setattr("lit_lazy.command.ablate_results.list_available", warn)
     assert main(["ablate", "list"]) == 2
     assert capsys.readouterr().err == (
         "lit-lazy: PYTHONWARNINGS or -W makes a library's warning an error (DeprecationWarning: old); leave it out\n"

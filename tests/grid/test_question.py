@@ -15,7 +15,7 @@ import pytest
 from first_stage import use_stand_in
 
 from lit_lazy.attention import Elastic, Softmax
-from lit_lazy.command import templates
+from lit_lazy.command import ablate_questions, templates
 from lit_lazy.command.ablate_run import find_next_look, make_grid
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import replace_at
@@ -24,7 +24,6 @@ from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_r
 from lit_lazy.grid.plan import read_grid
 from lit_lazy.grid.question import RESULTS, Question, load_ablation_or_question
 from lit_lazy.measure.evaluation import require_measured
-from lit_lazy.support import named_files
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
@@ -378,7 +377,7 @@ def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch)
 
 def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(named_files, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
+    monkeypatch.setattr(ablate_questions, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
     assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
     out = capsys.readouterr().out
     reason = "needs the model models/smollm2.ckpt, from which smollm2 starts; `make smollm2` makes it"
@@ -393,14 +392,12 @@ def test_no_step_of_a_large_model_is_timed(monkeypatch, tmp_path, capsys) -> Non
     dry = ["--dry-run", "--workers", "1", "--runs", str(tmp_path)]
     assert main(["ablate", "search", "lazy_search", *dry]) == 0
     assert " per point" in capsys.readouterr().out
-    monkeypatch.setattr(named_files, "list_available", lambda _: ["q_mask_2"])
+    monkeypatch.setattr(ablate_questions, "list_available", lambda _: ["q_mask_2"])
     assert main(["ablate", "questions", *dry]) == 0
     assert "q_mask_2         about " in capsys.readouterr().out
 
 
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys) -> None:
-    from lit_lazy.command import ablate_questions
-
     use_stand_in(monkeypatch, tmp_path / "results")
     ran = []
     prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(ablate_questions.list_questions()[0]))}

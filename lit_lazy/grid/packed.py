@@ -88,39 +88,27 @@ def _mark(result: RunResult, where: str) -> RunResult:
     return replace(result, taken_from=f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})")
 
 
-@dataclass(frozen=True)
-class Pack:
-    """The content of a packed file."""
+def read_pack(path: Path, what: str = "--results") -> dict[str, TakenResult]:
+    """The cells of a packed file by key. what: the option that names the file, for messages.
 
-    path: Path
-    grid: str
-    """The id of the grid that was packed."""
-    cells: Mapping[str, TakenResult]
-    """By key."""
-
-    @classmethod
-    def read(cls, path: Path, what: str = "--results") -> "Pack":
-        """Read a packed file. what: the option that names it, for messages.
-
-        Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
-        """
-        option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
-        with explain(f"{option}: cannot be read", fix, OSError), open_file(path) as file:
-            packed = file.read()
-        mistakes = lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError
-        with explain(f"{option}: is truncated, or no packed file", fix, *mistakes):
-            stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
-            content = stream.decompress(packed, MOST_BYTES)
-            require(stream.eof, "size", len(content), f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
-            header, *lines = map(parse_json, content.splitlines())
-            kind, _, number = header["format"].rpartition(" ")
-            require_known_format(option, {"format": int(number)}, FORMAT)
-            grid = str(header["grid"])
-            cells = [_parse_line(line, f"{path.name} of {grid}") for line in lines]
-            pack = cls(path, grid, {cell.result.key: cell for cell in cells})
-            require(kind == KIND, "format", header["format"], f"must be {KIND} {FORMAT}")
-            require(header["cells"] == len(pack.cells), "cells", header["cells"], f"it has {len(pack.cells)}")
-            return pack
+    Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
+    """
+    option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
+    with explain(f"{option}: cannot be read", fix, OSError), open_file(path) as file:
+        packed = file.read()
+    mistakes = lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError
+    with explain(f"{option}: is truncated, or no packed file", fix, *mistakes):
+        stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
+        content = stream.decompress(packed, MOST_BYTES)
+        require(stream.eof, "size", len(content), f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
+        header, *lines = map(parse_json, content.splitlines())
+        kind, _, number = header["format"].rpartition(" ")
+        require_known_format(option, {"format": int(number)}, FORMAT)
+        require(kind == KIND, "format", header["format"], f"must be {KIND} {FORMAT}")
+        cells = [_parse_line(line, f"{path.name} of {header['grid']}") for line in lines]
+        found = {cell.result.key: cell for cell in cells}
+        require(header["cells"] == len(found), "cells", header["cells"], f"it has {len(found)}")
+        return found
 
 
 def _parse_line(line: dict[str, Any], where: str) -> TakenResult:
@@ -141,8 +129,7 @@ def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     cells = [] if grid is None else [cell for cell in grid.cells if cell.variant not in grid.plan.replaced]
     found = {cell.variant: cell.settings for cell in cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
-        packed = Pack.read(file, "packed cells").cells.values()
-        found = {cell.row: flatten(cell.result.config) for cell in packed}
+        found = {cell.row: flatten(cell.result.config) for cell in read_pack(file, "packed cells").values()}
     return {
         row: {path: str(value) for path, value in settings.items() if path != "seed"} for row, settings in found.items()
     } or None
@@ -166,14 +153,15 @@ def take_from_files(cells: Sequence[Cell], files: Sequence[Path], folder: Path |
     that cannot be used, and for a cell that has different metrics in two places: all count but those of `Costs`, and
     timings do not.
     """
-    packs = [Pack.read(file) for file in files]
-    for pack in packs:
-        if pack.cells.keys().isdisjoint(cell.key for cell in cells):
-            problem = f"none of its {len(pack.cells)} cells, of {pack.grid}, is asked for here"
-            raise ValueError(f"--results {str(pack.path)!r}: {problem}; leave it out")
+    packs = {str(file): read_pack(file) for file in files}
+    for path, pack in packs.items():
+        if pack.keys().isdisjoint(cell.key for cell in cells):
+            grids = {cell.result.taken_from.partition(" (")[0] for cell in pack.values()}
+            problem = f"none of its {len(pack)} cells, {', '.join(grids)}, is asked for here"
+            raise ValueError(f"--results {path!r}: {problem}; leave it out")
     taken: dict[str, TakenResult] = {}
     for cell in cells:
-        serving = {str(pack.path): pack.cells[cell.key] for pack in packs if cell.key in pack.cells}
+        serving = {path: pack[cell.key] for path, pack in packs.items() if cell.key in pack}
         for path, found in serving.items():
             if not is_described_by(cell, found.result):
                 problem = f"the settings of {cell.variant} seed {cell.seed} do not give its key {cell.key}"

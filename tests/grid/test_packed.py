@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
     "another grid": (
         edit(lambda line: line | {"key": line["key"][::-1]}, grid="other-stdlib"),
-        "none of its 4 cells, of other-stdlib, is asked for here; leave it out",
+        "none of its 4 cells, cells.xz of other-stdlib, is asked for here; leave it out",
     ),
     "one key twice": (
         edit(lambda line: line | {"key": "0" * 12}),

@@ -212,7 +212,6 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
-    """Print what a command would train, and its cost."""
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.packed import read_row_settings

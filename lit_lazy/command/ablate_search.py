@@ -74,7 +74,6 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
     from lit_lazy.grid.ablation import load_defined
     from lit_lazy.grid.search.definition import Search, define
-    from lit_lazy.grid.search.run import SearchWork
 
     search_path = find("ablations", options.ablation)
     search = load_defined(search_path, "search", Search)
@@ -82,5 +81,7 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     prefix = f"search-{search.name}"
     base = make_base(options, search, overrides, prefix)
     definition = define(search, base.config, base.overridden)
+    from lit_lazy.grid.search.run import SearchWork
+
     cells = [definition.make_placeholder(number) for number in range(search.trials)]
     return SearchWork(f"{prefix}-{base.name}", cells, options.runs, (search_path, base.file), definition)

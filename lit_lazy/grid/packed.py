@@ -112,7 +112,6 @@ def read_pack(path: Path, what: str = "--results") -> dict[str, TakenResult]:
 
 
 def _parse_line(line: dict[str, Any], where: str) -> TakenResult:
-    """The cell of a line, marked. Raises ValueError, TypeError or LookupError if it is none of a packed file."""
     row, ended = line.pop("variant"), line.pop("ended", 0)  # format 1 has no end
     check_row_name(row)
     check_value("ended", ended, Annotated[float, Bounds(ge=0, le=LATEST)])

@@ -105,10 +105,8 @@ class Question:
         files: all files that define it. The commit is empty if one of them, or of the files that they import from their
         folders, has uncommitted changes.
         """
-        rows = {}
-        for row in self.ablation.all_rows:
-            config = row.apply_to(base)
-            rows[row.name] = [to_minimal_dict(config), hash_user_code(config)]
+        configs = {row.name: row.apply_to(base) for row in self.ablation.all_rows}
+        rows = {name: [to_minimal_dict(config), hash_user_code(config)] for name, config in configs.items()}
         declared = self.partial_declaration
         content = json.dumps([declared.to_json(), base_name, rows, [ALPHA, *declared.weights]], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -137,8 +135,8 @@ def _recall(declared: Declaration, name: str, base_name: str) -> Declaration:
     path = RESULTS / f"{name}-{base_name}" / TABLE
     known = read_table(path).declaration if path.exists() else None
     if known is not None and known.digest == declared.digest:
-        earlier = replace(declared, earlier=known.earlier, earlier_seeds=known.earlier_seeds)
-        return replace(earlier, commit=known.commit) if declared.commit else earlier
+        commit = known.commit if declared.commit else ""
+        return replace(declared, commit=commit, earlier=known.earlier, earlier_seeds=known.earlier_seeds)
     for path in sorted(RESULTS.glob(f"{declared.after}-*/{TABLE}")) if declared.after else ():
         table = read_table(path)
         if table.verdict is not None:

@@ -3,10 +3,9 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +71,11 @@ class GridRequest(NamedTuple):
             return None
         declared = self.question.declare(self.base.name, self.base.config, self.files)
         return replace(declared, commit="") if self.base.overridden else declared
+
+    def at_look(self, verdict: "Verdict | None") -> "GridRequest":
+        """The request of the question's look after those of a verdict."""
+        assert self.question is not None
+        return self._replace(chosen=self.question.select_look(verdict))
 
     def apply_rows(self) -> "dict[str, RunConfig]":
         """The config of each chosen row by name."""
@@ -161,11 +165,10 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     import torch
 
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
-    if options.dry_run:
-        return _dry_run(options, overrides, execution)
-    from lit_lazy.support.console import plain_console
-
     request = parse_request(options, overrides)
+    if options.dry_run:
+        return _dry_run(options, request, execution)
+    from lit_lazy.support.console import plain_console
     from lit_lazy.training.result import RESULT
     from lit_lazy.training.run_folder import CELLS
 
@@ -175,7 +178,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         from lit_lazy.grid.pool import start_fork_server
 
         start_fork_server()  # now: it takes as long as the checks of rows and data
-    grid = make_grid(options, overrides)
+    grid = make_grid(options, request)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.cells import read_state
@@ -194,7 +197,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
             while request.looks and finished and find_next_look(table, options.looks, made):
-                grid = make_grid(options, overrides, table.verdict)
+                grid = make_grid(options, request.at_look(table.verdict))
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
@@ -211,25 +214,24 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if finished else 1
 
 
-def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
+def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Execution") -> int:
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.packed import read_row_settings
     from lit_lazy.support.console import plain_console
 
-    request = parse_request(options, overrides)
     table = None if options.fresh else _read_looks(request, options.runs)
     verdict = None if table is None else table.verdict
     if table is not None and verdict is not None:
         if find_next_look(table, options.looks, 0) is None:
             print(f"{verdict.sentence}\nThere is no look to make.")
             return 0
-        request = parse_request(options, overrides, verdict)
+        request = request.at_look(verdict)
     configs, left = request.apply_rows(), request.chosen
     if not options.fresh:
         if not options.changed:
             check_settings(request, read_row_settings(options.runs / request.grid) or {})
-        left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
+        left = _drop_finished(options, request)
     if left:
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
@@ -291,10 +293,8 @@ def _read_looks(request: GridRequest, runs: Path) -> "Table | None":
     return table if same else None
 
 
-def _drop_finished(
-    request: GridRequest, options: argparse.Namespace, make: "Callable[[], Grid]"
-) -> "Sequence[tuple[Row, tuple[int, ...]]]":
-    """The rows with the seeds that are still to train; prints how many are not. make: makes the grid, loading its data.
+def _drop_finished(options: argparse.Namespace, request: GridRequest) -> "Sequence[tuple[Row, tuple[int, ...]]]":
+    """The rows with the seeds that are still to train; prints how many are not.
 
     Raises ValueError, as the run itself does, if the code or the data of a row changed.
     """
@@ -309,7 +309,7 @@ def _drop_finished(
     from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.run import describe_measurable, describe_taken, find_results, merge_plan
 
-    grid = make()
+    grid = make_grid(options, request)
     _, measurable = merge_plan(grid)
     done = {(cell.variant, cell.seed) for cell in grid.cells if read_state(grid.locate(cell.key)) == "complete"}
     if measurable:
@@ -358,8 +358,8 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), following])
 
 
-def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:
-    """The request of the options; of a question with looks, the look after those of a verdict."""
+def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
+    """The request of the options; of a question with looks, its first one."""
     from lit_lazy.grid.ablation import require_known, select_rows
     from lit_lazy.grid.question import load_ablation_or_question
 
@@ -374,22 +374,18 @@ def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "V
         require(options.looks <= len(looks), "--looks", options.looks, fix)
     base = make_base(options, ablation, overrides, ablation.name)
     if question is not None and looks:
-        return GridRequest(file, ablation, question, base, question.select_look(verdict), looks)
+        return GridRequest(file, ablation, question, base, question.select_look(None), looks)
     first = () if question is None else ablation.seeds[: question.all_looks[0]]
     return GridRequest(file, ablation, question, base, select_rows(ablation, options.rows, options.seeds or first))
 
 
-def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":
-    """The grid that the options of `ablate run` describe, fully checked. Creates nothing.
-
-    verdict: of a question with looks, that of the looks made so far.
-    """
+def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
+    """The grid that a request describes, fully checked. Creates nothing."""
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
     from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
 
-    request = parse_request(options, overrides, verdict)
     ablation, base = request.ablation, request.base.config
     prepared = prepare_rows(request.chosen, base, request.base.overridden)
     cells = expand(prepared)

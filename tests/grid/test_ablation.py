@@ -10,12 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from asked_grid import ask_for_grid
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limit, _validate_metric_name
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
 from lit_lazy.command import ablate_run
-from lit_lazy.command.ablate_run import make_grid, parse_request
+from lit_lazy.command.ablate_run import parse_request
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
@@ -141,7 +142,7 @@ def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "prepare", lambda config: prepared.update([config]) or prepare(config))
     monkeypatch.setattr(Row, "apply_to", lambda row, base: applied.update([row.name]) or apply(row, base))
     words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "1,2"]
-    grid = make_grid(make_parser().parse_args(words), [])
+    grid = ask_for_grid(words)
     assert len(grid.cells) == 4
     assert len(grid.plan.definitions) == 17
     assert [*prepared.values()] == [*applied.values()] == 17 * [1]
@@ -230,7 +231,7 @@ def test_each_cell_has_the_axes_its_own_parts_have() -> None:
 def test_only_the_rows_that_are_named_are_run_and_one_of_them_may_be_the_baseline() -> None:
     words = ["ablate", "run", "table2", "--rows", "softmax,lazy T5", "--seeds", "0,1"]
     for more, baseline in (([], "lazy"), (["--baseline", "softmax"], "softmax")):
-        grid = make_grid(make_parser().parse_args([*words, *more]), [])
+        grid = ask_for_grid([*words, *more])
         rows = {"softmax": (0, 1), "lazy T5": (0, 1)}
         assert ({row.variant: row.seeds for row in grid.plan.rows}, grid.plan.baseline) == (rows, baseline)
         assert {cell.variant for cell in grid.cells} == rows.keys()

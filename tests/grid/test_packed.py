@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked_grid import ask_for_grid
 from mlflow.tracking import MlflowClient
 from two_rows import two_rows
 
-from lit_lazy.command.ablate_run import make_grid
-from lit_lazy.command.main import main, make_parser
+from lit_lazy.command.main import main
 from lit_lazy.grid.packed import TakenResult, find_shared
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
@@ -48,7 +48,7 @@ class Trained:
 
     def take(self, runs: Path, *more: str) -> Mapping[str, TakenResult]:
         """What a command would take from packed files."""
-        return make_grid(make_parser().parse_args(self.command(runs, *more)), []).taken
+        return ask_for_grid(self.command(runs, *more)).taken
 
     def edit(self, path: Path, edit: Callable[[Line], Line | None], header: Mapping[str, Any] | None = None) -> Path:
         """Write another packed file: `edit` returns each cell as it is to be, or None to leave it out."""
@@ -238,7 +238,7 @@ def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> No
     _, (note,) = read_table(trained.runs, "another-backcopy_tiny")
     assert note.startswith(f"2 of 2 cells were taken from {ID} (commit ")
     # A third grid finds the other's cells first, and names that, which trained them.
-    cells = make_grid(make_parser().parse_args(command), []).cells
+    cells = ask_for_grid(command).cells
     found = find_shared(cells, trained.runs / "zero")
     assert {one.result.taken_from.partition(" ")[0] for one in found.values()} == {ID}
     shutil.rmtree(trained.runs / "another-backcopy_tiny")
@@ -246,7 +246,7 @@ def test_a_training_is_shared_with_another_grid(trained, tmp_path, capsys) -> No
 
 def test_only_a_result_that_is_the_cells_own_is_shared(trained: Trained, tmp_path: Path) -> None:
     """One that cannot be read, was moved aside, or whose settings give another key is left as it is."""
-    cell = make_grid(make_parser().parse_args(trained.command(trained.runs)), []).cells[0]
+    cell = ask_for_grid(trained.command(trained.runs)).cells[0]
     result = RunResult.peek(trained.runs / ID / "cells" / cell.key)
     assert result is not None
     for grid in ("a-damaged", "b-other", "c.until-20260101-000000", "own"):

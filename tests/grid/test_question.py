@@ -12,12 +12,13 @@ from pathlib import Path
 
 import forked
 import pytest
+from asked_grid import ask_for_grid
 from first_stage import use_stand_in
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command import ablate_questions, templates
-from lit_lazy.command.ablate_run import find_next_look, make_grid
-from lit_lazy.command.main import main, make_parser
+from lit_lazy.command.ablate_run import find_next_look
+from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
 from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
@@ -148,9 +149,8 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
 
 
 def test_settings_of_the_command_line_were_declared_nowhere(mine: Path) -> None:
-    asked = make_parser().parse_args(["ablate", "run", str(mine)])
     for overrides, commit in (([], find_last_commit(mine)), (["--train.lr=0.1"], "")):
-        assert make_grid(asked, overrides).plan.declaration.commit == commit
+        assert ask_for_grid(["ablate", "run", str(mine)], overrides).plan.declaration.commit == commit
 
 
 def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:

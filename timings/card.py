@@ -66,7 +66,7 @@ def list_cells(grid: str, rows: Sequence[str], seeds: Sequence[int]) -> list[Ask
     ablation, _ = load_ablation_or_question(find("ablations", name))
     base = base or ablation.base
     chosen = select_rows(ablation, rows, seeds)
-    cells = expand(chosen, prepare_rows(chosen, load_experiment(find("experiments", base))))
+    cells = expand(prepare_rows(chosen, load_experiment(find("experiments", base))))
     by_row = {row.name: [cell for cell in cells if cell.variant == row.name] for row, _ in chosen}
     ordered = [cell for seed in zip_longest(*by_row.values()) for cell in seed if cell is not None]
     return [Asked(f"{name}-{base}", cell) for cell in ordered]

@@ -20,7 +20,6 @@ from lit_lazy.grid.ablation import (
     Cell,
     expand,
     hash_row_definitions,
-    make_row_infos,
     prepare_rows,
     select_rows,
 )
@@ -33,6 +32,7 @@ from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.interrupts import Interrupts
@@ -103,7 +103,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
     base, clock = replace_at(base, {"train.steps": steps}), Clock()
     chosen = select_rows(_make_ablation(1, pairs), [], [])
-    cells = expand(chosen, prepare_rows(chosen, base))
+    cells = expand(prepare_rows(chosen, base))
     driver, job = _make_driver(runs, cells)
     prepare_process(job)
     for number, cell in enumerate(cells):
@@ -176,7 +176,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
     with measure_time("expand"):
         chosen = select_rows(ablation, [], [])
         prepared = prepare_rows(chosen, base)
-        cells = expand(chosen, prepared)
+        cells = expand(prepared)
         facts = hash_row_definitions(ablation, base, prepared)
     driver, job = _make_driver(runs, cells)
     with measure_time("status"):
@@ -186,7 +186,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         base="backcopy_tiny",
         baseline=cells[0].variant,
         command="",
-        rows=tuple(make_row_infos(chosen, "backcopy_tiny")),
+        rows=tuple(RowInfo(row.name, row.source, seeds, "backcopy_tiny", row.note) for row, seeds in chosen),
         columns=COLUMNS,
         contrasts=(),
         axes=tuple(cells[0].axes),

@@ -5,9 +5,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
+from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid, parse_request
 from lit_lazy.command.grid_helpers import default_workers
 from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.support.named_files import find, list_available, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.grid.job import Grid
@@ -34,10 +35,10 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     names, waiting = list_questions(options.base)
     torch.set_num_threads(options.threads)  # as in a worker
     workers = options.workers or default_workers(options.threads, options.devices or 1)
-    seconds = {
-        name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides))
-        for name in track_progress(names, "pricing questions")
-    }
+    seconds = {}
+    for name in track_progress(names, "pricing questions"):
+        run = _make_run_options(options, name)
+        seconds[name] = _estimate_seconds(make_grid(run, parse_request(run, overrides)))
     order = sorted(names, key=lambda name: seconds[name])
     for name in order:
         print(f"{name:16} about {format_duration(seconds[name] / workers)} with {workers} workers")
@@ -67,7 +68,6 @@ def list_questions(base: str | None = None) -> tuple[list[str], list[str]]:
     from lit_lazy.config.user_files import load_attribute, load_experiment
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
-    from lit_lazy.support.named_files import find, list_available, suggest_file
 
     ready, waiting = [], []
     for name in list_available("ablations"):

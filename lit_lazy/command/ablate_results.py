@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
 from lit_lazy.support.checks import NonEmptyText
-from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import find_grids
+from lit_lazy.support.disk import check_writable_file, check_writable_folder, write_text
+from lit_lazy.support.errors import did_you_mean, explain, sanitise
+from lit_lazy.support.named_files import find, find_grids, list_available
+
+TABLE = "table.json"
+"""As in `lit_lazy.table.build`, whose import takes long."""
 
 if TYPE_CHECKING:
     from lit_lazy.grid.grid_folder import GridFolder
@@ -99,7 +103,6 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
 def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
     """What a grid's file says otherwise than when the grid began; "" if nothing, or if NAME is not that file's."""
     from lit_lazy.command.ablate_run import check_settings, parse_request
-    from lit_lazy.support.named_files import list_available
 
     if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
         return ""
@@ -122,7 +125,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.source is None:
         grid = open_grid_folder(options)
         from lit_lazy.report.publish import save_table
-        from lit_lazy.support.disk import check_writable_folder
         from lit_lazy.table.render import DETAILS
 
         place = choose_output(options, grid.path)
@@ -130,13 +132,10 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         table, file = save_table(grid, place), place / DETAILS
     else:
-        if options.base:
-            raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-        if options.out:
-            raise ValueError(f"--out {str(options.out)!r}: --from replaces the file it names; leave one of the two out")
+        if given := [name for name in ("base", "out") if getattr(options, name)]:
+            raise ValueError(f"--from, --{given[0]}: a {TABLE} says its experiment and place; leave one of the two out")
         from lit_lazy.grid.question import load_ablation_or_question
         from lit_lazy.report.publish import recompute_table
-        from lit_lazy.support.named_files import find, list_available
 
         name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
         declared = find("ablations", name if name in list_available("ablations") else options.ablation)
@@ -148,12 +147,7 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-TABLE = "table.json"
-
-
 def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.support.disk import check_writable_file, write_text
-
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
@@ -199,7 +193,6 @@ def find_table(name: str, runs: Path) -> Path | str:
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
     from lit_lazy.grid.packed import CELLS, pack_grid
-    from lit_lazy.support.disk import check_writable_file
 
     out = choose_output(options, grid.path / CELLS)
     check_writable_file("--out", out)
@@ -211,49 +204,41 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.grid.stages import choose_best_rates, save_best_rates
-    from lit_lazy.table.build import TABLE, read_table
+    from lit_lazy.grid.stages import RATES, save_best_rates
+    from lit_lazy.table.build import read_table
 
     tables = {place.resolve().name: read_table(place / TABLE) for place in options.folders}
     for name, table in tables.items():
-        rates = choose_best_rates(table)
-        print(f"{save_best_rates(table, name)}: {name}: {', '.join(f'{row} {rate:g}' for row, rate in rates.items())}")
+        rates = save_best_rates(table, name)
+        print(f"{RATES}: {name}: {', '.join(f'{row} {rate:g}' for row, rate in rates.items())}")
     return 0
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.report.findings import collect_answers, fill_page, format_summary, read_questions
-    from lit_lazy.support.disk import check_writable_file, write_text
 
+    pages = {}
     for file in options.insert:
         check_writable_file("--insert", file)
-    if (options.folder / "table.json").exists():
+        fix = "name a file with a pair of markers"
+        with explain(f"--insert {str(file)!r}: cannot be read", fix, OSError):
+            pages[file] = file.read_text(encoding="utf-8")
+    if (options.folder / TABLE).exists():
         raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give its parent folder")
     found = read_questions(options.folder)
     if not found:
-        raise ValueError(
-            f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_text_2` makes one"
-        )
+        fix = "`lit-lazy ablate run q_text_2` makes one"
+        raise ValueError(f"{str(options.folder)!r}: holds no question's {TABLE}; {fix}")
     answers = collect_answers(found, options.folder)
-    pages = {file: fill_page(_read(file), answers, options.folder, file.parent) for file in options.insert}
-    for file, text in pages.items():
+    filled = {file: fill_page(text, answers, options.folder, file.parent) for file, text in pages.items()}
+    for file, text in filled.items():
         write_text(file, text)
     print(format_summary(found))
     return 0
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); name a file with a pair of markers"
-        raise ValueError(f"--insert {str(file)!r}: {problem}") from None
-
-
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.user_files import load_module
-    from lit_lazy.support.errors import sanitise
-    from lit_lazy.support.named_files import find, list_available
 
     listed: dict[str, list[str]] = {"ablations": [], "questions": [], "searches": [], "experiments": []}
     kinds = {"question": "questions", "search": "searches"}

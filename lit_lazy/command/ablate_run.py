@@ -3,14 +3,20 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grid_helpers import (
+    Base,
+    check_destinations,
+    check_workers,
+    default_workers,
+    make_base,
+    print_results,
+)
 from lit_lazy.command.options import (
     Commands,
     ablation_name,
@@ -19,7 +25,9 @@ from lit_lazy.command.options import (
     add_options,
     make_execution,
 )
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.checks import require
+from lit_lazy.support.named_files import find
+from lit_lazy.support.secrets import format_command_line
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""
@@ -32,6 +40,48 @@ if TYPE_CHECKING:
     from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
     from lit_lazy.training.execution import Execution
+
+
+class GridRequest(NamedTuple):
+    """The ablation, experiment and rows that the options of `ablate run` name."""
+
+    file: Path
+    """Of the ablation."""
+    ablation: "Ablation"
+    question: "Question | None"
+    base: Base
+    chosen: "Sequence[tuple[Row, tuple[int, ...]]]"
+    looks: tuple[int, ...] = ()
+    """The question's looks, which the command makes; none if it trains rows or seeds of the user's choice at once."""
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The files of the ablation and of the experiment."""
+        return self.file, self.base.file
+
+    @property
+    def grid(self) -> str:
+        """The grid's id."""
+        return f"{self.ablation.name}-{self.base.name}"
+
+    @property
+    def declaration(self) -> "Declaration | None":
+        """The question's declaration on the experiment, without a commit if the command line overrides settings."""
+        if self.question is None:
+            return None
+        declared = self.question.declare(self.base.name, self.base.config, self.files)
+        return replace(declared, commit="") if self.base.overridden else declared
+
+    def at_look(self, verdict: "Verdict | None") -> "GridRequest":
+        """The request of the question's look after those of a verdict."""
+        assert self.question is not None
+        return self._replace(chosen=self.question.select_look(verdict))
+
+    def apply_rows(self) -> "dict[str, RunConfig]":
+        """The config of each chosen row by name."""
+        from lit_lazy.grid.ablation import apply_rows
+
+        return apply_rows(self.chosen, self.base.config, self.base.overridden)
 
 
 def add_to(commands: Commands) -> None:
@@ -115,11 +165,10 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     import torch
 
     torch.set_num_threads(options.threads)  # as in a worker: more wait for each other when rows are checked
-    if options.dry_run:
-        return _dry_run(options, overrides, execution)
-    from lit_lazy.support.console import plain_console
-
     request = parse_request(options, overrides)
+    if options.dry_run:
+        return _dry_run(options, request, execution)
+    from lit_lazy.support.console import plain_console
     from lit_lazy.training.result import RESULT
     from lit_lazy.training.run_folder import CELLS
 
@@ -129,7 +178,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         from lit_lazy.grid.pool import start_fork_server
 
         start_fork_server()  # now: it takes as long as the checks of rows and data
-    grid = make_grid(options, overrides)
+    grid = make_grid(options, request)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.cells import read_state
@@ -147,12 +196,12 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
             table, finished, executed = run_grid(grid, launch, console)
             made = int(executed)
-            while has_looks(request.question, options) and finished and find_next_look(table, options.looks, made):
-                grid = make_grid(options, overrides, table.verdict)
+            while request.looks and finished and find_next_look(table, options.looks, made):
+                grid = make_grid(options, request.at_look(table.verdict))
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)
                 made += int(executed)
-        _print_table(options, request.question, grid, table)
+        _print_table(options, request, grid, table)
         waiting = [cell for cell in grid.cells if read_state(grid.locate(cell.key)) == "waiting"]
         if not finished and until is not None and waiting:
             print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
@@ -165,41 +214,35 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if finished else 1
 
 
-def _dry_run(options: argparse.Namespace, overrides: list[str], execution: "Execution") -> int:
-    """Print what a command would train, and its cost."""
-    from lit_lazy.grid.ablation import apply_rows
+def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Execution") -> int:
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.packed import read_row_settings
     from lit_lazy.support.console import plain_console
 
-    request = parse_request(options, overrides)
-    table = None if options.fresh else _read_looks(request, options)
-    if table is not None:
-        if table.verdict is not None and find_next_look(table, options.looks, 0) is None:
-            print(f"{table.verdict.sentence}\nThere is no look to make.")
+    table = None if options.fresh else _read_looks(request, options.runs)
+    verdict = None if table is None else table.verdict
+    if table is not None and verdict is not None:
+        if find_next_look(table, options.looks, 0) is None:
+            print(f"{verdict.sentence}\nThere is no look to make.")
             return 0
-        request = parse_request(options, overrides, table.verdict)
-    configs = apply_rows(request.chosen, request.base, request.overridden)
-    left = request.chosen
+        request = request.at_look(verdict)
+    configs, left = request.apply_rows(), request.chosen
     if not options.fresh:
         if not options.changed:
             check_settings(request, read_row_settings(options.runs / request.grid) or {})
-        verdict = None if table is None else table.verdict
-        left = _drop_finished(request, options, partial(make_grid, options, overrides, verdict))
-    if not left:
-        return 0
-    workers = options.workers or default_workers(options.threads, execution.devices)
-    launch = LaunchOptions(workers, options.threads, execution=execution)
-    print_estimate(request.grid, left, configs, launch, plain_console())
-    if request.question is not None and has_looks(request.question, options):
-        number = 1 if table is None or table.verdict is None else len(table.verdict.looks) + 1
-        listed = ", ".join(map(str, request.question.all_looks))
-        print(f"This is look {number} of {len(request.question.all_looks)}, at n = {listed}.")
+        left = _drop_finished(options, request)
+    if left:
+        workers = options.workers or default_workers(options.threads, execution.devices)
+        launch = LaunchOptions(workers, options.threads, execution=execution)
+        print_estimate(request.grid, left, configs, launch, plain_console())
+    if left and request.looks:
+        number = 1 if verdict is None else len(verdict.looks) + 1
+        print(f"This is look {number} of {len(request.looks)}, at n = {', '.join(map(str, request.looks))}.")
     return 0
 
 
-def _print_table(options: argparse.Namespace, question: "Question | None", grid: "Grid", table: "Table") -> None:
+def _print_table(options: argparse.Namespace, request: GridRequest, grid: "Grid", table: "Table") -> None:
     """Print a grid's table, and which of its rows and seeds this command did not ask for."""
     from lit_lazy.support.console import text_width
     from lit_lazy.table.render import DETAILS, render_summary, render_text
@@ -217,43 +260,9 @@ def _print_table(options: argparse.Namespace, question: "Question | None", grid:
         row.variant: [seed for seed in row.seeds if seed not in asked.get(row.variant, ())] for row in table.rows
     }
     others = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in unasked.items() if seeds]
-    if not has_looks(question, options) and others:
+    if others and not request.looks:
         more = f" and {len(others) - MOST_LISTED} more rows" if len(others) > MOST_LISTED else ""
         print(f"Also in the table, by earlier commands: {', '.join(others[:MOST_LISTED])}{more}.")
-
-
-class GridRequest(NamedTuple):
-    """The ablation, experiment and rows that the options of `ablate run` name."""
-
-    files: tuple[Path, Path]
-    """The files of the ablation and of the experiment."""
-    ablation: "Ablation"
-    question: "Question | None"
-    base_name: str
-    """In the grid's id."""
-    base_title: str
-    """In its table."""
-    base: "RunConfig"
-    overridden: list[str]
-    chosen: "list[tuple[Row, tuple[int, ...]]]"
-
-    @property
-    def grid(self) -> str:
-        """The grid's id."""
-        return f"{self.ablation.name}-{self.base_name}"
-
-    @property
-    def declaration(self) -> "Declaration | None":
-        """The question's declaration on the experiment, without a commit if the command line overrides settings."""
-        if self.question is None:
-            return None
-        declared = self.question.declare(self.base_name, self.base, self.files)
-        return replace(declared, commit="") if self.overridden else declared
-
-
-def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
-    """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
-    return question is not None and bool(question.all_looks) and not (options.rows or options.seeds)
 
 
 def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]) -> None:
@@ -262,33 +271,30 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
     former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.grid.ablation import apply_rows
     from lit_lazy.grid.merge import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
-    configs = apply_rows(rows, request.base, request.overridden)
+    configs = request._replace(chosen=rows).apply_rows()
     now = {name: {k: v for k, v in to_dict(config).items() if k != "evaluations"} for name, config in configs.items()}
     found = {name: describe_changes(settings, now[name]) if name in now else GONE for name, settings in former.items()}
     if changes := {name: change for name, change in found.items() if change}:
         raise ChangedRowError(changes)
 
 
-def _read_looks(request: GridRequest, options: argparse.Namespace) -> "Table | None":
+def _read_looks(request: GridRequest, runs: Path) -> "Table | None":
     """The table of the looks that a question's unchanged declaration has made in the runs folder, if any."""
     from lit_lazy.table.build import read_table
 
-    file = options.runs / request.grid / "table.json"
-    if not (has_looks(request.question, options) and file.exists()):
+    file = runs / request.grid / "table.json"
+    if not (request.looks and file.exists()):
         return None
     table, declared = read_table(file), request.declaration
     same = table.declaration is not None and declared is not None and table.declaration.digest == declared.digest
     return table if same else None
 
 
-def _drop_finished(
-    request: GridRequest, options: argparse.Namespace, make: "Callable[[], Grid]"
-) -> "list[tuple[Row, tuple[int, ...]]]":
-    """The rows with the seeds that are still to train; prints how many are not. make: makes the grid, loading its data.
+def _drop_finished(options: argparse.Namespace, request: GridRequest) -> "Sequence[tuple[Row, tuple[int, ...]]]":
+    """The rows with the seeds that are still to train; prints how many are not.
 
     Raises ValueError, as the run itself does, if the code or the data of a row changed.
     """
@@ -297,20 +303,21 @@ def _drop_finished(
 
     if not (options.results or any(options.runs.glob(f"*/{PLAN}"))):
         return request.chosen
-    if not has_built_data(request.ablation, request.base):
+    if not has_built_data(request.ablation, request.base.config):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cells import read_state
     from lit_lazy.grid.merge import describe_measurable, merge_plan
     from lit_lazy.grid.run import describe_taken, find_results
 
-    grid = make()
+    grid = make_grid(options, request)
     _, measurable = merge_plan(grid)
     done = {(cell.variant, cell.seed) for cell in grid.cells if read_state(grid.locate(cell.key)) == "complete"}
     if measurable:
         print(describe_measurable(measurable))
     taken = find_results(grid, shares=not options.keep_checkpoint)
-    print(*(f"{line}\n" for line in describe_taken(grid, taken.values())), sep="", end="")
+    for line in describe_taken(grid, taken.values()):
+        print(line)
     without = [*measurable, *(cell for cell in grid.cells if cell.key in taken)]
     had = done | {(cell.variant, cell.seed) for cell in without}
     left = [(row, tuple(s for s in seeds if (row.name, s) not in had)) for row, seeds in request.chosen]
@@ -353,72 +360,54 @@ def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), following])
 
 
-def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:
-    """The request of the options; of a question with looks, the look after those of a verdict."""
-    from lit_lazy.grid.ablation import select_rows
+def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
+    """The request of the options; of a question with looks, its first one."""
+    from lit_lazy.grid.ablation import require_known, select_rows
     from lit_lazy.grid.question import load_ablation_or_question
-    from lit_lazy.support.named_files import find
 
     file = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(file)
     if options.baseline is not None:
-        names = options.rows or [row.name for row in ablation.all_rows]
-        if options.baseline not in names:
-            near = did_you_mean(options.baseline, names)
-            raise ValueError(
-                f"--baseline {options.baseline!r}: is not among the rows{near}; they are {', '.join(names)}"
-            )
+        require_known("--baseline", [options.baseline], options.rows or [row.name for row in ablation.all_rows])
         ablation = replace(ablation, baseline=options.baseline)
-    if options.looks is not None and not has_looks(question, options):
-        why = (
-            "with --rows or --seeds all cells are trained at once" if question and question.all_looks else "it has none"
-        )
-        raise ValueError(f"--looks {options.looks}: {why}; leave --looks out")
-    if options.looks is not None and question is not None and options.looks > len(question.all_looks):
-        raise ValueError(
-            f"--looks {options.looks}: {ablation.name} has {len(question.all_looks)}; ask for at most those"
-        )
-    found = make_base(options, ablation, overrides, ablation.name)
-    if question is not None and has_looks(question, options):
-        chosen = question.select_look(verdict)
-    else:
-        first = () if question is None or not question.all_looks else question.ablation.seeds[: question.all_looks[0]]
-        chosen = select_rows(ablation, options.rows, options.seeds or first)
-    files = (file, found.file)
-    return GridRequest(files, ablation, question, found.name, found.title, found.config, found.overridden, chosen)
+    looks = () if question is None or options.rows or options.seeds else question.all_looks
+    if options.looks is not None:
+        fix = f"there are {len(looks)}, and with --rows or --seeds none; ask for at most those, or leave --looks out"
+        require(options.looks <= len(looks), "--looks", options.looks, fix)
+    base = make_base(options, ablation, overrides, ablation.name)
+    if question is not None and looks:
+        return GridRequest(file, ablation, question, base, question.select_look(None), looks)
+    first = () if question is None else ablation.seeds[: question.all_looks[0]]
+    return GridRequest(file, ablation, question, base, select_rows(ablation, options.rows, options.seeds or first))
 
 
-def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":
-    """The grid that the options of `ablate run` describe, fully checked. Creates nothing.
-
-    verdict: of a question with looks, that of the looks made so far.
-    """
+def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
+    """The grid that a request describes, fully checked. Creates nothing."""
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, prepare_rows
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
 
-    request = parse_request(options, overrides, verdict)
-    ablation, base, chosen = request.ablation, request.base, request.chosen
-    prepared = prepare_rows(chosen, base, request.overridden)
-    cells = expand(chosen, prepared)
+    ablation, base = request.ablation, request.base.config
+    prepared = prepare_rows(request.chosen, base, request.base.overridden)
+    cells = expand(prepared)
     from lit_lazy.training.prepare import load_data
 
     if request.question is not None:
         from lit_lazy.measure.evaluation import require_measured
 
-        require_measured(request.question.primary, [row.config.data.load() for row in prepared.values()])
+        require_measured(request.question.primary, [row.config.data.load() for row in prepared])
     from lit_lazy.grid.job import Grid
     from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
-    from lit_lazy.support.secrets import format_command_line
+    from lit_lazy.table.records import RowInfo
 
     plan = Plan(
         ablation=ablation.name,
-        base=request.base_title,
+        base=request.base.title,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(chosen, request.base_title)),
+        rows=tuple(RowInfo(row.name, row.source, seeds, request.base.title, row.note) for row, seeds, *_ in prepared),
         columns=ablation.columns,
         contrasts=ablation.all_contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),

@@ -1,10 +1,12 @@
 """`lit-lazy ablate search`"""
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import Commands, ablation_name, add_command, add_options
+from lit_lazy.support.named_files import find
 
 if TYPE_CHECKING:
     from lit_lazy.grid.search.run import SearchWork
@@ -43,6 +45,9 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
     check_logger_kinds(options.loggers)
     check_workers(options)
+    import torch
+
+    torch.set_num_threads(options.threads)  # as in a worker
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
     from lit_lazy.grid.job import LaunchOptions
@@ -67,23 +72,16 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
     """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
-    from lit_lazy.grid.ablation import check_cell_count
-    from lit_lazy.grid.search.definition import define, load_search
-    from lit_lazy.support.named_files import find
+    from lit_lazy.grid.ablation import load_defined
+    from lit_lazy.grid.search.definition import Search, define
 
     search_path = find("ablations", options.ablation)
-    search = load_search(search_path)
+    search = load_defined(search_path, "search", Search)
+    search = replace(search, trials=options.trials or search.trials)
     prefix = f"search-{search.name}"
     base = make_base(options, search, overrides, prefix)
-    trials = options.trials or search.trials
-    check_cell_count("--trials", trials)
     definition = define(search, base.config, base.overridden)
     from lit_lazy.grid.search.run import SearchWork
 
-    return SearchWork(
-        id=f"{prefix}-{base.name}",
-        cells=[definition.make_placeholder(number) for number in range(trials)],
-        runs=options.runs,
-        files=(search_path, base.file),
-        definition=definition,
-    )
+    cells = [definition.make_placeholder(number) for number in range(search.trials)]
+    return SearchWork(f"{prefix}-{base.name}", cells, options.runs, (search_path, base.file), definition)

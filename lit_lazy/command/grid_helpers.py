@@ -4,15 +4,15 @@ import argparse
 import hashlib
 import re
 import shlex
-import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lit_lazy.command.options import append_init_from
+from lit_lazy.support.disk import check_writable_folder, is_read_only
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import LONGEST_NAME, find_grids, list_available
+from lit_lazy.support.named_files import LONGEST_NAME, find, find_grids, list_available
+from lit_lazy.support.process import count_cores, require_memory
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -26,8 +26,6 @@ LEAST_BYTES_PER_WORKER = 2**28
 """Lower bound for processes that share the pages of their libraries."""
 NAMEABLE = re.compile(r"[A-Za-z0-9_.-]+")
 """A value that can stand in a name."""
-NAMES = {"queue.db": "study_name FROM studies", "mlflow.db": "name FROM experiments WHERE lifecycle_stage = 'active'"}
-"""Where the databases of a runs folder have the names of its results."""
 
 
 class Base(NamedTuple):
@@ -53,7 +51,6 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.serialisation import replace_at
     from lit_lazy.config.user_files import load_experiment
-    from lit_lazy.support.named_files import find
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
@@ -76,7 +73,6 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
 def check_destinations(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if results, study or MLflow's runs cannot be stored. Creates nothing."""
     from lit_lazy.grid.study import check_storage
-    from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.check_store import check_store
     from lit_lazy.tracking.store import default_uri
 
@@ -92,34 +88,21 @@ def require_runs(runs: Path) -> None:
         raise ValueError(f"--runs {str(runs)!r}: does not exist; `lit-lazy train` or `ablate run` creates it")
 
 
-def require_results(runs: Path, name: str, grids_only: bool = True) -> None:
+def require_results(runs: Path, name: str) -> None:
     """Raise a one-line ValueError if a runs folder does not exist, or has no results `name` and no file defines them.
 
-    grids_only: of an ablation or a search; otherwise also of a training or a diagnosis. It reads the databases without
-    MLflow and Optuna, which take seconds to import.
+    It imports nothing heavy.
     """
     require_runs(runs)
-    known = {path.name for path in runs.iterdir() if path.is_dir()}
-    try:
-        for file, columns in NAMES.items():
-            if (runs / file).is_file():
-                with closing(sqlite3.connect(f"{(runs / file).resolve().as_uri()}?mode=ro", uri=True)) as database:
-                    known |= {found for (found,) in database.execute(f"SELECT {columns}")}
-    except sqlite3.Error:  # the command itself names the damaged database
-        return
+    known = sorted(path.name for path in runs.iterdir() if path.is_dir() and path.name != "mlartifacts")
     if not (find_grids(name, {*known, *list_available("ablations")}) or Path(name).is_file()):
-        others = ("Default", "mlartifacts", *(("train-", "diagnose") if grids_only else ()))
-        listed = ", ".join(sorted(one for one in known if not one.startswith(others)))
-        raise ValueError(
-            f"{name!r}: {str(runs)!r} has no such results{did_you_mean(name, known)}; it has "
-            + (listed or ("no ablation or search" if grids_only else "none"))
-        )
+        listed = ", ".join(one for one in known if not one.startswith(("train-", "diagnose")))
+        problem = f"{str(runs)!r} has no such results{did_you_mean(name, known)}"
+        raise ValueError(f"{name!r}: {problem}; it has {listed or 'no ablation or search'}")
 
 
 def check_workers(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if this machine cannot start --workers processes."""
-    from lit_lazy.support.process import require_memory
-
     if options.workers:
         require_memory({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
 
@@ -128,8 +111,6 @@ def default_workers(threads: int, devices: int = 1) -> int:
     """One worker per `devices` GPUs; without GPUs, as many workers as cores and memory allow."""
     import psutil
     import torch
-
-    from lit_lazy.support.process import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
@@ -140,37 +121,32 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
     name, where = options.ablation, options.runs
     require_results(where, name)
     from lit_lazy.grid.grid_folder import list_grids, read_grid
-    from lit_lazy.support.named_files import find
 
     known = list_grids(where)
-    if not known:
-        raise ValueError(f"ablation {name!r}: {where} holds no grids; `lit-lazy ablate run` creates them")
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        try:
-            file = find("ablations", name)
-        except ValueError:
-            same = find_grids(name, known)
-            if len(same) == 1 and not options.base:
-                return read_grid(where / same[0])
-            near = did_you_mean(name, [*known, *list_available("ablations")])
-            fix = f"give a name in ablations/, the path of a .py file, or a grid in {where}: {', '.join(same or known)}"
-            raise ValueError(f"ablation {name!r}: unknown{near}; {fix}") from None
-        from lit_lazy.grid.question import load_ablation_or_question
-
-        ablation, _ = load_ablation_or_question(file)
-        name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
+        name = _name_grid(name, options.base, known)
     if name not in known:
-        listed = f"{did_you_mean(name, known)}; it has {', '.join(known)}; `lit-lazy ablate run` creates it"
-        raise ValueError(f"ablation {name!r}: {where} holds no such grid{listed}")
+        listed = ", ".join(find_grids(name, known) or known) or "none"
+        problem = f"{where} holds no such grid{did_you_mean(name, known)}; it has {listed}"
+        raise ValueError(f"ablation {name!r}: {problem}; `lit-lazy ablate run` creates it")
     return read_grid(where / name)
+
+
+def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
+    """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
+    from lit_lazy.grid.question import load_ablation_or_question
+
+    if name in list_available("ablations") or name.endswith(".py"):
+        ablation, _ = load_ablation_or_question(find("ablations", name))
+        return f"{ablation.name}-{Path(base or ablation.base).stem}"
+    same = find_grids(name, known)
+    return same[0] if len(same) == 1 and base is None else name
 
 
 def choose_output(options: argparse.Namespace, default: Path) -> Path:
     """--out, or a path in --runs. Raises a one-line ValueError if --runs is read-only and --out is not given."""
-    from lit_lazy.support.disk import is_read_only
-
     if options.out is None and any(is_read_only(folder) for folder in (options.runs, default.parent)):
         raise ValueError(f"--runs {str(options.runs)!r}: is read-only; say by --out where to write")
     return options.out or default

@@ -45,7 +45,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     found = _open(options)
     for entry in found.entries.values():
         state = "running" if found.find_users(entry) else entry.state
-        cells = "" if entry.kind in ("diagnosis", "other") else "{} of {}".format(*entry.progress)
+        done, n = entry.counts["complete"], entry.counts.total()
+        cells = "" if entry.kind in ("diagnosis", "other") else f"{done} of {n}"
         changed = "" if entry.changed is None else f"{datetime.fromtimestamp(entry.changed):%Y-%m-%d %H:%M}"
         name = entry.name if entry.grid is None else entry.grid.title
         lines.append((name, entry.kind, cells, state, decimal(entry.size), changed))
@@ -58,8 +59,8 @@ def list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
 def remove_results(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        require_results(options.runs, options.results, grids_only=False)
+    if not (os.environ.get("MLFLOW_TRACKING_URI") or (options.runs / "mlflow.db").exists()):  # which may know more
+        require_results(options.runs, options.results)
     found = _open(options, writes=True)
     entry = found.get(options.results)
     found.require_removable(entry)
@@ -82,23 +83,27 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from rich.filesize import decimal
 
     from lit_lazy.support.console import align
+    from lit_lazy.support.disk import measure_bytes
     from lit_lazy.support.errors import sanitise
+    from lit_lazy.support.named_files import find_obstacle
 
     found = _open(options, writes=True)
     garbage = found.find_garbage(options.models)
     if not garbage:
         print(f"{options.runs}: holds nothing that could be removed")
         return 0
-    print("\n".join(align([(decimal(one.size), str(one.path), one.why) for one in garbage])))
-    for one in [one for one in garbage if one.obstacle]:
-        garbage.remove(one)
-        print(f"{sanitise(str(one.path))} stays: {sanitise(one.obstacle)}")
-    total = decimal(sum(one.size for one in garbage))
+    sizes = {path: measure_bytes(path) for path in garbage}
+    print("\n".join(align([(decimal(sizes[path]), str(path), why) for path, why in garbage.items()])))
+    for path in [*garbage]:
+        if obstacle := find_obstacle(path, options.runs):
+            del garbage[path], sizes[path]
+            print(f"{sanitise(str(path))} stays: {sanitise(obstacle)}")
+    total = decimal(sum(sizes.values()))
     if not options.yes:
         print(f"{total} in all. {NOTHING}")
         return 0
-    for one in garbage:
-        found.collect(one)
+    for path, why in garbage.items():
+        found.collect(path, why)
     print(f"{total} were removed.")
     return 0
 

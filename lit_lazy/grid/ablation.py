@@ -1,32 +1,32 @@
 """Ablations: rows and their expansion into cells, checked before anything is created."""
 
+import inspect
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from lit_lazy.config.key import cell_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
-from lit_lazy.config.user_files import load_attribute
-from lit_lazy.data.base import Outline
+from lit_lazy.config.user_files import COMMANDS, load_attribute, locate_errors
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
 from lit_lazy.support.named_files import LONGEST_NAME, get_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
-from lit_lazy.table.records import Column, Contrast, RowInfo, check_row_name
-from lit_lazy.training.execution import Execution
+from lit_lazy.table.records import Column, Contrast, check_row_name
 from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import load_data, load_outline, prepare, prepare_outline
+from lit_lazy.training.prepare import load_data, load_outline, prepare
 
+T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DIGITS, ROUNDING_ULPS = 12, 4
 """Significant digits of a number in a name, and the distance of a number that is a rounding error of it."""
@@ -49,6 +49,19 @@ def check_cell_count(field: str, count: int) -> None:
     require(count <= MOST_CELLS, field, count, f"must be at most {MOST_CELLS}; divide it into several")
 
 
+def require_distinct(field: str, values: Iterable[object]) -> None:
+    """Raise a one-line ValueError if a value occurs twice."""
+    twice = [value for value, n in Counter(values).items() if n > 1]
+    require(not twice, field, twice, "must each occur once")
+
+
+def require_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise a one-line ValueError if a name is not a known one."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{field} {name!r}: is unknown{did_you_mean(name, known)}; known are {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class Row:
     """A named variant of the base experiment."""
@@ -63,8 +76,11 @@ class Row:
     note: str = ""
 
     def __post_init__(self) -> None:
-        check_kinds(f"row {short_repr(self.name)}", self)
+        here = f"row {short_repr(self.name)}"
+        check_kinds(here, self)
         check_row_name(self.name)
+        require("," not in self.name, "row", self.name, "has a comma, which separates the names of rows; rename it")
+        require_distinct(f"{here}: seeds", self.seeds or ())
 
     def apply_to(self, base: RunConfig) -> RunConfig:
         """The base experiment with the row's changes."""
@@ -91,7 +107,7 @@ class Ablation:
     baseline: str = ""
     """The row with which all others are compared; the first by default."""
     seeds: Seeds = (0, 1, 2)
-    columns: tuple[Column, ...] = COLUMNS
+    columns: Annotated[tuple[Column, ...], Bounds(min_length=1)] = COLUMNS
     rows: tuple[Row, ...] = ()
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values by dotted path; each point of the product is a row, such as `tau_init=1.0 bias=Alibi`."""
@@ -110,78 +126,57 @@ class Ablation:
         check_name("ablation", self.name)
         here = f"ablation {self.name!r}"
         check_kinds(here, self)
+        with naming(here):
+            self._check()
+
+    def _check(self) -> None:
+        """Check what the annotations cannot say, and choose the baseline."""
         if bool(self.rows) == bool(self.axes):
-            raise ValueError(f"{here}: give either rows or axes")
-        set_anyway = [{path for path, value in row.changes.items() if not callable(value)} for row in self.rows]
-        if both := sorted(self.common.keys() & set.intersection(*set_anyway or [{*self.axes}])):
-            where = "an axis" if self.axes else "in every row"
-            raise ValueError(f"{here}: common[{both[0]!r}] is {where} too, which replaces it; leave it out of common")
-        check_cell_count(f"{here}: points of its axes", math.prod(map(len, self.axes.values())))
-        names = [row.name for row in self.all_rows]
-        if twice := _find_twice(names):
-            raise ValueError(f"{here}: two rows have the same name {twice[0]!r}; rename one")
-        if commas := [name for name in names if "," in name]:
-            raise ValueError(f"{here}: row {commas[0]!r} has a comma in its name, which separates rows")
-        if not self.columns:
-            raise ValueError(f"{here}: columns=(): needs at least one; COLUMNS has the usual ones")
-        keys, contrasts = [column.key for column in self.columns], [contrast.name for contrast in self.contrasts]
-        for what, values in (("columns", keys), ("contrasts", contrasts)):
-            if twice := _find_twice(values):
-                raise ValueError(f"{here}: two {what} are {twice[0]!r}; leave one out")
-        if strange := [key for key in self.primary if key not in keys]:
-            raise ValueError(f"{here}: primary {strange[0]!r} is not one of its columns")
+            raise ValueError("give either rows or axes")
+        check_cell_count("points of its axes", math.prod(map(len, self.axes.values())))
+        names, keys = dict.fromkeys(row.name for row in self.all_rows), [column.key for column in self.columns]
         if not names:
-            raise ValueError(f"{here}: its axes have no point; give each axis a value, and exclude fewer points")
+            raise ValueError("its axes have no point; give each axis a value, and exclude fewer points")
         if not self.baseline:
-            object.__setattr__(self, "baseline", names[0])
-        self._require_row("baseline", self.baseline)
+            object.__setattr__(self, "baseline", self.all_rows[0].name)
+        require_distinct("rows", [row.name for row in self.all_rows])
+        require_distinct("columns", keys)
+        require_distinct("contrasts", [contrast.name for contrast in self.contrasts])
+        require_distinct("seeds", self.seeds)
+        require_known("baseline", [self.baseline], names)
+        require_known("primary", self.primary, keys)
         for contrast in self.contrasts:
-            for name in contrast.weights:
-                self._require_row(f"contrast {contrast.name!r}:", name)
+            require_known(f"contrast {contrast.name!r}: row", contrast.weights, names)
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
-                raise ValueError(f"{here}: {what} changes seed; give seeds=({changes['seed']},) instead")
-        for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
-            require(len(set(seeds)) == len(seeds), f"{here}: seeds", seeds, "must be distinct")
-
-    def _require_row(self, what: str, name: str) -> None:
-        names = {row.name: None for row in self.all_rows}
-        if name not in names:
-            listed = ", ".join(map(repr, names))
-            raise ValueError(f"ablation {self.name!r}: {what} {name!r} is not one of its rows; they are {listed}")
+                raise ValueError(f"{what} changes seed; give seeds=({changes['seed']},) instead")
+        replaced = ({path for path, value in row.changes.items() if not callable(value)} for row in self.all_rows)
+        if both := sorted(set(self.common).intersection(*replaced)):
+            raise ValueError(f"common[{both[0]!r}] is in every row too, which replaces it; leave it out of common")
 
     @cached_property
     def all_rows(self) -> tuple[Row, ...]:
         """The named rows, or the product of axes as rows."""
-        if self.rows:
-            return self.rows
-        return tuple(Row(name, values) for name, (values, _) in self._points)
+        return self.rows or tuple(row for row, _ in self._points)
 
     @cached_property
     def all_contrasts(self) -> tuple[Contrast, ...]:
         """Those given, or those of the axes."""
         if self.contrasts or len(self.axes) < 2:
             return self.contrasts
-        design = {name: levels for name, (_, levels) in self._points}
+        design = {row.name: levels for row, levels in self._points}
         return main_effects(design) + interactions(design)
 
     @cached_property
-    def _points(self) -> list[tuple[str, tuple[dict[str, Any], dict[str, str]]]]:
-        """The product of axes without excluded points: row name, values by path, and as text by short name."""
-        texts = [_describe_values(values) for values in self.axes.values()]
+    def _points(self) -> list[tuple[Row, dict[str, str]]]:
+        """The product of axes without excluded points as rows, and their values as text by short name."""
         names, found = shorten_paths(self.axes).values(), []
-        for point in itertools.product(
-            *(zip(v, t, strict=True) for v, t in zip(self.axes.values(), texts, strict=True))
-        ):
-            values = dict(zip(self.axes, (value for value, _ in point), strict=True))
-            levels = dict(zip(names, (text for _, text in point), strict=True))
+        products = itertools.product(*self.axes.values()), itertools.product(*map(_describe_values, self.axes.values()))
+        for point, texts in zip(*products, strict=True):
+            values, levels = dict(zip(self.axes, point, strict=True)), dict(zip(names, texts, strict=True))
             if not self.exclude(values):
-                found.append((" ".join(f"{axis}={level}" for axis, level in levels.items()), (values, levels)))
+                found.append((Row(" ".join(f"{axis}={level}" for axis, level in levels.items()), values), levels))
         return found
-
-
-def _find_twice(names: Iterable[str]) -> list[str]:
-    return [name for name, n in Counter(names).items() if n > 1]
 
 
 def _describe_values(values: Sequence[Any]) -> list[str]:
@@ -234,29 +229,40 @@ class Cell:
         return training_key(config, load_data(config.data).fingerprint)
 
 
-def load_ablation(path: Path) -> Ablation:
-    """The `ablation` that a file defines."""
-    ablation = load_attribute(path, "ablation")
-    if ablation is None and load_attribute(path, "search") is not None:
-        name = get_name("ablations", path)
-        raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {name}` runs it")
-    if not isinstance(ablation, Ablation):
-        trains = callable(load_attribute(path, "config"))
-        fix = f"`lit-lazy train {path}` trains its config()" if trains else "give it one, an Ablation(...)"
-        raise ValueError(f"{path}: defines no `ablation`; {fix}")
-    return ablation
+class FirstStageMissing(ValueError):
+    """The rates that a second stage takes from its first stage are not known yet."""
+
+
+def load_defined(path: Path, name: str, kind: type[T]) -> T:
+    """The ablation, question or search that a file defines as `name`; of a second stage, what its function returns.
+
+    Raises `FirstStageMissing` if the first stage has no results yet, a one-line ValueError if the file defines none.
+    """
+    found = load_attribute(path, name)
+    if found is None:
+        commands = [how for other, how in {**COMMANDS, "config": "train"}.items() if load_attribute(path, other)]
+        runs = f"`lit-lazy {commands[0]} {get_name('ablations', path)}` runs what it defines" if commands else ""
+        raise ValueError(f"{path}: defines no `{name}`; {runs or f'give it one, {kind.__name__}(...)'}")
+    if inspect.isfunction(found):
+        found = _make_second_stage(path, found)
+    if not isinstance(found, kind):
+        raise ValueError(f"{path}: its `{name}` is a {type(found).__name__}; make it {kind.__name__}(...)")
+    return found
+
+
+def _make_second_stage(path: Path, make: Callable[[], object]) -> object:
+    with locate_errors(path):
+        try:
+            return make()
+        except FirstStageMissing as error:
+            missing = FirstStageMissing(f"{path.stem}: {error}")
+    raise missing
 
 
 def select_rows(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
     """Rows and their seeds; non-empty `rows` and `seeds` restrict them."""
-    known = {row.name: row for row in ablation.all_rows}
-    for name in rows:
-        if name not in known:
-            raise ValueError(
-                f"--rows {name!r}: {ablation.name} has no such row{did_you_mean(name, known)}; it has "
-                f"{', '.join(known)}"
-            )
-    kept = [row for row in known.values() if not rows or row.name in rows]
+    require_known("--rows", rows, {row.name: row for row in ablation.all_rows})
+    kept = [row for row in ablation.all_rows if not rows or row.name in rows]
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 
 
@@ -293,8 +299,10 @@ def apply_rows(
 
 
 class PreparedRow(NamedTuple):
-    """The training of a row, checked on its data, and their fingerprint."""
+    """A row with its seeds, and its training, checked on its data, which have this fingerprint."""
 
+    row: Row
+    seeds: tuple[int, ...]
     config: RunConfig
     fingerprint: str
 
@@ -305,55 +313,47 @@ class PreparedRow(NamedTuple):
 
 def prepare_rows(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
-) -> dict[str, PreparedRow]:
+) -> list[PreparedRow]:
     """`apply_rows`, and each row validated on its data."""
-    configs = apply_rows(chosen, base, overridden)
-    prepared = {}
-    for row, _ in track_progress(chosen, "checking rows"):
+    configs, prepared = apply_rows(chosen, base, overridden), []
+    for row, seeds in track_progress(chosen, "checking rows"):
         config = configs[row.name]
         with naming(f"row {row.name!r}"):
             source = prepare(config)
             check_init_from(config, source.outline)
-        prepared[row.name] = PreparedRow(config, source.fingerprint)
+        prepared.append(PreparedRow(row, seeds, config, source.fingerprint))
     return prepared
 
 
-def expand(chosen: Sequence[tuple[Row, tuple[int, ...]]], prepared: Mapping[str, PreparedRow]) -> list[Cell]:
-    """The cells of chosen rows, which are prepared."""
-    settings = {row.name: to_dict(prepared[row.name].config) for row, _ in chosen}
+def expand(prepared: Sequence[PreparedRow]) -> list[Cell]:
+    """The cells of prepared rows."""
+    settings = {row.name: to_dict(config) for row, _, config, _ in prepared}
     axes = _find_axes(settings)
     return [
         Cell(
-            key=prepared[row.name].make_key(seed),
-            variant=row.name,
-            source=row.source,
+            key=one.make_key(seed),
+            variant=one.row.name,
+            source=one.row.source,
             seed=seed,
-            config=settings[row.name] | {"seed": seed},
-            axes=axes[row.name],
+            config=settings[one.row.name] | {"seed": seed},
+            axes=axes[one.row.name],
         )
-        for row, seeds in track_progress(chosen, "making cells")
-        for seed in seeds
+        for one in track_progress(prepared, "making cells")
+        for seed in one.seeds
     ]
 
 
-def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
-    """Check that a training can start, as `prepare_rows` does, for data that may not be built yet."""
-    outline = prepare_outline(config, execution)
-    check_init_from(config, outline)
-    return outline
-
-
-def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Mapping[str, PreparedRow]) -> dict[str, str]:
+def hash_row_definitions(ablation: Ablation, base: RunConfig, prepared: Sequence[PreparedRow]) -> dict[str, str]:
     """A hash of each row's training by row name; omits rows that do not fit the base.
 
     prepared: rows on this base that need not be prepared again.
     """
-    found = {}
+    known, found = {one.row.name: one for one in prepared}, {}
     for row in track_progress(ablation.all_rows, "comparing rows"):
         with suppress(ValueError):
-            if (ready := prepared.get(row.name)) is None:
+            if (ready := known.get(row.name)) is None:
                 config = row.apply_to(base)
-                ready = PreparedRow(config, prepare(config).fingerprint)
+                ready = PreparedRow(row, (), config, prepare(config).fingerprint)
             found[row.name] = ready.make_key(seed=0)
     return found
 
@@ -379,8 +379,3 @@ def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, st
         row: {name: shown[path][str(config[path])] for path, name in names.items() if path in config}
         for row, config in flat.items()
     }
-
-
-def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
-    """The rows' descriptions for the table."""
-    return [RowInfo(row.name, row.source, seeds, base_name, row.note) for row, seeds in chosen]

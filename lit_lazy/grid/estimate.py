@@ -1,6 +1,7 @@
 """Cost estimate of a grid from a few timed steps of each row; nothing is written to disk."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -8,13 +9,14 @@ from rich.console import Console
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.data.base import Outline
-from lit_lazy.grid.ablation import Row, check_and_outline_data
+from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.support.errors import naming
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution import ONE_DEVICE
-from lit_lazy.training.prepare import load_outline
+from lit_lazy.training.init_from import check_init_from
+from lit_lazy.training.prepare import load_outline, prepare_outline
 from lit_lazy.training.without_effect import list_ineffective
 
 BYTES_PER_FINISHED_CELL = 100_000
@@ -35,7 +37,9 @@ def print_estimate(
     outlines: dict[str, Outline] = {}
     for row, _ in track_progress(chosen, "checking rows"):
         with naming(f"row {row.name!r}"):
-            outlines[row.name] = check_and_outline_data(configs[row.name], launch.execution)
+            outlines[row.name] = prepare_outline(configs[row.name], launch.execution)
+            check_init_from(configs[row.name], outlines[row.name])
+    print_line = partial(console.print, highlight=False, soft_wrap=True)
     total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]
@@ -45,22 +49,18 @@ def print_estimate(
         notes |= dict.fromkeys(list_ineffective(config, data.context_length))
         total += seconds * len(seeds)
         largest = max(largest, cost.disk)
-        numbers = ",".join(map(str, seeds))
-        console.print(
-            f"{row.name:40} seeds {numbers:12} {format_duration(seconds):>9} each, {cost.parameters:>13,} parameters, "
-            f"{cost.device_bytes / 1e9:.1f} GB",
-            highlight=False,
-            soft_wrap=True,
+        print_line(
+            f"{row.name:40} seeds {','.join(map(str, seeds)):12} {format_duration(seconds):>9} each, "
+            f"{cost.parameters:>13,} parameters, {cost.device_bytes / 1e9:.1f} GB"
         )
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        print_line(note)
     cells = sum(len(seeds) for _, seeds in chosen)
     disk = cells * BYTES_PER_FINISHED_CELL + launch.workers * largest
     console.print(
         f"\n{cells} cells of {grid}: about {format_duration(total / launch.workers)} of training with "
-        f"{format_count(launch.workers, 'worker')} of "
-        f"{format_count(launch.threads, 'thread')}, from {' and '.join(bases)}; memory of each device without "
-        f"libraries; about {disk / 1e6:.0f} MB of disk.\n"
+        f"{format_count(launch.workers, 'worker')} of {format_count(launch.threads, 'thread')}, from "
+        f"{' and '.join(bases)}; memory of each device without libraries; about {disk / 1e6:.0f} MB of disk.\n"
         "Each cell's start, evaluation and diagnosis come on top. Nothing was created.",
         highlight=False,
     )

@@ -5,9 +5,8 @@ import lzma
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
@@ -17,7 +16,7 @@ from lit_lazy.grid.cells import put, read_files
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import explain
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.table.records import check_row_name
 from lit_lazy.training.prepare import load_data
@@ -61,61 +60,63 @@ def read_end(folder: Path) -> float:
     return (folder / RESULT).stat().st_mtime
 
 
-class PackedCell(NamedTuple):
-    """A line of a packed file."""
+@dataclass(frozen=True)
+class TakenResult:
+    """A result that serves a cell without training it."""
 
-    row: str
-    """In the grid that was packed; one that asks for the result may name its rows otherwise."""
+    result: RunResult
+    """As the cell's own, marked with where it comes from."""
     ended: float
     """As of `read_end`."""
-    result: RunResult
+    folder: Path | None = None
+    """The run folder that it comes from; None for a packed file."""
+    row: str = ""
+    """In the grid that was packed; one that asks for the result may name its rows otherwise."""
 
-    @classmethod
-    def from_line(cls, line: dict[str, Any]) -> "PackedCell":
-        """Parse a line's JSON. Raises ValueError, TypeError or LookupError if it is none of a packed file."""
-        row, ended = line.pop("variant"), line.pop("ended", 0)  # format 1 has no end
-        check_row_name(row)
-        check_value("ended", ended, Annotated[float, Bounds(ge=0, le=LATEST)])
-        del line["seed"]  # the config has it
-        return cls(row, ended, RunResult.from_dict(line))
+    def write(self, folder: Path) -> bool:
+        """Write a cell's run folder, unless it is done or being trained; whether it did."""
+        files = {} if self.folder is None else read_files(self.folder, (METRICS, DIAGNOSTICS))
+        if not put(folder, files | {RESULT: self.result.to_json().encode()}):
+            return False
+        os.utime(folder / RESULT, (self.ended, self.ended))  # so that a grid which takes it from here knows too
+        return True
 
 
-@dataclass(frozen=True)
-class Pack:
-    """The content of a packed file."""
+def _mark(result: RunResult, where: str) -> RunResult:
+    """A result as taken from `where`, such as the name of a grid."""
+    made = result.environment
+    return replace(result, taken_from=f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})")
 
-    path: Path
-    grid: str
-    """The id of the grid that was packed."""
-    cells: Mapping[str, PackedCell]
-    """By key."""
 
-    @classmethod
-    def read(cls, path: Path, what: str = "--results") -> "Pack":
-        """Read a packed file. what: the option that names it, for messages.
+def read_pack(path: Path, what: str = "--results") -> dict[str, TakenResult]:
+    """The cells of a packed file by key. what: the option that names the file, for messages.
 
-        Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
-        """
-        option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
-        try:
-            with open_file(path) as file:
-                stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
-                content = stream.decompress(file.read(), MOST_BYTES)
-            if not stream.eof:
-                raise lzma.LZMAError(f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
-            header, *lines = map(parse_json, content.splitlines())
-            kind, _, number = header["format"].rpartition(" ")
-            require_known_format(option, {"format": int(number)}, FORMAT)
-            cells = {cell.result.key: cell for cell in map(PackedCell.from_line, lines)}
-            if kind != KIND or header["cells"] != len(cells):
-                raise ValueError(f"{header['format']!r} with {len(cells)} of {header['cells']} cells")
-            return cls(path, str(header["grid"]), cells)
-        except OSError as error:
-            raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
-        except (lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(
-                f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
-            ) from None
+    Raises a one-line ValueError if it is truncated or none, NewerFormatError if a newer version wrote it.
+    """
+    option, fix = f"{what} {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
+    with explain(f"{option}: cannot be read", fix, OSError), open_file(path) as file:
+        packed = file.read()
+    mistakes = lzma.LZMAError, ValueError, TypeError, LookupError, AttributeError
+    with explain(f"{option}: is truncated, or no packed file", fix, *mistakes):
+        stream = lzma.LZMADecompressor(memlimit=MOST_BYTES)
+        content = stream.decompress(packed, MOST_BYTES)
+        require(stream.eof, "size", len(content), f"it ends early, or expands to more than {MOST_BYTES >> 20} MiB")
+        header, *lines = map(parse_json, content.splitlines())
+        kind, _, number = header["format"].rpartition(" ")
+        require_known_format(option, {"format": int(number)}, FORMAT)
+        require(kind == KIND, "format", header["format"], f"must be {KIND} {FORMAT}")
+        cells = [_parse_line(line, f"{path.name} of {header['grid']}") for line in lines]
+        found = {cell.result.key: cell for cell in cells}
+        require(header["cells"] == len(found), "cells", header["cells"], f"it has {len(found)}")
+        return found
+
+
+def _parse_line(line: dict[str, Any], where: str) -> TakenResult:
+    row, ended = line.pop("variant"), line.pop("ended", 0)  # format 1 has no end
+    check_row_name(row)
+    check_value("ended", ended, Annotated[float, Bounds(ge=0, le=LATEST)])
+    del line["seed"]  # the config has it
+    return TakenResult(_mark(RunResult.from_dict(line), where), ended, row=row)
 
 
 def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
@@ -127,38 +128,10 @@ def read_row_settings(folder: Path) -> dict[str, dict[str, str]] | None:
     cells = [] if grid is None else [cell for cell in grid.cells if cell.variant not in grid.plan.replaced]
     found = {cell.variant: cell.settings for cell in cells if cell.settings}
     if not found and (file := folder / CELLS).exists():
-        packed = Pack.read(file, "packed cells").cells.values()
-        found = {cell.row: flatten(cell.result.config) for cell in packed}
+        found = {cell.row: flatten(cell.result.config) for cell in read_pack(file, "packed cells").values()}
     return {
         row: {path: str(value) for path, value in settings.items() if path != "seed"} for row, settings in found.items()
     } or None
-
-
-@dataclass(frozen=True)
-class TakenResult:
-    """A result that serves a cell without training it."""
-
-    result: RunResult
-    """As the cell's own, marked with where it comes from."""
-    ended: float
-    """When its training ended, in seconds since the epoch; 0 if that is unknown."""
-    folder: Path | None = None
-    """The run folder that it comes from; None for a packed file."""
-
-    @classmethod
-    def mark(cls, result: RunResult, where: str, ended: float, folder: Path | None = None) -> "TakenResult":
-        """A result as taken from `where`, such as the name of a grid."""
-        made = result.environment
-        origin = f"{where} (commit {made['git_sha']}, {made.get('machine', 'unknown machine')})"
-        return cls(replace(result, taken_from=origin), ended, folder)
-
-    def write(self, folder: Path) -> bool:
-        """Write a cell's run folder, unless it is done or being trained; whether it did."""
-        files = {} if self.folder is None else read_files(self.folder, (METRICS, DIAGNOSTICS))
-        if not put(folder, files | {RESULT: self.result.to_json().encode()}):
-            return False
-        os.utime(folder / RESULT, (self.ended, self.ended))  # so that a grid which takes it from here knows too
-        return True
 
 
 def is_described_by(cell: Cell, result: RunResult) -> bool:
@@ -179,38 +152,35 @@ def take_from_files(cells: Sequence[Cell], files: Sequence[Path], folder: Path |
     that cannot be used, and for a cell that has different metrics in two places: all count but those of `Costs`, and
     timings do not.
     """
-    packs = [Pack.read(file) for file in files]
-    for pack in packs:
-        if pack.cells.keys().isdisjoint(cell.key for cell in cells):
-            raise ValueError(
-                f"--results {str(pack.path)!r}: none of its {len(pack.cells)} cells, of {pack.grid}, is asked for "
-                "here; leave it out"
-            )
+    packs = {str(file): read_pack(file) for file in files}
+    for path, pack in packs.items():
+        if pack.keys().isdisjoint(cell.key for cell in cells):
+            grids = {cell.result.taken_from.partition(" (")[0] for cell in pack.values()}
+            problem = f"none of its {len(pack)} cells, {', '.join(grids)}, is asked for here"
+            raise ValueError(f"--results {path!r}: {problem}; leave it out")
     taken: dict[str, TakenResult] = {}
-    for cell in cells if packs else ():
-        serving = [(pack, pack.cells[cell.key]) for pack in packs if cell.key in pack.cells]
-        for pack, found in serving:
+    for cell in cells:
+        serving = {path: pack[cell.key] for path, pack in packs.items() if cell.key in pack}
+        for path, found in serving.items():
             if not is_described_by(cell, found.result):
-                raise ValueError(
-                    f"--results {str(pack.path)!r}: the settings of {cell.variant} seed {cell.seed} do not give its "
-                    f"key {cell.key}; leave the file out"
-                )
-        places = [(str(pack.path), found.result) for pack, found in serving]
-        if folder and (kept := RunResult.peek(locate_cell(folder, cell.key))):
-            places.insert(0, (str(folder), kept))
+                problem = f"the settings of {cell.variant} seed {cell.seed} do not give its key {cell.key}"
+                raise ValueError(f"--results {path!r}: {problem}; leave the file out")
+        results = {path: found.result for path, found in serving.items()}
+        if serving and folder and (kept := RunResult.peek(locate_cell(folder, cell.key))):
+            results = {str(folder): kept} | results
         elif serving:
-            pack, found = serving[0]
-            taken[cell.key] = TakenResult.mark(found.result, f"{pack.path.name} of {pack.grid}", found.ended)
-        _require_agreement(cell, places)
+            taken[cell.key] = next(iter(serving.values()))
+        _require_agreement(cell, results)
     return taken
 
 
-def _require_agreement(cell: Cell, places: Sequence[tuple[str, RunResult]]) -> None:
-    """Raise a one-line ValueError if the results of a cell in two places have different metrics."""
-    for (first, one), (second, other) in combinations(places, 2):
-        for name in sorted(one.metrics.keys() & other.metrics.keys()):
-            a, b = one.metrics[name], other.metrics[name]
-            if not name.startswith(TIMED) and a != b:
+def _require_agreement(cell: Cell, results: Mapping[str, RunResult]) -> None:
+    """Raise a one-line ValueError if the results of a cell in several places have different metrics."""
+    names = {name for result in results.values() for name in result.metrics if not name.startswith(TIMED)}
+    for name in sorted(names):
+        (first, a), *others = [(where, one.metrics[name]) for where, one in results.items() if name in one.metrics]
+        for second, b in others:
+            if a != b:
                 raise ValueError(
                     f"--results: {cell.variant} seed {cell.seed} has {name} {a!r} in {first!r} and {b!r} in "
                     f"{second!r}; leave out the file that is wrong, or name another --runs folder"
@@ -229,6 +199,6 @@ def find_shared(cells: Sequence[Cell], grid: Path) -> dict[str, TakenResult]:
         if cell is None or folder.name in shared or owner == grid.name or ASIDE in owner:
             continue
         if (result := RunResult.peek(folder)) and is_described_by(cell, result):
-            marked = TakenResult.mark(result, owner, read_end(folder), folder)
-            shared[cell.key] = replace(marked, result=result) if result.taken_from else marked
+            marked = result if result.taken_from else _mark(result, owner)
+            shared[cell.key] = TakenResult(marked, read_end(folder), folder)
     return shared

@@ -1,19 +1,18 @@
 """Questions: ablations with a declaration, made before the run, that turns results into a verdict."""
 
 import hashlib
-import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from lit_lazy.config.key import hash_user_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.config.user_files import hash_uncommitted, load_attribute, locate_errors
-from lit_lazy.grid.ablation import Ablation, Row, load_ablation
-from lit_lazy.grid.stages import FirstStageMissing
-from lit_lazy.support.checks import check_kinds, require
+from lit_lazy.config.user_files import hash_uncommitted, load_attribute
+from lit_lazy.grid.ablation import Ablation, Row, load_defined, require_distinct, require_known
+from lit_lazy.support.checks import NonEmptyText, check_kinds, require
 from lit_lazy.support.errors import naming
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.provenance import find_last_commit
@@ -32,7 +31,7 @@ class Question:
 
     ablation: Ablation
     """The rows and seeds, without contrasts and primary outcome, which the question defines."""
-    claim: str
+    claim: NonEmptyText
     """A sentence that the verdict judges as supported, refuted or undecided."""
     primary: str
     """Key of the deciding metric, a column of the ablation."""
@@ -63,29 +62,24 @@ class Question:
         is_ablation = isinstance(self.ablation, Ablation)
         name = f"question {self.ablation.name!r}" if is_ablation else "question"
         check_kinds(name, self)
+        with naming(name):
+            self._check()
+
+    def _check(self) -> None:
+        """Check what the annotations cannot say; the ablation and the declaration check the rest."""
         fix = "is not used by the rule `removed`, whose bounds are `removed` and `kept`; leave it out"
-        require(not (self.rule == "removed" and self.margin), f"{name}: margin", self.margin, fix)
-        require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
-        few = self.few_seeds_because
-        require(not few or bool(few.strip()), f"{name}: few_seeds_because", few, "must be a sentence, or left out")
-        keys = [column.key for column in self.ablation.columns]
-        require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
+        require(not (self.rule == "removed" and self.margin), "margin", self.margin, fix)
+        require_known("primary", [self.primary], [column.key for column in self.ablation.columns])
         for part in ("contrasts", "primary"):
             value = getattr(self.ablation, part)
-            require(not value, f"{name}: ablation.{part}", value, "leave it to the question")
-        names = [contrast.name for contrast in self.contrasts]
-        twice = [one for one in dict.fromkeys(names) if names.count(one) > 1]
-        require(not twice, f"{name}: contrasts", twice, "are there twice; rename one")
-        rows = {row.name for row in self.ablation.all_rows}
-        for statement in (part for part in self.contrasts if isinstance(part, Statement)):
-            strange = [row for row in statement.weights if row not in rows]
-            require(not strange, f"{name}: contrast {statement.name!r}", strange, "must be rows of its ablation")
-        with_seeds = [row.name for row in self.ablation.all_rows if row.seeds is not None]
-        fix = "all rows of a question have the ablation's seeds"
-        require(not with_seeds, f"{name}: seeds of rows", with_seeds, fix)
-        self.full_ablation  # noqa: B018 (runs its checks)
-        with naming(name):
-            self.partial_declaration  # noqa: B018 (runs its checks)
+            require(not value, f"ablation.{part}", value, "leave it to the question")
+        require_distinct("contrasts", [contrast.name for contrast in self.contrasts])
+        rows = self.ablation.all_rows
+        for contrast in self.contrasts:
+            require_known(f"contrast {contrast.name!r}: row", contrast.weights, [row.name for row in rows])
+        with_seeds = [row.name for row in rows if row.seeds is not None]
+        require(not with_seeds, "seeds of rows", with_seeds, "all rows of a question have the ablation's seeds")
+        self.partial_declaration  # noqa: B018 (runs its checks)
 
     @property
     def all_looks(self) -> tuple[int, ...]:
@@ -112,10 +106,8 @@ class Question:
         files: all files that define it. The commit is empty if one of them, or of the files that they import from their
         folders, has uncommitted changes.
         """
-        rows = {}
-        for row in self.ablation.all_rows:
-            config = row.apply_to(base)
-            rows[row.name] = [to_dict(config, minimal=True), hash_user_code(config)]
+        configs = {row.name: row.apply_to(base) for row in self.ablation.all_rows}
+        rows = {name: [to_dict(config, minimal=True), hash_user_code(config)] for name, config in configs.items()}
         declared = self.partial_declaration
         content = json.dumps([declared.to_json(), base_name, rows, [ALPHA, *declared.weights]], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -125,22 +117,14 @@ class Question:
     @property
     def partial_declaration(self) -> Declaration:
         """The declaration without experiment, row settings and commit."""
-        return Declaration(
-            claim=self.claim,
-            source=self.source,
-            primary=self.primary,
-            contrasts={contrast.name: dict(contrast.weights) for contrast in self.contrasts},
-            statements=tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
-            looks=self.all_looks,
-            few_seeds_because=self.few_seeds_because,
-            after=self.after,
-            rule=self.rule,
-            margin=self.margin,
-            seeds=self.ablation.seeds,
-            removed=self.removed,
-            kept=self.kept,
-            pilot_seeds=self.pilot_seeds,
-        )
+        given = {one.name: getattr(self, one.name) for one in fields(Declaration) if hasattr(self, one.name)}
+        own: dict[str, Any] = {
+            "contrasts": {contrast.name: dict(contrast.weights) for contrast in self.contrasts},
+            "statements": tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
+            "looks": self.all_looks,
+            "seeds": self.ablation.seeds,
+        }
+        return Declaration(**given | own)
 
 
 def _recall(declared: Declaration, name: str, base_name: str) -> Declaration:
@@ -152,8 +136,8 @@ def _recall(declared: Declaration, name: str, base_name: str) -> Declaration:
     path = RESULTS / f"{name}-{base_name}" / TABLE
     known = read_table(path).declaration if path.exists() else None
     if known is not None and known.digest == declared.digest:
-        earlier = replace(declared, earlier=known.earlier, earlier_seeds=known.earlier_seeds)
-        return replace(earlier, commit=known.commit) if declared.commit else earlier
+        commit = known.commit if declared.commit else ""
+        return replace(declared, commit=commit, earlier=known.earlier, earlier_seeds=known.earlier_seeds)
     for path in sorted(RESULTS.glob(f"{declared.after}-*/{TABLE}")) if declared.after else ():
         table = read_table(path)
         if table.verdict is not None:
@@ -163,32 +147,12 @@ def _recall(declared: Declaration, name: str, base_name: str) -> Declaration:
 
 
 def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
-    """The ablation of a file, and its question if the file exports one.
-
-    A second stage exports a function that returns the question or ablation. Raises `FirstStageMissing` if the first
-    stage has no results yet.
-    """
-    question, ablation = load_attribute(path, "question"), load_attribute(path, "ablation")
-    if question is None:
-        made = _make_second_stage(path, ablation) if inspect.isfunction(ablation) else load_ablation(path)
-        if not isinstance(made, Ablation):
-            raise ValueError(f"{path}: its `ablation` returns a {type(made).__name__}; return an Ablation(...)")
-        return made, None
-    if inspect.isfunction(question):
-        question = _make_second_stage(path, question)
-    if not isinstance(question, Question):
-        raise ValueError(f"{path}: its `question` is a {type(question).__name__}; make it a Question(...)")
+    """The ablation of a file, and its question if the file defines one; raises what `load_defined` does."""
+    if load_attribute(path, "question") is None:
+        return load_defined(path, "ablation", Ablation), None
+    question, ablation = load_defined(path, "question", Question), load_attribute(path, "ablation")
     if ablation is not None and ablation is not question.ablation:
         raise ValueError(
             f"{path}: defines a `question` and another `ablation`; delete one, or import it under another name"
         )
     return question.full_ablation, question
-
-
-def _make_second_stage(path: Path, make: Callable[[], object]) -> object:
-    with locate_errors(path):
-        try:
-            return make()
-        except FirstStageMissing as error:
-            missing = FirstStageMissing(f"{path.stem}: {error}")
-    raise missing

@@ -1,18 +1,18 @@
 """What a runs folder holds, what of it can go, and its removal from disk and MLflow."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cells import State, read_state
 from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, GridFolder
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import delete, find_grids, find_obstacle, is_entry_name, join_name, require_deletable
+from lit_lazy.support.named_files import delete, find_grids, is_entry_name, join_name, require_deletable
 from lit_lazy.tracking.store import ARTIFACTS, read_run_address, sqlite_file
 from lit_lazy.tracking.tracker import Tracker, list_experiment_names
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
@@ -56,13 +56,10 @@ class RunsEntry:
         inside = self.folder if self.kind == "training" else self.folder / CELLS
         return sorted(path for path in inside.glob("*") if path.is_dir())
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """The numbers of finished and of all cells."""
-        if self.grid is not None:
-            return sum(cell.status == "complete" for cell in self.grid.cells), len(self.grid.cells)
-        folders = self.run_folders
-        return sum((folder / RESULT).exists() for folder in folders), len(folders)
+    @cached_property
+    def counts(self) -> Counter[State]:
+        """The numbers of its cells or trainings by state."""
+        return Counter(map(read_state, [cell.folder for cell in self.grid.cells] if self.grid else self.run_folders))
 
     @property
     def state(self) -> str:
@@ -71,9 +68,9 @@ class RunsEntry:
             return "other files" if self.kind == "other" else "runs in MLflow" if self.tracked else "files"
         if ASIDE in self.name:
             return "moved aside by --fresh"
-        done, total = self.progress
-        failed = sum(read_state(folder) == "failed" for folder in self.run_folders)
-        return f"{failed} failed" if failed else "complete" if done == total else "unfinished"
+        if failed := self.counts["failed"]:
+            return f"{failed} failed"
+        return "complete" if self.counts["complete"] == self.counts.total() else "unfinished"
 
     @cached_property
     def size(self) -> int:
@@ -93,17 +90,6 @@ class RunsEntry:
 
 
 @dataclass(frozen=True)
-class Garbage:
-    """Something that nobody needs."""
-
-    path: Path
-    why: str
-    size: int
-    obstacle: str = ""
-    """Why it stays all the same."""
-
-
-@dataclass(frozen=True)
 class RunsFolder:
     """A runs folder with the MLflow store of its grids, whose address is `uri`."""
 
@@ -115,14 +101,10 @@ class RunsFolder:
         """Everything in the folder by name. A shared MLflow may have more, of which it has no folder."""
         folders = {path.name for path in self.path.iterdir() if path.is_dir() and path.name != ARTIFACTS}
         tracked = set(list_experiment_names(self.uri)) - {"Default"}  # MLflow's own
+        alone = tracked - folders - {ARTIFACTS} if self.has_store else set()
         # An experiment's name may be a path, or that of the database.
-        outside = {name for name in tracked if not is_entry_name(name) or os.path.lexists(self.path / name)}
-        names = folders | (tracked - outside - {ARTIFACTS} if self.has_store else set())
-        return {
-            name: RunsEntry(name, join_name(self.path, name), name in tracked)
-            for name in sorted(names)
-            if is_entry_name(name)
-        }
+        alone = {name for name in alone if is_entry_name(name) and not os.path.lexists(self.path / name)}
+        return {name: RunsEntry(name, join_name(self.path, name), name in tracked) for name in sorted(folders | alone)}
 
     @property
     def has_store(self) -> bool:
@@ -137,20 +119,15 @@ class RunsFolder:
         """
         join_name(self.path, name)
         known = [entry.name for entry in self.entries.values() if entry.kind != "other"]
-        if name in known:
-            return self.entries[name]
-        if name in self.entries:
+        if name in self.entries and name not in known:
             raise ValueError(f"{name!r}: is no ablation, search, training or diagnosis; remove the folder yourself")
-        ablations = [
-            entry.name for entry in self.entries.values() if entry.kind == "ablation" and ASIDE not in entry.name
-        ]
-        same = find_grids(name, ablations)
+        ablations = [one for one in known if self.entries[one].kind == "ablation" and ASIDE not in one]
+        same = [name] if name in known else find_grids(name, ablations)
         if len(same) == 1:
             return self.entries[same[0]]
         listed = ", ".join(same or known) or "none"
-        raise ValueError(
-            f"{name!r}: {str(self.path)!r} has no such results{did_you_mean(name, known)}; it has {listed}"
-        )
+        problem = f"{str(self.path)!r} has no such results{did_you_mean(name, known)}"
+        raise ValueError(f"{name!r}: {problem}; it has {listed}")
 
     def find_users(self, entry: RunsEntry) -> list[str]:
         """The processes that use an entry."""
@@ -198,53 +175,52 @@ class RunsFolder:
         tracker = Tracker(self.uri, self.path, DIAGNOSES)
         return [run.run_id for run in tracker.find({"mlflow.runName": entry.name})]
 
-    def find_garbage(self, models: bool = False) -> list[Garbage]:
-        """What no table, report or run that resumes needs.
+    def find_garbage(self, models: bool = False) -> dict[Path, str]:
+        """What no table, report or run that resumes needs, and why.
 
         models: also the trained models that --keep-checkpoint kept of cells, except those that unfinished cells start
         from. Raises a one-line ValueError if a living process uses the entry of one of them.
         """
-        found = [*self._find_in_runs(models)]
+        found = self._find_in_runs(models)
         for entry in self.entries.values():
             if entry.kind == "other" or entry.grid is not None or entry.tracked:
                 continue
             inside = (entry.folder, *entry.folder.rglob("*"))  # a link may lead to what is worth keeping
             if not any(path.is_symlink() or any(map(path.match, WORTH)) for path in inside):
-                found.append(Garbage(entry.folder, "no results, and unknown to MLflow", measure_bytes(entry.folder)))
-        found += [Garbage(path, LEFTOVER, measure_bytes(path)) for path in find_leftovers(self.path)]
-        found = [replace(one, obstacle=find_obstacle(one.path, self.path)) for one in found]
-        for name in {one.path.relative_to(self.path).parts[0] for one in found} & self.entries.keys():
+                found[entry.folder] = "no results, and unknown to MLflow"
+        found |= dict.fromkeys(find_leftovers(self.path), LEFTOVER)
+        for name in {path.relative_to(self.path).parts[0] for path in found} & self.entries.keys():
             self.require_unused(self.entries[name])
         return found
 
-    def _find_in_runs(self, models: bool) -> Iterator[Garbage]:
+    def _find_in_runs(self, models: bool) -> dict[Path, str]:
         """Checkpoints beside results, which a killed process left, and models."""
         cells = [cell for entry in self.entries.values() if entry.grid is not None for cell in entry.grid.cells]
         unfinished = [cell for cell in cells if cell.status != "complete"]
         models = models and all(cell.settings for cell in unfinished)  # one that has not begun does not tell its start
         starts = {Path(str(cell.settings.get("init_from"))).resolve() for cell in unfinished}
+        found: dict[Path, str] = {}
         for entry in self.entries.values():
             for run in entry.run_folders if entry.kind != "other" else ():
                 left, model = run / CHECKPOINTS, run / FINAL_CHECKPOINT
-                if not (left.exists() or (models and model.exists())) or RunResult.peek(run) is None:
-                    continue
-                if left.exists():
-                    yield Garbage(left, "checkpoints of a finished run", measure_bytes(left))
-                if models and model.exists() and entry.kind != "training" and model.resolve() not in starts:
-                    yield Garbage(model, "model of a finished cell", measure_bytes(model))
+                spare = models and entry.kind != "training" and model.exists() and model.resolve() not in starts
+                here = {left: "checkpoints of a finished run"} if left.exists() else {}
+                here |= {model: "model of a finished cell"} if spare else {}
+                if here and RunResult.peek(run) is not None:
+                    found |= here
+        return found
 
-    def collect(self, one: Garbage) -> None:
+    def collect(self, path: Path, why: str) -> None:
         """Remove what `find_garbage` found. Raises a one-line ValueError if a process uses the run folder."""
-        if one.why == LEFTOVER:
-            remove_unused(one.path)  # unless a process took it meanwhile
-            return
-        if one.path.name not in (CHECKPOINTS, FINAL_CHECKPOINT):
-            delete(one.path, self.path)
-            return
-        run = one.path.parent
-        with hold(run) as is_free:
-            if not is_free:
-                raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end")
-            if one.path.name == CHECKPOINTS:
-                keep_quarantined(run)
-            delete(one.path, self.path)
+        if why == LEFTOVER:
+            remove_unused(path)  # unless a process took it meanwhile
+        elif path.name not in (CHECKPOINTS, FINAL_CHECKPOINT):
+            delete(path, self.path)
+        else:
+            run = path.parent
+            with hold(run) as is_free:
+                if not is_free:
+                    raise ValueError(f"{str(run)!r}: is in use by a training; wait for its end")
+                if path.name == CHECKPOINTS:
+                    keep_quarantined(run)
+                delete(path, self.path)

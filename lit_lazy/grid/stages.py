@@ -9,19 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lit_lazy.grid.ablation import Row
+from lit_lazy.grid.ablation import FirstStageMissing, Row, require_known
+from lit_lazy.support.checks import require
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.errors import explain
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.records import Table
 
 RATES = "ablations/rates.json"
 """In the working directory or the project."""
 AT = " at "
-
-
-class FirstStageMissing(ValueError):
-    """The rates of the first stage are not known yet."""
 
 
 def at_rate(row: str, rate: float) -> str:
@@ -43,21 +40,18 @@ def find_best_rates(folder: str) -> dict[str, float]:
 
 
 def _read_rates(path: Path) -> Mapping[str, Mapping[str, float]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: is no table of rates ({describe_exception(error)})") from None
+    with explain(f"{path}: is no table of rates", "put a copy back, or delete it", OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
-def save_best_rates(table: Table, folder: str) -> Path:
-    """Add the best rates of a first stage to the file of rates in the working directory; returns its path."""
-    path = Path(RATES)
-    rates = {**_read_rates(path), folder: choose_best_rates(table)}
+def save_best_rates(table: Table, folder: str) -> dict[str, float]:
+    """Add the best rates of a first stage to the file of rates in the working directory; returns them."""
+    path, best = Path(RATES), choose_best_rates(table)
     path.parent.mkdir(exist_ok=True)
-    write_text(path, json.dumps(rates, indent=1, sort_keys=True) + "\n")
-    return path
+    write_text(path, json.dumps({**_read_rates(path), folder: best}, indent=1, sort_keys=True) + "\n")
+    return best
 
 
 def choose_best_rates(table: Table) -> dict[str, float]:
@@ -68,10 +62,8 @@ def choose_best_rates(table: Table) -> dict[str, float]:
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for row in table.rows:
         name, _, rate = row.variant.rpartition(AT)
-        if not name:
-            raise ValueError(
-                f"{table.ablation}: row {row.variant!r} names no rate, such as {at_rate(row.variant, 0.01)}"
-            )
+        fix = f"names no rate, such as {at_rate(row.variant, 0.01)}"
+        require(bool(name), f"{table.ablation}: row", row.variant, fix)
         means, measured = found[name], row.metrics.get(table.primary or "")
         if row.status == "complete" and measured is not None and measured.mean is not None:
             means[float(rate)] = measured.mean
@@ -83,7 +75,6 @@ def choose_best_rates(table: Table) -> dict[str, float]:
 def at_best_rate(row: Row, of: str, folder: str) -> Row:
     """`row` with the best learning rate of the first stage's row `of` (`find_best_rates`), which its note names."""
     rates = find_best_rates(folder)
-    if of not in rates:
-        raise ValueError(f"{RATES}: {folder} has no {of!r}; it has {', '.join(rates)}")
+    require_known(f"{RATES}: {folder}: row", [of], rates)
     note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"
     return replace(row, changes={**row.changes, "train.lr": rates[of]}, note="; ".join(filter(None, (row.note, note))))

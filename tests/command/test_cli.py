@@ -8,12 +8,10 @@ import os
 import re
 import shlex
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 import zipfile
-from contextlib import closing
 from pathlib import Path
 
 import forked
@@ -78,15 +76,13 @@ def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> No
         pass
     for name in ("duo-tiny", "train-own", "diagnose-own", "mlartifacts"):  # trainings are no ablations
         (tmp_path / "full" / name).mkdir(parents=True)
-    with closing(sqlite3.connect(tmp_path / "full" / "queue.db")) as database, database:
-        database.execute("CREATE TABLE studies AS SELECT 'duo-queued' AS study_name")
     done = subprocess.run([sys.executable, "-c", code, *MISSPELT], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lit-lazy") >= len(MISSPELT)
     assert "--keep-checkpoints: no such option or field (did you mean --keep-checkpoint?)" in done.stderr
     assert done.stderr.count("--logger wandb: needs the package wandb; pip install 'lit-lazy[wandb]'") == 3
     assert "unknown argument '--runs'; give the folder alone: `lit-lazy ablate verdicts FOLDER`" in done.stderr
-    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-queued, duo-tiny") == 4
+    assert done.stderr.count("'nosuch': 'full' has no such results; it has duo-tiny") == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "own.py", "own.zip"]
 
 
@@ -180,7 +176,7 @@ def test_a_warning_that_is_an_error_is_one_line(monkeypatch, capsys) -> None:
     def warn(*_: object) -> None:
         raise DeprecationWarning("old")
 
-    monkeypatch.setattr("lit_lazy.support.named_files.list_available", warn)
+    monkeypatch.setattr("lit_lazy.command.ablate_results.list_available", warn)
     assert main(["ablate", "list"]) == 2
     assert capsys.readouterr().err == (
         "lit-lazy: PYTHONWARNINGS or -W makes a library's warning an error (DeprecationWarning: old); leave it out\n"

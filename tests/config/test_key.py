@@ -32,8 +32,9 @@ from lit_lazy.config.serialisation import find_leaf_classes, from_dict, shorten_
 from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.recall import Recall
+from lit_lazy.grid.ablation import load_defined
 from lit_lazy.grid.question import load_ablation_or_question
-from lit_lazy.grid.search.definition import load_search
+from lit_lazy.grid.search.definition import Search
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
@@ -55,7 +56,7 @@ def current() -> dict[str, typing.Any]:
     for name in list_available("ablations"):
         path = find("ablations", name)
         if hasattr(load_module(path), "search"):
-            search = load_search(path)
+            search = load_defined(path, "search", Search)
             base = load_experiment(find("experiments", search.base))
             keys[name] = {"": cell_key(replace_at(base, search.common), "data")}
             continue

@@ -23,12 +23,12 @@ from typing import Any
 import forked
 import instant
 import psutil
-from instant import Lab, parse
+from asked_grid import ask_for_grid
+from instant import Lab
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 from two_rows import two_rows
 
-from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
@@ -87,7 +87,7 @@ def make_real_lab(folder: Path, steps: int, devices: int, seeds: int) -> RealLab
     options = ("ablate", "run", str(folder / "pair.py"), "--seeds", ",".join(map(str, range(seeds))))
     every = f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"
     overrides = [f"--train.steps={steps}", "--train.checkpoint_every=20", "--train.warmup_steps=2", *every]
-    work = make_grid(parse(*options, "--runs", str(folder / "runs")), [*overrides])
+    work = ask_for_grid([*options, "--runs", str(folder / "runs")], overrides)
     training = instant.Training(folder / "steps.log")
     return RealLab(folder / "runs", training, work, words=(*options, "--devices", str(devices), *overrides))
 

@@ -21,11 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asked_grid import ask_for_grid
 from rich.console import Console
 from two_rows import two_rows
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.ablate_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
@@ -317,8 +317,8 @@ def make_lab(
 ) -> Lab:
     """A grid of two rows with two seeds. words, overrides: further options of its command, and settings."""
     (folder / "pair.py").write_text(source)
-    options = parse("ablate", "run", str(folder / "pair.py"), "--runs", str(folder / "runs"), *words)
-    return Lab(folder / "runs", training, make_grid(options, [*overrides]))
+    command = ["ablate", "run", str(folder / "pair.py"), "--runs", str(folder / "runs"), *words]
+    return Lab(folder / "runs", training, ask_for_grid(command, overrides))
 
 
 def make_search_lab(folder: Path, training: Training) -> Lab:

@@ -10,12 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from asked_grid import ask_for_grid
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limit, _validate_metric_name
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
 from lit_lazy.command import ablate_run
-from lit_lazy.command.ablate_run import make_grid, parse_request
+from lit_lazy.command.ablate_run import parse_request
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
@@ -29,7 +30,7 @@ from lit_lazy.grid.ablation import (
     Row,
     describe_value,
     expand,
-    load_ablation,
+    load_defined,
     prepare_rows,
     select_rows,
 )
@@ -53,8 +54,7 @@ def tiny() -> RunConfig:
 
 
 def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
-    chosen = select_rows(made, rows, seeds)
-    return expand(chosen, prepare_rows(chosen, replace_at(tiny(), made.common)))
+    return expand(prepare_rows(select_rows(made, rows, seeds), replace_at(tiny(), made.common)))
 
 
 SHIPPED = [
@@ -67,7 +67,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_ablation_expands(name: str) -> None:
-    made = load_ablation(find("ablations", name))
+    made = load_defined(find("ablations", name), "ablation", Ablation)
     cells = cells_of(made)
     assert len({cell.key for cell in cells}) == len(cells)
     assert {contrast_row for c in made.contrasts for contrast_row in c.weights} <= {row.name for row in made.all_rows}
@@ -76,7 +76,7 @@ def test_every_shipped_ablation_expands(name: str) -> None:
 
 
 def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
-    cells = cells_of(load_ablation(find("ablations", "table2")))
+    cells = cells_of(load_defined(find("ablations", "table2"), "ablation", Ablation))
     seeds = Counter(cell.variant for cell in cells)
     five = {"softmax", "softmax + learned bias", "elastic without bias", "lazy"}
     assert {name for name, n in seeds.items() if n == 5} == five
@@ -103,7 +103,7 @@ MALFORMED = [
     ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
     (
         {"rows": (), "baseline": "", "axes": {LR: (0.1, 0.2)}, "common": {LR: 0.3}},
-        "common['train.lr'] is an axis too, which replaces it; leave it out of",
+        "common['train.lr'] is in every row too, which replaces it; leave it out of",
     ),
     (
         {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
@@ -142,7 +142,7 @@ def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "prepare", lambda config: prepared.update([config]) or prepare(config))
     monkeypatch.setattr(Row, "apply_to", lambda row, base: applied.update([row.name]) or apply(row, base))
     words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "1,2"]
-    grid = make_grid(make_parser().parse_args(words), [])
+    grid = ask_for_grid(words)
     assert len(grid.cells) == 4
     assert len(grid.plan.definitions) == 17
     assert [*prepared.values()] == [*applied.values()] == 17 * [1]
@@ -169,9 +169,9 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
     options = make_parser().parse_args(words)
     request = parse_request(options, overrides)
     assert re.fullmatch(re.escape(f"table2-backcopy_{name}").replace("HASH", "[0-9a-f]{6}"), request.grid)
-    assert request.base_title == f"backcopy_{title}"
+    assert request.base.title == f"backcopy_{title}"
     assert parse_request(options, overrides[::-1]).grid == request.grid
-    former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base)}"
+    former = tmp_path / f"table2-backcopy_tiny-{settings_key(request.base.config)}"
     former.mkdir()
     if overrides:
         assert parse_request(options, overrides).grid == former.name, "a folder of a former version is found as it lies"
@@ -184,7 +184,8 @@ def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_pa
     """With all threads of a busy machine the small tensors of a check take several times as long."""
 
     threads = []
-    monkeypatch.setattr(preparation, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
+    for module in (preparation, estimate):
+        monkeypatch.setattr(module, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
     for module, name in ((packed, "take_from_files"), (estimate, "estimate_cost")):
         monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
@@ -230,7 +231,7 @@ def test_each_cell_has_the_axes_its_own_parts_have() -> None:
 def test_only_the_rows_that_are_named_are_run_and_one_of_them_may_be_the_baseline() -> None:
     words = ["ablate", "run", "table2", "--rows", "softmax,lazy T5", "--seeds", "0,1"]
     for more, baseline in (([], "lazy"), (["--baseline", "softmax"], "softmax")):
-        grid = make_grid(make_parser().parse_args([*words, *more]), [])
+        grid = ask_for_grid([*words, *more])
         rows = {"softmax": (0, 1), "lazy T5": (0, 1)}
         assert ({row.variant: row.seeds for row in grid.plan.rows}, grid.plan.baseline) == (rows, baseline)
         assert {cell.variant for cell in grid.cells} == rows.keys()

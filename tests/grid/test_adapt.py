@@ -6,7 +6,7 @@ import pytest
 
 from lit_lazy.api import results, train
 from lit_lazy.command.main import main
-from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.ablation import Ablation, load_defined
 from lit_lazy.support.named_files import find
 
 UNCHANGED = ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate")
@@ -20,7 +20,7 @@ def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(runs:
     assert main(["ablate", "run", "adapt", "--base", "smollm2_tiny", *few, "--runs", str(runs)]) == 0
     (folder,) = runs.glob("adapt-smollm2_tiny-*")
     cells = results(folder.name, runs).cells.set_index("variant")
-    assert len(cells) == len(load_ablation(find("ablations", "adapt")).rows)
+    assert len(cells) == len(load_defined(find("ablations", "adapt"), "ablation", Ablation).rows)
     before, loss = cells["init/loss/val"], trained.metrics["loss/val"]
     for name in UNCHANGED:
         assert before[name] == pytest.approx(loss, abs=1e-6), name

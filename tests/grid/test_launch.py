@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from asked_grid import ask_for_grid
 from forked import forget_user_files
 from rich.console import Console
 from two_rows import WILD, two_rows
 
-from lit_lazy.command.ablate_run import make_grid
-from lit_lazy.command.main import main, make_parser
+from lit_lazy.command.main import main
 from lit_lazy.grid.run import save_plan
 from lit_lazy.support.named_files import PROJECT, find
 from lit_lazy.table.build import read_table
@@ -100,7 +100,7 @@ def test_the_status_says_that_a_file_was_edited_since_the_grid_began(name, old, 
     else:
         shutil.copy(find("ablations", path.stem), path)
         shutil.copy(find("ablations", path.stem).with_suffix(".toml"), tmp_path)
-    grid = make_grid(make_parser().parse_args(["ablate", "run", str(path), "--runs", str(tmp_path)]), [])
+    grid = ask_for_grid(["ablate", "run", str(path), "--runs", str(tmp_path)])
     grid.folder.mkdir()
     save_plan(grid, Console())
     for cell in grid.cells:
@@ -127,7 +127,7 @@ def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(tmp_path, pair, m
         text.replace("data.stdlib import Stdlib", "data.text import Text").replace("Stdlib(", "Text('a.txt', ")
     )
     (tmp_path / "pair-mine").mkdir()
-    plan = make_grid(make_parser().parse_args(["ablate", "run", pair, "--runs", str(tmp_path)]), []).plan
+    plan = ask_for_grid(["ablate", "run", pair, "--runs", str(tmp_path)]).plan
     (tmp_path / "pair-mine" / "plan.json").write_text(plan.to_json())
     command = ["ablate", "run", pair, "--base", str(base), "--runs", str(tmp_path), "--workers", "1", "--dry-run"]
     assert main(command) == 0

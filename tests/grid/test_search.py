@@ -19,10 +19,10 @@ from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import experiment
-from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.ablation import Cell, load_defined
 from lit_lazy.grid.cells import HOLDER, claim, read_state
 from lit_lazy.grid.job import Ending, Job
-from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
+from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
@@ -33,7 +33,7 @@ from lit_lazy.training.callbacks import MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import locate_cell
+from lit_lazy.training.run_folder import locate_cell, write_failure
 
 TAU, LR = "model.attention.normaliser.tau_init", "train.lr"
 ID = "search-rates-backcopy_tiny"
@@ -55,14 +55,14 @@ def search(**changes: object) -> Search:
     ("make", "message"),
     [
         (lambda: Real(2, 1), r"Real\(2, 1\): low=2: must be below high=1"),
-        (lambda: Real(0.0, 1.0, log=True), "the lower end must be above 0"),
-        (lambda: search(axes={}), "needs at least one"),
-        (lambda: define(search(axes={"train.rate": Real(0, 1)}), base()), "axis 'train.rate' is no field"),
-        (lambda: define(search(axes={"train.steps": Real(5, 9)}), base()), "axis 'train.steps' is 6 here"),
-        (lambda: define(search(axes={"model.position": Real(5, 9)}), base()), "is 'Rope' here, and must be a real"),
-        (lambda: define(search(axes={LR: Real(-1, 1)}), base()), "no training at train.lr=-1: train.lr=-1"),
+        (lambda: Real(0.0, 1.0, log=True), "low=0.0: with log=True it must be above 0"),
+        (lambda: search(axes={}), r"axes=\[\]: must be 1 to 10"),
+        (lambda: define(search(axes={"train.rate": Real(0, 1)}), base()), "corner 0.: TrainConfig has no field"),
+        (lambda: define(search(axes={"train.steps": Real(5, 9)}), base()), r"train.steps=5\.0: must be a whole number"),
+        (lambda: define(search(axes={"model.position": Real(5, 9)}), base()), "model.position=5.0: must be a Position"),
+        (lambda: define(search(axes={LR: Real(-1, 1)}), base()), "search 's': row 'corner 0': train.lr=-1"),
         (lambda: define(search(), base(), [LR]), "--train.lr: is an axis of search 's'"),
-        (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "tau_init' is no field"),
+        (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "Softmax has no field 'tau_init'"),
         (
             lambda: define(search(objective="loss/excess", axes={LR: Real(1e-3, 1e-2)}), experiment("stdlib_tiny")),
             "search 's'.*the data 'stdlib' has no known optimum; take loss/val",
@@ -105,6 +105,12 @@ def complete(driver: SearchDriver, cell: Cell, value: float | None = None) -> No
     fields = {}, {"loss/val": loss}, {}, {}, {"git_sha": "x"}, "data", {}, cell.key, {}
     RunResult(cell.key, cell.config, *fields).write(folder)
     driver.record(Ending(cell.key, "done"))
+
+
+def fail(driver: SearchDriver, cell: Cell, reason: str, final: bool = False) -> None:
+    """As a worker does."""
+    write_failure(locate_cell(driver.work.folder, cell.key), reason, final)
+    driver.record(Ending(cell.key, "failed", reason, final))
 
 
 def drawn(folder: Path, points: int, interrupted_at: int = -1, seed: int = 0) -> list[dict[str, float]]:
@@ -164,7 +170,7 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(tmp_path: P
     assert driver.judge(bad.key, 3, 2.6) == worse
     # A resumed run repeats the step: it is judged again, and the earlier report stays.
     assert driver.judge(bad.key, 3, 2.6) == worse
-    driver.record(Ending(bad.key, "pruned", worse, final=True))
+    fail(driver, bad, worse, final=True)
     (*_, point) = driver.points()
     assert (point.state, point.value, point.reports, point.reason) == ("pruned", None, {2: 99.0, 3: 2.6}, worse)
     assert not driver.judge(good.key, 6, 99.0), "after the last step there is nothing to save"
@@ -190,7 +196,7 @@ def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -
 def test_a_failed_point_is_drawn_anew_by_the_next_command(tmp_path: Path) -> None:
     driver = begun(tmp_path, 1)
     first = take(driver)
-    driver.record(Ending(first.key, "failed", "out of memory"))
+    fail(driver, first, "out of memory")
     assert driver.choose() is None
     assert driver.states() == {"point 0": "failed"}
     again = begun(tmp_path, 1)
@@ -465,7 +471,7 @@ def test_the_table_and_figures_show_every_measured_point_and_what_they_are_not()
 
 
 def test_the_shipped_search_fits_its_experiment() -> None:
-    shipped = load_search(find("ablations", "lazy_search"))
+    shipped = load_defined(find("ablations", "lazy_search"), "search", Search)
     definition = define(shipped, experiment(shipped.base, shipped.common))
     assert list(definition.names.values()) == ["tau_init", "lr", "base"]
     assert Definition.from_json(definition.to_json()) == definition

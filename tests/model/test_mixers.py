@@ -11,7 +11,7 @@ from test_decoder import LONG as LENGTH
 from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.ablation import Ablation, load_defined
 from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
@@ -21,7 +21,7 @@ from lit_lazy.training.optimiser import build_parameter_groups
 from lit_lazy.training.prepare import check_model
 
 every_model = pytest.mark.parametrize("cfg", MIXERS.values(), ids=MIXERS)
-TABLE1 = load_ablation(find("ablations", "table1"))
+TABLE1 = load_defined(find("ablations", "table1"), "ablation", Ablation)
 
 
 @torch.no_grad()

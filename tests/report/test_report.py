@@ -162,7 +162,7 @@ WRONG = [
     (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
     (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
     (["ablate", "table", ID, "--out", "/proc/none"], "--out '/proc/none': nothing can be written there"),
-    (["ablate", "table", ID, "--from", "x", "--out", "y"], "--out 'y': --from replaces the file it names; leave one"),
+    (["ablate", "table", ID, "--from", "x", "--out", "y"], "--from, --out: a table.json says its experiment and place"),
 ]
 
 

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, WIDTH, draw_legend_below, new_figure, save_figure, use_style
-from lit_lazy.grid.packed import Pack
+from lit_lazy.grid.packed import read_pack
 from lit_lazy.table.statistics import FEWEST_SEEDS, Effect, Estimate, compute_contrast, estimate
 from lit_lazy.training.result import RunResult
 
@@ -69,9 +69,9 @@ class Ladder:
 
     @classmethod
     def read(cls, path: Path) -> "Ladder":
-        pack = Pack.read(path)
+        pack = read_pack(path)
         cells: defaultdict[Place, defaultdict[str, dict[int, RunResult]]] = defaultdict(lambda: defaultdict(dict))
-        for row, _, result in pack.cells.values():
+        for row, result in ((cell.row, cell.result) for cell in pack.values()):
             named = ROW.fullmatch(row)
             assert named is not None, row
             model = result.config["model"]

@@ -6,20 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
-from lit_lazy.config.user_files import load_attribute
-from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
+from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, to_dict
+from lit_lazy.grid.ablation import MOST_CELLS, Cell, Row, check_name, prepare_rows
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.errors import naming, short_repr
-from lit_lazy.support.named_files import get_name
 from lit_lazy.support.stored_records import make_record, parse_record
-from lit_lazy.training.init_from import check_init_from
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.prepare import load_data
 
 DEFINITION, FORMAT = "search.json", 1
 """File of a search's definition in its folder, and its format; raised when a field changes its meaning."""
@@ -44,8 +40,7 @@ class Real:
         ends = f"Real({short_repr(self.low)}, {short_repr(self.high)})"
         check_kinds(ends, self)
         require(self.low < self.high, f"{ends}: low", self.low, f"must be below high={self.high}")
-        if self.log and self.low <= 0:
-            raise ValueError(f"{ends}: with log=True the lower end must be above 0")
+        require(self.low > 0 or not self.log, f"{ends}: low", self.low, "with log=True it must be above 0")
 
     def __str__(self) -> str:
         return f"{self.low:g} to {self.high:g}{', log' if self.log else ''}"
@@ -62,7 +57,7 @@ class Search:
     """The default experiment."""
     objective: Objective = "loss/val"
     """The final loss to minimise; `loss/excess` requires data with a known optimum."""
-    trials: PositiveInt = 30
+    trials: Annotated[int, Bounds(ge=1, le=MOST_CELLS)] = 30
     """Number of points to finish, including pruned ones."""
     startup: PositiveInt = 10
     """Number of initial random points; no point is pruned before this many are complete."""
@@ -75,11 +70,9 @@ class Search:
 
     def __post_init__(self) -> None:
         check_name("search", self.name)
-        where = f"search {self.name!r}: "
-        check_kinds(where.removesuffix(": "), self)
-        check_cell_count(f"{where}trials", self.trials)
-        require(bool(self.axes), f"{where}axes", dict(self.axes), "needs at least one")
-        require(len(self.axes) <= MOST_AXES, f"{where}axes", list(self.axes), f"must be at most {MOST_AXES}")
+        where = f"search {self.name!r}"
+        check_kinds(where, self)
+        require(0 < len(self.axes) <= MOST_AXES, f"{where}: axes", list(self.axes), f"must be 1 to {MOST_AXES}")
 
 
 @dataclass(frozen=True)
@@ -147,45 +140,24 @@ def point_name(number: int) -> str:
     return f"point {number}"
 
 
-def load_search(path: Path) -> Search:
-    """The `search` that a file defines. Raises a one-line ValueError if it defines none."""
-    search = load_attribute(path, "search")
-    if search is None and load_attribute(path, "ablation") is not None:
-        name = get_name("ablations", path)
-        raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {name}` runs it")
-    if not isinstance(search, Search):
-        raise ValueError(f"{path}: defines no `search` of type Search")
-    return search
-
-
 def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> Definition:
     """A search on an experiment that already includes the search's common changes and the user's overrides.
 
-    overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks, for
-    an axis limit that it rejects, and for an override of an axis.
+    overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks or
+    that changes its data, for an axis limit that it rejects, and for an override of an axis.
     """
-    values = flatten(to_dict(base))
-    for path in search.axes:
-        for override in overridden:
-            if f"{override}.".startswith(f"{path}."):
-                raise ValueError(f"--{override}: is an axis of search {search.name!r}; leave the override out")
-        axis = f"search {search.name!r}: axis {path!r}"
-        if path not in values:
-            raise ValueError(f"{axis} is no field of this experiment; `lit-lazy fields` lists them")
-        if not isinstance(values[path], float):
-            raise ValueError(f"{axis} is {values[path]!r} here, and must be a real number")
-        if path.startswith("data."):
-            raise ValueError(f"{axis} changes the data, on which all points are to be compared")
-    source = prepare(base)
-    check_init_from(base, source.outline)
-    for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
-        point = dict(zip(search.axes, corner, strict=True))
-        where = ", ".join(f"{path}={value:g}" for path, value in point.items())
-        with naming(f"search {search.name!r}: no training at {where}"):
-            prepare(replace_at(base, point))
-    known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
-    fix = f"the data {source.name!r} has no known optimum; take loss/val"
-    require(known, f"search {search.name!r}: objective", search.objective, fix)
+    if both := sorted(search.axes.keys() & {*overridden}):
+        raise ValueError(f"--{both[0]}: is an axis of search {search.name!r}; leave the override out")
+    ends = itertools.product(*((float(axis.low), float(axis.high)) for axis in search.axes.values()))
+    points = [dict(zip(search.axes, point, strict=True)) for point in ends]
+    corners = [(Row(f"corner {number}", point), (base.seed,)) for number, point in enumerate(points)]
+    with naming(f"search {search.name!r}"):
+        prepared, source = prepare_rows(corners, base), load_data(base.data)
+        same = {row.fingerprint for row in prepared} == {source.fingerprint}
+        require(same, "axes", list(search.axes), "change the data, on which all points are to be compared")
+        known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
+        fix = f"the data {source.name!r} has no known optimum; take loss/val"
+        require(known, "objective", search.objective, fix)
     return Definition(
         base=to_dict(base),
         data=source.fingerprint,

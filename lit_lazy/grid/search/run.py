@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import clear_leftovers
+from lit_lazy.grid.cells import HOLDER, clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import Mirror, MirroredCell
@@ -25,34 +24,33 @@ from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, p
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.errors import explain
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
 from lit_lazy.tracking.store import NOTE
+from lit_lazy.training import run_folder
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import (
-    clear_failure,
-    hold,
-    is_final,
-    is_locked,
-    locate_cell,
-    read_failure,
-    remove_checkpoints,
-    write_failure,
-)
 
 if TYPE_CHECKING:
     from lit_lazy.tracking.tracker import Tracker
 
 DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""
-NUMBER, KEY, REASON, DIVERGED = "number", "key", "reason", "diverged"
+NUMBER, KEY, REASON = "number", "key", "reason"
 """Attributes of a trial."""
 HOPELESS = "is worse than the median of the points there"
+DIVERGED = "diverged: "
+"""Begins the reason of a point whose loss is not finite any more."""
 GOOD_SHARE = 0.25
 """Fraction of the complete points that counts as good in the importances."""
 FEWEST_FOR_IMPORTANCE = 5
-STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+STATES: dict[str, Any] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
+
+
+def _name_state(trial: FrozenTrial) -> Any:
+    """The `state` of a trial's `Point`."""
+    return "diverged" if trial.user_attrs.get(REASON, "").startswith(DIVERGED) else STATES[trial.state.name]
 
 
 @dataclass(frozen=True)
@@ -87,27 +85,23 @@ class SearchDriver:
 
     def states(self) -> dict[str, str]:
         newest = self._newest()
-        return {point_name(number): self._read_state(number, newest) for number in range(len(self.work.cells))}
+        return {point_name(number): self._read_state(newest.get(number)) for number in range(len(self.work.cells))}
 
-    def _read_state(self, number: int, newest: Mapping[int, FrozenTrial]) -> str:
-        trial = newest.get(number)
+    def _read_state(self, trial: FrozenTrial | None) -> str:
+        """The state of a point by its newest trial: one that nobody trains, or failed for another command, waits."""
         if trial is None:
             return "waiting"
-        state = STATES[trial.state.name]
-        if state == "running":
-            key = trial.user_attrs.get(KEY, "")
-            return "running" if key in self._held or is_locked(self.work.locate(key)) else "waiting"
-        if state == "failed":
-            return "failed" if number in self._failed else "waiting"
-        return "diverged" if trial.user_attrs.get(DIVERGED) else state
+        state, key = _name_state(trial), trial.user_attrs[KEY]
+        lost = state == "running" and key not in self._held and not run_folder.is_locked(self.work.locate(key))
+        return "waiting" if lost or (state == "failed" and trial.user_attrs[NUMBER] not in self._failed) else state
 
     def choose(self) -> Cell | None:
         newest = self._newest()
         for number in range(len(self.work.cells)):
-            if self._read_state(number, newest) == "waiting":
-                trial = newest.get(number)
+            trial = newest.get(number)
+            if self._read_state(trial) == "waiting":
                 new = trial is None or trial.state.is_finished()
-                cell = self._draw(number, trial) if new else self._resume(number, trial)
+                cell = self._draw(number, trial) if new else self._resume(trial)
                 if cell is not None:
                     return cell
         return None
@@ -126,69 +120,61 @@ class SearchDriver:
             if newest is not None and (former is None or newest.number != former.number):
                 return None
             definition, drawn = self.definition, sum(NUMBER in trial.user_attrs for trial in trials)
-            space: dict[str, BaseDistribution] = {
-                path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
-            }
             seed = int(np.random.SeedSequence((definition.seed, drawn)).generate_state(1)[0])
             self.study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=definition.startup, seed=seed, constant_liar=True
             )
-            trial = self.study.ask(space)
+            trial = self.study.ask()
+            for path, axis in definition.axes.items():
+                trial.suggest_float(path, axis.low, axis.high, log=axis.log)
             cell = definition.make_cell(number, trial.params)
             trial.set_user_attr(KEY, cell.key)
             trial.set_user_attr(NUMBER, number)  # last: a trial without a number is none of a point
-            clear_failure(self.work.locate(cell.key))
+            run_folder.clear_failure(self.work.locate(cell.key))
             self._held[cell.key] = trial
             return cell
 
-    def _resume(self, number: int, frozen: FrozenTrial) -> Cell | None:
-        """A point whose worker ended early; None if it is known to fail, or not to be worth its remaining steps."""
-        trial = Trial(self.study, frozen._trial_id)
-        cell = self.definition.make_cell(number, trial.params)
-        folder = self.work.locate(cell.key)
-        if reason := read_failure(folder):  # its command died before it told
-            self._fail(trial, cell.key, reason, is_final(folder))
+    def _resume(self, frozen: FrozenTrial) -> Cell | None:
+        """A point whose worker ended early; None if it has ended, or is not worth its remaining steps."""
+        trial, step = Trial(self.study, frozen._trial_id), frozen.last_step
+        cell = self.definition.make_cell(frozen.user_attrs[NUMBER], trial.params)
+        if self._settle(trial, cell.key):  # its command died before it told
             return None
-        for step, value in [*frozen.intermediate_values.items()][-1:]:
-            if reason := self._describe_pruning(trial, step, value):
-                self._fail(trial, cell.key, reason, final=True)
-                return None
+        if step is not None and (reason := self._describe_pruning(trial, step, frozen.intermediate_values[step])):
+            with run_folder.hold(folder := self.work.locate(cell.key)) as is_free:
+                if is_free:
+                    run_folder.write_failure(folder, reason, final=True)  # as its worker does
+            self._settle(trial, cell.key)
+            return None
         self._held[cell.key] = trial
         return cell
 
-    def _fail(self, trial: Trial, key: str, reason: str, final: bool) -> None:
-        """Tell a point without a result. final: it was hopeless, or its loss is not finite any more."""
-        if not final:
+    def _settle(self, trial: Trial, key: str) -> bool:
+        """Tell how a point ended by what is in its folder, unless another command has; whether it has ended."""
+        folder = self.work.locate(key)
+        result, reason = RunResult.peek(folder), run_folder.read_failure(folder)
+        state, value = TrialState.FAIL, None
+        if result is not None:
+            state, value, reason = TrialState.COMPLETE, result.metrics[self.definition.objective], ""
+            clear_leftovers(folder)
+        elif not reason:
+            return False
+        elif run_folder.is_final(folder):  # it was hopeless, or its loss is not finite any more
+            state, reason = TrialState.PRUNED, reason if HOPELESS in reason else f"{DIVERGED}{reason}"
+            with run_folder.hold(folder) as is_free:
+                if is_free:
+                    run_folder.remove_checkpoints(folder)
+                    (folder / HOLDER).unlink(missing_ok=True)
+        else:
             self._failed.add(trial.user_attrs[NUMBER])
-            self._tell(trial, TrialState.FAIL, {REASON: reason})
-            return
-        folder, diverged = self.work.locate(key), HOPELESS not in reason
-        told = {DIVERGED: diverged, REASON: f"diverged: {reason}" if diverged else reason}
-        with hold(folder) as is_free:
-            if is_free:
-                write_failure(folder, reason, final=True)  # as its worker does, unless that was killed
-            self._tell(trial, TrialState.PRUNED, told)
-            if is_free:
-                remove_checkpoints(folder)
-        clear_leftovers(folder)
-
-    def _tell(
-        self, trial: Trial, state: TrialState, attributes: Mapping[str, object], value: float | None = None
-    ) -> None:
-        """Tell how a point ended, unless another command has."""
         with suppress(UpdateFinishedTrialError):
-            for name, content in attributes.items():
-                trial.set_user_attr(name, content)
+            if reason:
+                trial.set_user_attr(REASON, reason)
             self.study.tell(trial, value, state=state, skip_if_finished=True)
+        return True
 
     def record(self, ending: Ending) -> None:
-        trial, key = self._held[ending.key], ending.key
-        result = RunResult.peek(self.work.locate(key)) if ending.kind == "done" else None
-        if result is not None:
-            self._tell(trial, TrialState.COMPLETE, {}, result.metrics[self.definition.objective])
-        elif ending.kind in ("pruned", "failed"):
-            self._fail(trial, key, ending.reason, ending.final)
-        del self._held[key]
+        self._settle(self._held.pop(ending.key), ending.key)
 
     def judge(self, key: str, step: int, value: float) -> str:
         """Report the objective at a validation; returns why the point is not worth its remaining steps, or ""."""
@@ -210,17 +196,15 @@ class SearchDriver:
         """All points that were drawn, each from its newest trial."""
         found = []
         for number, trial in sorted(self._newest().items()):
-            attrs: dict[str, Any] = trial.user_attrs
-            complete = trial.state == TrialState.COMPLETE
-            reports = {step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)}
+            state = _name_state(trial)
             point = Point(
                 number=number,
-                run=attrs[KEY],
+                run=trial.user_attrs[KEY],
                 params={path: trial.params[path] for path in self.definition.axes},
-                state="diverged" if attrs.get(DIVERGED) else STATES[trial.state.name],  # type: ignore[arg-type]
-                value=trial.value if complete else None,
-                reports=reports,
-                reason="" if complete else attrs.get(REASON, ""),
+                state=state,
+                value=trial.value if state == "complete" else None,
+                reports={step: x for step, x in sorted(trial.intermediate_values.items()) if math.isfinite(x)},
+                reason="" if state == "complete" else trial.user_attrs.get(REASON, ""),
             )
             found.append(point)
         return found
@@ -251,17 +235,14 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
     """Execute the missing points of a search; returns whether every point is finished."""
     work = driver.work
     with open_folder(work, launch, console):
-        file = work.folder / DEFINITION
-        try:
-            known = Definition.from_json(file.read_text(encoding="utf-8")) if file.exists() else work.definition
-        except ValueError as error:
-            fix = "put a copy back, or start again by --fresh"
-            raise ValueError(f"{str(file)!r}: is damaged ({error}); {fix}") from None
-        if changed := work.definition.find_differences(known):
-            raise ValueError(
-                f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former "
-                "results away, another name of the search, or another --runs folder, keeps both"
-            )
+        if (file := work.folder / DEFINITION).exists():
+            with explain(f"{str(file)!r}: is damaged", "put a copy back, or start again by --fresh", ValueError):
+                known = Definition.from_json(file.read_text(encoding="utf-8"))
+            if changed := work.definition.find_differences(known):
+                raise ValueError(
+                    f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former "
+                    "results away, another name of the search, or another --runs folder, keeps both"
+                )
         write_text(file, work.definition.to_json())
         monitored = MONITORED[work.definition.objective]
         execute_cells(work, launch, driver, console, driver.describe_best, monitored=monitored)
@@ -284,7 +265,7 @@ class SearchMirror(Mirror):
         names, seed = self.definition.names, self.definition.base["seed"]
         return [
             MirroredCell(
-                folder=locate_cell(self.folder, point.run),
+                folder=run_folder.locate_cell(self.folder, point.run),
                 variant=point_name(point.number),
                 source="ours",
                 seed=seed,
@@ -307,29 +288,18 @@ class SearchMirror(Mirror):
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:
     """Print the plan of a search and an upper bound on its time; creates nothing."""
-    import torch
-
-    torch.set_num_threads(threads)
-    definition = work.definition
-    seconds = estimate_training(definition.base)
-    lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
-    every = definition.base["train"]["val_every"]
-    judged = range(every, definition.steps, every)
-    pruned = [step for step in judged if step >= definition.min_steps]
-    when = (
-        f"after {', '.join(map(str, pruned))} of {definition.steps} steps"
-        if pruned
-        else "none: no validation lies there"
-    )
-    lines += [
-        "",
-        f"{len(work.cells)} points of {work.id} with seed {definition.base['seed']}, minimising "
-        f"{definition.objective}.",
+    definition, n = work.definition, len(work.cells)
+    seconds, every = estimate_training(definition.base), definition.base["train"]["val_every"]
+    judged = [step for step in range(every, definition.steps, every) if step >= definition.min_steps]
+    when = f"after {', '.join(map(str, judged))} of {definition.steps} steps"
+    for path, axis in definition.axes.items():
+        console.print(f"{definition.names[path]:12} {axis}   ({path})", highlight=False)
+    console.print(
+        f"\n{n} points of {work.id} with seed {definition.base['seed']}, minimising {definition.objective}.\n"
         f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
-        f"{definition.min_steps} on: {when}.",
-        f"About {format_duration(seconds)} per point, at most "
-        f"{format_duration(seconds * len(work.cells) / workers)} of training with "
-        f"{format_count(workers, 'worker')} of {format_count(threads, 'thread')}; pruned points take less.",
+        f"{definition.min_steps} on: {when if judged else 'none: no validation lies there'}.\n"
+        f"About {format_duration(seconds)} per point, at most {format_duration(seconds * n / workers)} of training "
+        f"with {format_count(workers, 'worker')} of {format_count(threads, 'thread')}; pruned points take less.\n"
         "Nothing was created.",
-    ]
-    console.print("\n".join(lines), highlight=False)
+        highlight=False,
+    )

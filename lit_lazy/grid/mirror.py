@@ -1,24 +1,23 @@
 """MLflow shows what a grid's folder holds; nothing of this project reads it again.
 
-Whatever MLflow has, `Mirror.sync` adds what it lacks: the parent run and a run for each cell that has begun, with its
-metrics and its end. It may be called at any time, by any process that shares the folder, and again after a kill.
+Whatever MLflow has, `GridMirror.sync` adds what it lacks: the parent run and a run for each cell that has begun, with
+its metrics and its end. It may be called at any time, by any process that shares the folder, and again after a kill.
 """
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from filelock import Timeout
 from rich.console import Console
 
-from lit_lazy.grid.plan import ASIDE, GRID_ID, PLAN, GridFolder, read_grid, read_grid_id
+from lit_lazy.grid.plan import ASIDE, GRID_ID, GridFolder, read_grid, read_grid_id
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
@@ -57,10 +56,18 @@ class MirroredCell:
     """None if it waits or is trained."""
 
 
-class Mirror(ABC):
-    """MLflow's copy of one grid or search."""
+def find_end(folder: Path) -> End | None:
+    """How the training in a run folder ended; None if it has not."""
+    if (folder / RESULT).exists():  # it is parsed only when it is sent
+        return COMPLETE
+    reason = read_failure(folder)
+    return End("failed", reason) if reason else None
 
-    kind: ClassVar[str]
+
+class GridMirror:
+    """MLflow's copy of an ablation. That of a search says by its own methods what its folder holds."""
+
+    kind = "ablation"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,21 +80,41 @@ class Mirror(ABC):
         """Ends of the cells that MLflow shows, and the names of their params, by key."""
         self._last_progress = time.monotonic()
 
-    @abstractmethod
     def has_begun(self) -> bool:
         """Whether the folder says what it is of."""
+        return GridFolder.read(self.folder) is not None
 
-    @abstractmethod
-    def list_cells(self) -> Sequence[MirroredCell]:
+    def list_cells(self) -> list[MirroredCell]:
         """The cells of the folder now."""
+        grid = read_grid(self.folder)
+        sources = {row.variant: row.source for row in grid.plan.rows}
+        return [
+            MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, find_end(cell.folder))
+            for cell in grid.cells
+        ]
 
-    @abstractmethod
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
         """Tags, params and config of the parent run."""
+        plan = read_grid(self.folder).plan
+        return {NOTE: plan.command}, {}, plan.config
 
-    @abstractmethod
     def show(self, parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
+        grid, tracker = read_grid(self.folder), self.tracker
+        columns = grid.plan.columns
+        if ended:
+            table = grid.build_table()
+            columns = table.columns
+            page = "report.html" if (self.folder / "report.html").exists() else "table.html"
+            link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
+            findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
+            verdict = {"verdict": table.verdict.sentence} if table.verdict else {}
+            tracker.update(parent_id, metrics=collect_outcomes(table), tags=verdict)
+            tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
+        charted = ended and tracker.mark_outliers()
+        keys = [column.key for column in columns]
+        main = [column.key for column in columns if column.plotted] or keys
+        tracker.save_views("cell", lambda cells: build_views(grid.plan.axes, keys, main, cells, charted))
 
     @cached_property
     def tracker(self) -> "Tracker":
@@ -194,57 +221,6 @@ class Mirror(ABC):
             self.tracker.update(parent_id, status)
 
 
-def find_end(folder: Path) -> End | None:
-    """How the training in a run folder ended; None if it has not."""
-    if (folder / RESULT).exists():  # it is parsed only when it is sent
-        return COMPLETE
-    reason = read_failure(folder)
-    return End("failed", reason) if reason else None
-
-
-class GridMirror(Mirror):
-    """MLflow's copy of an ablation."""
-
-    kind = "ablation"
-
-    def has_begun(self) -> bool:
-        return GridFolder.read(self.folder) is not None
-
-    def list_cells(self) -> list[MirroredCell]:
-        grid = read_grid(self.folder)
-        sources = {row.variant: row.source for row in grid.plan.rows}
-        return [
-            MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, find_end(cell.folder))
-            for cell in grid.cells
-        ]
-
-    def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
-        from lit_lazy.tracking.tracker import join_note
-
-        plan = read_grid(self.folder).plan
-        return {NOTE: join_note([plan.command], PLAN)}, {}, plan.config
-
-    def show(self, parent_id: str, ended: bool) -> None:
-        from lit_lazy.tracking.tracker import join_note
-
-        grid, tracker = read_grid(self.folder), self.tracker
-        columns = grid.plan.columns
-        if ended:
-            table = grid.build_table()
-            columns = table.columns
-            page = "report.html" if (self.folder / "report.html").exists() else "table.html"
-            link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
-            findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
-            note = join_note([*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
-            verdict = {"verdict": table.verdict.sentence} if table.verdict else {}
-            tracker.update(parent_id, metrics=collect_outcomes(table), tags={NOTE: note, **verdict})
-            tracker.describe(note)
-        charted = ended and tracker.mark_outliers()
-        keys = [column.key for column in columns]
-        main = [column.key for column in columns if column.plotted] or keys
-        tracker.save_views("cell", lambda cells: build_views(grid.plan.axes, keys, main, cells, charted))
-
-
 def collect_outcomes(table: Table) -> dict[str, float]:
     """The mean of the primary outcome, or of the first main column, by `metric/row`, to four significant digits.
 
@@ -264,7 +240,7 @@ def collect_outcomes(table: Table) -> dict[str, float]:
 
 
 @contextmanager
-def follow(mirror: Mirror, console: Console) -> Iterator[None]:
+def follow(mirror: GridMirror, console: Console) -> Iterator[None]:
     """Keep MLflow up to date from a thread, and once more at the end.
 
     No failure undoes or ends anything: it is said once. A server that hangs is left after HANG_SECONDS.

@@ -243,8 +243,10 @@ class Tracker:
         points = [Metric(name, value, at.milliseconds, at.step) for at in lines for name, value in at.metrics.items()]
         self.client.log_batch(run_id, points)
 
-    def describe(self, note: str) -> None:
-        """Set the experiment's description, in Markdown."""
+    def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
+        """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
+        note = join_note(paragraphs, whole)
+        self.update(run_id, tags={NOTE: note})
         self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
     def find(self, tags: Mapping[str, str]) -> list[Run]:

@@ -19,7 +19,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
-from lit_lazy.grid.mirror import Mirror, MirroredCell
+from lit_lazy.grid.mirror import GridMirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
 from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, point_name
 from lit_lazy.grid.study import open_study
@@ -266,7 +266,7 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
         return is_finished(driver.states())
 
 
-class SearchMirror(Mirror):
+class SearchMirror(GridMirror):
     """MLflow's copy of a search."""
 
     kind = "search"

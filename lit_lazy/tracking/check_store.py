@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from lit_lazy.support.disk import check_writable_folder, is_read_only, open_file
 from lit_lazy.support.errors import explain, one_line
@@ -93,20 +93,16 @@ def check_database(option: str, url: str, table: str) -> None:
             except (FileNotFoundError, NotADirectoryError):
                 return
     fix = "move that file away, or name another" if file else "are server, user, password and database right?"
+    driver = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
-        engine = sqlalchemy.create_engine(
-            url.replace("postgresql://", "postgresql+psycopg://", 1), **make_engine_options(url)
-        )
-    except (SQLAlchemyError, ImportError, ValueError):  # ValueError for a port that is not a number
-        raise ValueError(f"{named}: is not a database URL; give SCHEME://USER:PASSWORD@HOST:PORT/DATABASE") from None
-    try:
+        engine = sqlalchemy.create_engine(driver, poolclass=sqlalchemy.NullPool, **make_engine_options(url))
         with engine.connect() as connection:
             tables = sqlalchemy.inspect(connection).get_table_names()
+    except (ArgumentError, ImportError, ValueError):  # ValueError for a port that is not a number
+        raise ValueError(f"{named}: is not a database URL; give SCHEME://USER:PASSWORD@HOST:PORT/DATABASE") from None
     except SQLAlchemyError as error:
         why = redact_text(str(getattr(error, "orig", None) or error).strip().partition("\n")[0])[:200]
         raise ValueError(f"{named}: cannot be used ({why}); {fix}") from None
-    finally:
-        engine.dispose()
     if table not in tables and "alembic_version" in tables:  # another's migrations, which could change our tables too
         raise ValueError(f"{named}: is another program's database; name another")
 

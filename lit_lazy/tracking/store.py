@@ -5,7 +5,7 @@ Pages import this module, and MLflow takes seconds to import: it is not needed h
 
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import sqlalchemy
@@ -27,9 +27,9 @@ class TrackingError(UnfinishedError):
 
 
 class End(NamedTuple):
-    """How a training ended, and why: MLflow's tags `state` and `reason`."""
+    """How a training ended (complete, failed or pruned), and why: MLflow's tags `state` and `reason`."""
 
-    state: Literal["complete", "failed", "pruned"]
+    state: str
     reason: str = ""
 
 

@@ -24,8 +24,8 @@ LOCKED_SECONDS = 60
 """Timeout for other sqlite writers."""
 GONE_SECONDS = 60
 """Timeout of a silent connection; the system's default is two hours."""
-KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
-"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
+POSTGRES = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
+"""Seconds; those of TCP keepalive: silence before the first probe, and time between probes, of which some are sent."""
 
 
 def check_store(uri: str) -> None:
@@ -111,6 +111,4 @@ def make_engine_options(url: str) -> dict[str, Any]:
     """Engine options with timeouts for other sqlite writers, slow servers and servers that disappear."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": LOCKED_SECONDS}}
-    silence = {f"keepalives_{name}": number for name, number in KEEPALIVES.items()}
-    connecting = {"connect_timeout": 10, **silence, "tcp_user_timeout": 1000 * GONE_SECONDS}
-    return {"connect_args": connecting, "pool_pre_ping": True}
+    return {"connect_args": POSTGRES | {"tcp_user_timeout": 1000 * GONE_SECONDS}, "pool_pre_ping": True}

@@ -128,10 +128,9 @@ def train_tracked(
         log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
     begun: list[int] = []
     with (lock := make_lock(folder)):
-        known = read_finished(folder)
-        if known and keep_checkpoint:
+        if read_finished(folder) and keep_checkpoint:
             require_checkpoint(folder)
-        with _follow(run, has_ended=known is not None), Interrupts() as interrupts:
+        with _follow(run), Interrupts() as interrupts:
             result = train_logged(
                 cfg,
                 folder,
@@ -150,17 +149,17 @@ def train_tracked(
 
 
 @contextmanager
-def _follow(run: MirroredRun, has_ended: bool) -> Iterator[None]:
+def _follow(run: MirroredRun) -> Iterator[None]:
     """Show a training in MLflow from a thread, and at the end its result or why it has none.
 
-    has_ended: whether its folder has a result already. Raises UnfinishedError if MLflow does not take it.
+    Raises UnfinishedError if MLflow does not take a result.
     """
     end: End | RunResult = INTERRUPTED
     is_listed, errors = False, list[str]()
 
     def send(final: bool) -> None:
         nonlocal is_listed
-        if final or not has_ended:
+        if final or not (run.folder / RESULT).exists():
             run.sync(end if final else None)
         if final or not is_listed:
             run.tracker.save_views("run", build_run_views)

@@ -55,7 +55,7 @@ from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 runs = Path(sys.argv[1])
-Tracker(default_uri(runs), runs, "x").create_run("x", {})
+Tracker(default_uri(runs), "x").create_run("x", {})
 """
 SERVES = """
 import signal, subprocess, sys, urllib.request
@@ -148,7 +148,7 @@ def test_logging_a_run_stays_on_this_machine(tmp_path: Path, runs: Path) -> None
 @pytest.mark.long
 def test_the_dashboard_stays_on_this_machine(tmp_path: Path, runs: Path, closed_port: int) -> None:
     """Also when a page asks the server what to report to MLflow's makers."""
-    Tracker(default_uri(runs), runs, "x").create_run("x", {"kind": "run"})
+    Tracker(default_uri(runs), "x").create_run("x", {"kind": "run"})
     watched = watch(tmp_path, sys.executable, "-c", SERVES, str(runs), str(closed_port))
     assert json.loads(watched.done.stdout)["disable_ui_telemetry"] is True, watched.done
     check(watched)

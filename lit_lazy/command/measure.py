@@ -186,9 +186,8 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
     from lit_lazy.tracking.tracker import Tracker
 
     try:
-        tracker = Tracker(uri, runs, folder.parent.name)
-        tracker.log_after_end(run_id, metrics)
-        tracker.log_artifact(run_id, "lm-eval.json", json.dumps(result, indent=1).encode())
+        tracker = Tracker(uri, folder.parent.name)
+        tracker.update(run_id, metrics=metrics, files={"lm-eval.json": json.dumps(result, indent=1).encode()})
     except TrackingError as error:
         return f"not logged to MLflow: {error}"
     return f"logged to MLflow with run {run_id}"

@@ -1,25 +1,23 @@
 """MLflow shows what a grid's folder holds; nothing of this project reads it again.
 
-Whatever MLflow has, `Mirror.sync` adds what it lacks: the parent run and a run for each cell that has begun, with its
-metrics and its end. It may be called at any time, by any process that shares the folder, and again after a kill.
+Whatever MLflow has, `GridMirror.sync` adds what it lacks: the parent run and a run for each cell that has begun, with
+its metrics and its end. It may be called at any time, by any process that shares the folder, and again after a kill.
 """
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from filelock import BaseFileLock, Timeout
+from filelock import Timeout
 from rich.console import Console
 
-from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, CellRecord, GridFolder, read_grid, read_grid_id
-from lit_lazy.grid.plan import PLAN
+from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, GridFolder, read_grid, read_grid_id
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
@@ -28,26 +26,19 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.document import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
-from lit_lazy.tracking.store import NOTE, PARENT, default_uri
-from lit_lazy.tracking.views import run_link
+from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
+from lit_lazy.tracking.views import build_views
 from lit_lazy.training.result import METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import is_locked, read_settings
+from lit_lazy.training.run_folder import is_locked, read_failure, read_settings
 
 if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in the thread of `follow`
-    from lit_lazy.tracking.active_run import ActiveRun
-    from lit_lazy.tracking.tracker import Tracker
+    from lit_lazy.tracking.tracker import MirroredRun, Tracker
 
 SYNC_SECONDS = 5.0
 BUSY_SECONDS, HANG_SECONDS = 30.0, 60.0
 """How long the end of a grid waits for another process that sends it to MLflow, and for MLflow without any progress."""
 FILES = ("plan.json", "search.json", "table.*", "details.md", "*.png", "*.svg", "report.html")
 """Files of a grid's folder that its parent run carries."""
-State = Literal["complete", "failed", "pruned", "running", "waiting"]
-End = tuple[str, str]
-"""How a training ended, and why: MLflow's tags `state` and `reason`."""
-INTERRUPTED: End = ("failed", "interrupted")
-OPEN: Set[State] = {"running", "waiting"}
-"""States of a cell that has not ended."""
 
 log = logging.getLogger("lit_lazy.grid.mirror")
 
@@ -61,57 +52,76 @@ class MirroredCell:
     source: str
     seed: int
     axes: Mapping[str, str]
-    state: State
-    reason: str
-
-    def find_end(self, final: bool) -> End | None:
-        """How its training ended; None if it goes on. final: one that nobody trains was interrupted."""
-        if self.state not in OPEN:
-            return self.state, self.reason
-        return INTERRUPTED if final and not is_locked(self.folder) else None
+    end: End | None
+    """None if it waits or is trained."""
 
 
-class Mirror(ABC):
-    """MLflow's copy of one grid or search."""
+def find_end(folder: Path) -> End | None:
+    """How the training in a run folder ended; None if it has not."""
+    if (folder / RESULT).exists():  # it is parsed only when it is sent
+        return COMPLETE
+    reason = read_failure(folder)
+    return End("failed", reason) if reason else None
 
-    kind: ClassVar[str]
+
+class GridMirror:
+    """MLflow's copy of an ablation. That of a search says by its own methods what its folder holds."""
+
+    kind = "ablation"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Kept, since a lease is taken over by whoever saw it for long.
+        self._lock = make_file_lock(folder / "mirror.lock")
         self._parent_id = ""
-        self._runs: dict[str, ActiveRun] = {}
-        """Runs of the cells that are being trained, by key."""
+        self._runs: dict[str, MirroredRun] = {}
+        """Runs that this process has sent to, by key."""
         self._shown: dict[str, tuple[End, Set[str]]] = {}
         """Ends of the cells that MLflow shows, and the names of their params, by key."""
         self._last_progress = time.monotonic()
 
-    @abstractmethod
     def has_begun(self) -> bool:
         """Whether the folder says what it is of."""
+        return GridFolder.read(self.folder) is not None
 
-    @abstractmethod
-    def list_cells(self) -> Sequence[MirroredCell]:
+    def list_cells(self) -> list[MirroredCell]:
         """The cells of the folder now."""
+        grid = read_grid(self.folder)
+        sources = {row.variant: row.source for row in grid.plan.rows}
+        return [
+            MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, find_end(cell.folder))
+            for cell in grid.cells
+        ]
 
-    @abstractmethod
     def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
         """Tags, params and config of the parent run."""
+        plan = read_grid(self.folder).plan
+        return {NOTE: plan.command}, {}, plan.config
 
-    @abstractmethod
-    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
+    def show(self, parent_id: str, ended: bool) -> None:
         """Show the whole on the parent run: its views and, at the end, its outcome."""
-
-    @cached_property
-    def _lock(self) -> BaseFileLock:
-        """Kept, since a lease is taken over by whoever saw it for long."""
-        return make_file_lock(self.folder / "mirror.lock")
+        grid, tracker = read_grid(self.folder), self.tracker
+        columns = grid.plan.columns
+        if ended:
+            table = grid.build_table()
+            columns = table.columns
+            page = "report.html" if (self.folder / "report.html").exists() else "table.html"
+            link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
+            findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
+            verdict = {"verdict": table.verdict.sentence} if table.verdict else {}
+            tracker.update(parent_id, metrics=collect_outcomes(table), tags=verdict)
+            tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
+        charted = ended and tracker.mark_outliers()
+        keys = [column.key for column in columns]
+        main = [column.key for column in columns if column.plotted] or keys
+        tracker.save_views("cell", lambda cells: build_views(grid.plan.axes, keys, main, cells, charted))
 
     @cached_property
     def tracker(self) -> "Tracker":
         """MLflow's experiment of the grid, created on first use."""
         from lit_lazy.tracking.tracker import Tracker
 
-        return Tracker(default_uri(self.folder.parent), self.folder.parent, self.folder.name)
+        return Tracker(default_uri(self.folder.parent), self.folder.name)
 
     def hangs(self) -> bool:
         """Whether MLflow has taken nothing for HANG_SECONDS since a `sync` began."""
@@ -137,42 +147,51 @@ class Mirror(ABC):
             raise BusyError(f"another process has been sending {self.folder.name} to MLflow {since}") from None
         with held:
             parent_id = self._open_parent(final)
-            cells = self.list_cells()
-            begun = [cell for cell in cells if cell.state not in OPEN or (cell.folder / METRICS).exists()]
-            ends = [cell.find_end(final) for cell in begun]
-            for cell, end in zip(begun, ends, strict=True):
-                shown, params = self._shown.get(cell.folder.name, (None, ()))
-                if end is None or end != shown or not cell.axes.keys() <= {*params}:
+            cells, goes_on = self.list_cells(), False
+            for cell in cells:
+                if cell.end is None and not (cell.folder / METRICS).exists():  # it has not begun
+                    continue
+                end = INTERRUPTED if cell.end is None and final and not is_locked(cell.folder) else cell.end
+                goes_on |= end is None
+                shown, params = self._shown.get(cell.folder.name, (None, set[str]()))
+                if end is None or end != shown or not cell.axes.keys() <= params:
                     self._send(cell, end, parent_id)
                     self._last_progress = time.monotonic()
             if final:
-                states = {cell.state for cell in cells}
-                self._end_parent(parent_id, states, goes_on=None in ends)
+                self._end_parent(parent_id, {cell.end.state if cell.end else "" for cell in cells}, goes_on)
 
     def _open_parent(self, final: bool) -> str:
-        """Find or start the parent run, and learn what MLflow shows of it; returns its id."""
+        """The id of the parent run, which is created if MLflow has none; of a new one, learn what MLflow shows."""
         about = {"grid": read_grid_id(self.folder), "kind": self.kind}
         tags, params, config = self.make_parent()
         tags = {**about, "ablation": self.folder.name, "git_sha": git_sha(), **tags}
         begun = self.tracker.find(about)
-        parent_id = begun[0].run_id if begun else self.tracker.create_run(self.folder.name, tags)
+        parent_id = begun[0].info.run_id if begun else self.tracker.create_run(self.folder.name, tags)
         if parent_id != self._parent_id:  # at first, after --fresh, and if MLflow lost it
             if config:
                 self.tracker.log_config(parent_id, params, config)
-            self.show(self.tracker, parent_id, ended=False)
+            self.show(parent_id, ended=False)
             if not final:
-                self.tracker.set_status(parent_id, "RUNNING")
-            ended = [run for run in self.tracker.find({PARENT: parent_id}) if run.state != "running"]
-            self._shown = {run.tags["cell"]: ((run.state, run.tags.get("reason", "")), {*run.params}) for run in ended}
+                self.tracker.update(parent_id, "RUNNING")
+            self._shown = {
+                run.data.tags["cell"]: (
+                    End(run.data.tags.get("state", "failed"), run.data.tags.get("reason", "")),
+                    run.data.params.keys(),
+                )
+                for run in self.tracker.find({PARENT: parent_id})
+                if run.info.status != "RUNNING"
+            }
             self._runs.clear()
             self._parent_id = parent_id
         return parent_id
 
     def _send(self, cell: MirroredCell, end: End | None, parent_id: str) -> None:
-        """Send what MLflow lacks of a cell that has begun. end: as of `find_end`."""
-        from lit_lazy.tracking.active_run import ActiveRun
+        """Send what MLflow lacks of a cell that has begun. end: None if it goes on."""
+        from lit_lazy.tracking.tracker import MirroredRun
 
         key, result = cell.folder.name, RunResult.peek(cell.folder)
+        if end == COMPLETE and result is None:  # damaged: the grid's command trains it again
+            return
         self._shown.pop(key, None)  # one that failed may go on
         run = self._runs.get(key)
         if run is None or run.params != cell.axes:  # another command may add axes
@@ -180,77 +199,26 @@ class Mirror(ABC):
             about = {"kind": "cell", "ablation": self.folder.name, "git_sha": git_sha(), PARENT: parent_id}
             about |= {"variant": cell.variant, "source": cell.source, "seed": str(cell.seed), "cell": key}
             name = f"{cell.variant} seed {cell.seed}"
-            run = self._runs[key] = ActiveRun(self.tracker, cell.folder, name, about, cell.axes, config)
-        if end is None:
-            run.send()
-            return
-        state, reason = end
-        if state == "complete":
-            if result is None:  # damaged: the grid's command trains it again
-                return
-            run.finish(result)
-        elif state == "pruned":
-            run.fail(reason, "KILLED", **{"state": "pruned", "optuna.state": "PRUNED"})
-        else:
-            run.fail(reason, "KILLED" if end == INTERRUPTED else "FAILED")
-        self._shown[key] = end, {*cell.axes}
-        del self._runs[key]
+            run = self._runs[key] = MirroredRun(self.tracker, cell.folder, name, about, cell.axes, config)
+        run.sync(result if end == COMPLETE else end)
+        if end is not None:
+            self._shown[key] = end, cell.axes.keys()
 
-    def _end_parent(self, parent_id: str, states: Set[State], goes_on: bool) -> None:
-        """Show the outcome, without the runs that --fresh moved aside. goes_on: another command trains a cell."""
+    def _end_parent(self, parent_id: str, states: Set[str], goes_on: bool) -> None:
+        """Show the outcome, without the runs that --fresh moved aside.
+
+        states: of the cells; "" of one that has not ended. goes_on: whether another command trains a cell.
+        """
         for kept in self.folder.parent.glob(f"{escape(self.folder.name)}{ASIDE}*/{GRID_ID}"):
             for run in self.tracker.find({"grid": read_grid_id(kept.parent)}):
-                self.tracker.delete_run(run.run_id)
+                self.tracker.delete_run(run.info.run_id)
         files = sorted(path for pattern in FILES for path in self.folder.glob(pattern))
-        self.tracker.log_files(parent_id, files)
+        self.tracker.update(parent_id, files={path.name: path.read_bytes() for path in files})
         self._last_progress = time.monotonic()
-        self.show(self.tracker, parent_id, ended=True)
+        self.show(parent_id, ended=True)
         if not goes_on:
-            status = "KILLED" if states & OPEN else "FAILED" if "failed" in states else "FINISHED"
-            self.tracker.set_status(parent_id, status)
-
-
-class GridMirror(Mirror):
-    """MLflow's copy of an ablation."""
-
-    kind = "ablation"
-
-    def has_begun(self) -> bool:
-        return GridFolder.read(self.folder) is not None
-
-    def list_cells(self) -> list[MirroredCell]:
-        grid = read_grid(self.folder)
-        sources = {row.variant: row.source for row in grid.plan.rows}
-
-        def show(cell: CellRecord) -> MirroredCell:
-            done = (cell.folder / RESULT).exists()  # it is parsed only when it is sent
-            reason = "" if done else cell.reason
-            state: State = "complete" if done else "failed" if reason else "waiting"
-            return MirroredCell(cell.folder, cell.variant, sources[cell.variant], cell.seed, cell.axes, state, reason)
-
-        return [*map(show, grid.cells)]
-
-    def make_parent(self) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]:
-        from lit_lazy.tracking.tracker import join_note
-
-        plan = read_grid(self.folder).plan
-        return {NOTE: join_note([plan.command], PLAN)}, {}, plan.config
-
-    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:
-        grid = read_grid(self.folder)
-        columns = grid.plan.columns
-        if ended:
-            table = grid.build_table()
-            columns = table.columns
-            if table.verdict:
-                tracker.tag(parent_id, "verdict", table.verdict.sentence)
-            page = "report.html" if (self.folder / "report.html").exists() else "table.html"
-            link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
-            findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
-            tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
-            tracker.log_after_end(parent_id, collect_outcomes(table))
-        plotted = [column.key for column in columns if column.plotted]
-        tracker.save_views(grid.plan.axes, [column.key for column in columns], plotted or None, ended)
+            status = "KILLED" if "" in states else "FAILED" if "failed" in states else "FINISHED"
+            self.tracker.update(parent_id, status)
 
 
 def collect_outcomes(table: Table) -> dict[str, float]:
@@ -272,7 +240,7 @@ def collect_outcomes(table: Table) -> dict[str, float]:
 
 
 @contextmanager
-def follow(mirror: Mirror, console: Console) -> Iterator[None]:
+def follow(mirror: GridMirror, console: Console) -> Iterator[None]:
     """Keep MLflow up to date from a thread, and once more at the end.
 
     No failure undoes or ends anything: it is said once. A server that hangs is left after HANG_SECONDS.

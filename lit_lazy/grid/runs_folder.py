@@ -156,24 +156,24 @@ class RunsFolder:
         grid_id = file.read_text(encoding="utf-8") if file.exists() else None
         named = {read_run_address(folder)[0] for folder in entry.run_folders}
         for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
-            Tracker(self.uri, self.path, DIAGNOSES).delete_run(run_id)
+            Tracker(self.uri, DIAGNOSES).delete_run(run_id)
         delete(entry.folder, self.path)
         if entry.tracked and self.has_store:
-            Tracker(self.uri, self.path, entry.name).remove_experiment()
+            Tracker(self.uri, entry.name).remove_experiment()
             delete(entry.artifacts, self.path)
         elif entry.tracked:  # others may use the store
-            tracker = Tracker(self.uri, self.path, entry.name)
+            tracker = Tracker(self.uri, entry.name)
             of_grid = tracker.find({"grid": grid_id}) if grid_id else []
-            own = [run for run in tracker.find({"kind": "run"}) if run.run_id in named]
+            own = [run for run in tracker.find({"kind": "run"}) if run.info.run_id in named]
             for run in own if entry.kind == "training" else of_grid:
-                tracker.delete_run(run.run_id)
+                tracker.delete_run(run.info.run_id)
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""
         if entry.kind != "diagnosis" or entry.tracked or not (self.has_store and DIAGNOSES in self.entries):
             return []
-        tracker = Tracker(self.uri, self.path, DIAGNOSES)
-        return [run.run_id for run in tracker.find({"mlflow.runName": entry.name})]
+        tracker = Tracker(self.uri, DIAGNOSES)
+        return [run.info.run_id for run in tracker.find({"mlflow.runName": entry.name})]
 
     def find_garbage(self, models: bool = False) -> dict[Path, str]:
         """What no table, report or run that resumes needs, and why.

@@ -23,7 +23,8 @@ from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantin
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.store import StorageError, check_database, check_sqlite, make_engine_options, sqlite_file
+from lit_lazy.tracking.check_store import check_database, make_engine_options
+from lit_lazy.tracking.store import sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -62,26 +63,25 @@ class _JournalLock:
 def normalise_url(storage: str) -> str:
     """A storage URL with the driver that this project installs.
 
-    Raises StorageError unless it is a PostgreSQL URL or names an sqlite file.
+    Raises a one-line ValueError unless it is a PostgreSQL URL or names an sqlite file.
     """
     scheme, _, rest = storage.partition("://")
     known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
     wrong = rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")) or rest.count("@") > 1
     if wrong or not known:
-        raise StorageError(
+        raise ValueError(
             f"--storage {redact_url(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE, "
             "with %40 for an @ in the password"
         )
-    check_sqlite(f"--storage {storage!r}", storage)
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
 
 
 def check_storage(storage: str) -> None:
-    """Raise a one-line StorageError if a storage cannot be used; creates nothing."""
+    """Raise a one-line ValueError if a storage cannot be used; creates nothing."""
     url = normalise_url(storage)
     if (file := sqlite_file(url)) is not None:
         if not file.parent.is_dir():
-            raise StorageError(
+            raise ValueError(
                 f"--storage {storage!r}: folder {str(file.parent)!r} does not exist; create it, or name another file"
             )
         check_writable_folder("--storage", file.parent)

@@ -124,7 +124,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
-    track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
+    track(Tracker(uri, EXPERIMENT), cfg, metrics, files, sources[""], request)
     return measured
 
 
@@ -307,8 +307,9 @@ def track(
     try:
         run_id = tracker.create_run(request.folder.name, tags)
         tracker.log_config(run_id, params, to_dict(cfg))
-        tracker.log_files(run_id, files)
-        tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
+        contents = {file.name: file.read_bytes() for file in files}
+        end = {"state": "complete"}
+        tracker.update(run_id, "FINISHED", metrics=metrics, step=cfg.train.steps, tags=end, files=contents)
     except TrackingError as error:
         raise UnfinishedError(
             f"results are in {request.folder}, but MLflow did not store them ({error}); run the same command again"

@@ -10,17 +10,16 @@ import time
 import urllib.request
 from contextlib import closing, suppress
 from pathlib import Path
-from urllib.error import URLError
 from urllib.parse import quote
 
 from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.store import ARTIFACTS, LOCKED_SECONDS, default_uri, sqlite_file, sqlite_url
-from lit_lazy.tracking.tracker import list_experiment_names, make_client, open_artifacts
-from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, run_link, runs_link, view_id
+from lit_lazy.tracking.check_store import LOCKED_SECONDS, check_store
+from lit_lazy.tracking.store import ARTIFACTS, default_uri, run_link, sqlite_file, sqlite_url
+from lit_lazy.tracking.tracker import list_artifacts, list_experiment_names, make_client
+from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, runs_link, view_id
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
@@ -46,7 +45,7 @@ def find_experiment_links(uri: str, ui_url: str) -> Links:
         }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            stored = {artifact.path for artifact in open_artifacts(client, parent).list_artifacts()}
+            stored = list_artifacts(client, parent)
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()
@@ -157,7 +156,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2):
                 return
-        except (URLError, OSError):
+        except OSError:
             time.sleep(0.2)
     last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
     raise ValueError(f"MLflow's server did not start on {url}; its log {log} ends in {last!r}")

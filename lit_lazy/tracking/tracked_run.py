@@ -3,14 +3,13 @@
 import logging
 import shlex
 import zipfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import lightning as L
 import torch
-from filelock import AcquireReturnProxy, BaseFileLock, Timeout
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_lazy.attention import NoBias
 from lit_lazy.config.key import cell_key, require_unedited_code
@@ -20,22 +19,21 @@ from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
+from lit_lazy.support.named_files import join_name
 from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.callbacks import AtStart
+from lit_lazy.tracking.store import INTERRUPTED, End, default_uri
+from lit_lazy.tracking.tracker import MirroredRun, Tracker
+from lit_lazy.tracking.views import build_run_views
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
-from lit_lazy.training.logger_kinds import check_logger_kinds
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run import read_finished, train_logged
-from lit_lazy.training.run_folder import make_lock
+from lit_lazy.training.run_folder import is_locked, make_lock
 
 SEND_SECONDS = 5.0
 
@@ -94,16 +92,6 @@ def require_checkpoint(folder: Path) -> None:
         raise ValueError(f"the model of the run in {folder} {problem}; remove that folder to train it again")
 
 
-class _Begin(AtStart):
-    """Records the step at which training starts; the last one if none does."""
-
-    def __init__(self, steps: int) -> None:
-        self.step = steps
-
-    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
-        self.step = trainer.global_step
-
-
 def train_tracked(
     cfg: RunConfig,
     name: str,
@@ -120,7 +108,6 @@ def train_tracked(
     the trained model in `final.ckpt`; True (not None) raises ValueError if the run was finished without it. loggers:
     csv, tensorboard or wandb, in addition to MLflow.
     """
-    check_logger_kinds(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
@@ -129,71 +116,70 @@ def train_tracked(
     key = cell_key(cfg, source.fingerprint)
     require_unedited_code(cfg)
     check_writable_folder("--runs", runs)
-    uri = default_uri(runs)
-    check_store(uri)
+    check_store(uri := default_uri(runs))
     experiment = f"train-{name}"
+    folder = join_name(runs, experiment) / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    tracker = Tracker(uri, runs, experiment)
-    folder = tracker.folder / key
-    active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
+    run = MirroredRun(Tracker(uri, experiment), folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
     if line := describe_leases(folder):
         log.warning("%s", line)
-    lock, begin = make_lock(folder), _Begin(cfg.train.steps)
-
-    def send(ends: bool) -> None:
-        """Send metrics, and at first the views; at the end `finish` or `fail` follows."""
-        if not ends:
-            begins = not active.is_running
-            active.send()
-            if begins:
-                tracker.save_run_views()
-
-    with _acquire(lock, folder):
-        known = read_finished(folder)
-        if known and keep_checkpoint:
-            require_checkpoint(folder)
-        lost = f"metrics are kept in {folder / METRICS}, MLflow lacks them"
-        watched = nullcontext() if known else repeat_in_background(send, SEND_SECONDS, log, lost)
-        try:
-            with Interrupts() as interrupts, watched:
-                result = train_logged(
-                    cfg,
-                    folder,
-                    experiment,
-                    active.name,
-                    loggers,
-                    interrupts=interrupts,
-                    callbacks=[begin],
-                    show_progress=True,
-                    keep_checkpoint=keep_checkpoint is not False,
-                    execution=execution,
-                    lock=lock,
-                )
-        except BaseException as error:
-            try:
-                active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-            except TrackingError as away:
-                log.warning("MLflow is away (%s); it will not show that this run has failed: %r", away, error)
-            raise
-        try:
-            active.finish(result)
-            tracker.save_run_views()
-        except TrackingError as error:
-            raise UnfinishedError(
-                f"trained, but MLflow did not accept the result ({error}); it is kept in {folder}; the same command "
-                "sends it"
-            ) from error
-    dashboard = shlex.join([get_program_name(), "dashboard", experiment, "--runs", str(runs)])
-    return FinishedTraining(experiment, result, folder, begin.step, dashboard)
-
-
-def _acquire(lock: BaseFileLock, folder: Path) -> AcquireReturnProxy:
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
+    if is_locked(folder):
         log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
-        return lock.acquire()
+    begun: list[int] = []
+    with (lock := make_lock(folder)):
+        if read_finished(folder) and keep_checkpoint:
+            require_checkpoint(folder)
+        with _follow(run), Interrupts() as interrupts:
+            result = train_logged(
+                cfg,
+                folder,
+                experiment,
+                run.name,
+                loggers,
+                interrupts=interrupts,
+                callbacks=[LambdaCallback(on_train_start=lambda trainer, _: begun.append(trainer.global_step))],
+                show_progress=True,
+                keep_checkpoint=keep_checkpoint is not False,
+                execution=execution,
+                lock=lock,
+            )
+    dashboard = shlex.join([get_program_name(), "dashboard", experiment, "--runs", str(runs)])
+    return FinishedTraining(experiment, result, folder, begun[0] if begun else cfg.train.steps, dashboard)
+
+
+@contextmanager
+def _follow(run: MirroredRun) -> Iterator[None]:
+    """Show a training in MLflow from a thread, and at the end its result or why it has none.
+
+    Raises UnfinishedError if MLflow does not take a result.
+    """
+    end: End | RunResult = INTERRUPTED
+    is_listed, errors = False, list[str]()
+
+    def send(final: bool) -> None:
+        nonlocal is_listed
+        if final or not (run.folder / RESULT).exists():
+            run.sync(end if final else None)
+        if final or not is_listed:
+            run.tracker.save_views("run", build_run_views)
+            is_listed = True
+
+    lost = f"results are kept in {run.folder}, MLflow lacks them"
+    try:
+        with repeat_in_background(send, SEND_SECONDS, log, lost) as errors:
+            try:
+                yield
+                end = RunResult.load(run.folder / RESULT)
+            except Exception as error:
+                end = End("failed", repr(error)[:500])
+                raise
+    except BaseException:
+        for why in errors:
+            log.warning("%s: %s", lost, why)
+        raise
+    if errors:
+        raise UnfinishedError(f"trained, but {lost} ({errors[0]}); the same command sends them")
 
 
 def format_run_name(name: str, cfg: RunConfig) -> str:

@@ -1,31 +1,30 @@
-"""MLflow's client: the runs of one experiment, their artifacts and saved views, and errors in one line.
+"""MLflow's client: the runs of one experiment, which show run folders, its artifacts and views, and one-line errors.
 
 A local store has its artifacts in a folder beside its database, by whatever path that is reached.
 """
 
-import functools
-import inspect
 import logging
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import yaml
-from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.entities import Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
+from mlflow.utils import get_results_from_paginated_fn
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 from requests.exceptions import RequestException
 
@@ -34,10 +33,22 @@ from lit_lazy.support.disk import describe_failed_write, write_atomically
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.named_files import join_name
-from lit_lazy.support.secrets import redact_url, strip_user
+from lit_lazy.support.secrets import strip_user
 from lit_lazy.tracking import views
-from lit_lazy.tracking.store import ARTIFACTS, NOTE, PARENT, TrackingError, sqlite_file, sqlite_url
-from lit_lazy.training.run_folder import MetricRecord
+from lit_lazy.tracking.store import (
+    ARTIFACTS,
+    INTERRUPTED,
+    NOTE,
+    PARENT,
+    End,
+    TrackingError,
+    read_run_address,
+    sqlite_file,
+    sqlite_url,
+    write_run_address,
+)
+from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
+from lit_lazy.training.run_folder import MetricRecord, read_lines
 
 # MLflow logs every database that it creates, prints the traceback of an error that it also raises, and triggers a
 # deprecation warning.
@@ -50,7 +61,6 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
 BETWEEN = "\n\n"
 
@@ -68,8 +78,8 @@ def _translate_errors() -> Iterator[None]:
 
 def _translate_all(cls: type[T]) -> type[T]:
     """Decorate the public methods of a class."""
-    for name, method in inspect.getmembers(cls, inspect.isfunction):
-        if not name.startswith("_"):
+    for name, method in [*vars(cls).items()]:
+        if callable(method) and not name.startswith("_"):
             setattr(cls, name, _translate_errors()(method))
     return cls
 
@@ -95,8 +105,8 @@ def open_store(uri: str) -> MlflowClient:
         if file is not None and _is_missing(file):
             # Atomically: MLflow cannot reopen a database whose creation was killed half-way.
             unfinished = file.with_name(f"{file.name}.unfinished")
-            for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
-                left.unlink(missing_ok=True)
+            for left in file.parent.glob(f"{escape(unfinished.name)}*"):  # with its journal
+                left.unlink()
             unfinished.touch()  # sqlite's own mode would not let a group write, whatever the umask
             SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
             unfinished.replace(file)
@@ -108,13 +118,6 @@ def _is_missing(file: Path) -> bool:
     return not (file.exists() and file.stat().st_size)
 
 
-def search_any_experiment(uri: str) -> None:
-    """Raise an exception unless an MLflow server answers; its client raises many types for unexpected answers."""
-    # MLflow always has an experiment, if only a deleted one; other servers may answer {} to every request.
-    if not make_client(uri).search_experiments(ViewType.ALL, max_results=1):
-        raise MlflowException("it has no experiments, not even MLflow's own")
-
-
 @_translate_errors()
 def list_experiment_names(uri: str) -> list[str]:
     """Names of all experiments of a store; none if a local store does not exist, which is not created."""
@@ -122,18 +125,22 @@ def list_experiment_names(uri: str) -> list[str]:
     return [] if missing else [experiment.name for experiment in make_client(uri).search_experiments()]
 
 
-def open_artifacts(client: MlflowClient, run: Run) -> ArtifactRepository:
-    """The artifacts of a run. In a local store they lie beside the database, wherever MLflow says that they are."""
+def locate_artifacts(client: MlflowClient, run: Run) -> Path | None:
+    """The folder with the artifacts of a run in a local store: beside the database, wherever MLflow says that it is.
+
+    None for a server's. Raises ValueError if the name of its experiment is a path.
+    """
     if (database := sqlite_file(client.tracking_uri)) is None:
-        return get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
+        return None
     experiment = client.get_experiment(run.info.experiment_id).name
-    folder = join_name(locate_artifacts(database, experiment), run.info.run_id)
-    return LocalArtifactRepository((folder / "artifacts").as_uri())
+    return join_name(join_name(database.resolve().parent / ARTIFACTS, experiment), run.info.run_id) / "artifacts"
 
 
-def locate_artifacts(database: Path, experiment: str) -> Path:
-    """The folder with the artifacts of an experiment of a local store. Raises ValueError if its name is a path."""
-    return join_name(database.resolve().parent / ARTIFACTS, experiment)
+def list_artifacts(client: MlflowClient, run: Run) -> list[str]:
+    """Names of the artifacts of a run."""
+    if (folder := locate_artifacts(client, run)) is None:
+        return [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def join_note(paragraphs: Sequence[str], whole: str) -> str:
@@ -155,24 +162,18 @@ def join_note(paragraphs: Sequence[str], whole: str) -> str:
 class Tracker:
     """One MLflow experiment, created on first use. Methods raise TrackingError."""
 
-    def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.uri, self.runs, self.experiment = redact_url(uri), runs, experiment
-        self.client = open_store(uri)
+    def __init__(self, uri: str, experiment: str) -> None:
+        self.client, self.experiment = open_store(uri), experiment
 
-    @property
-    def folder(self) -> Path:
-        """The experiment's folder of results. Raises a one-line ValueError if its name cannot be that of a folder."""
-        return join_name(self.runs, self.experiment)
-
-    @functools.cached_property
+    @cached_property
     def experiment_id(self) -> str:
         """MLflow's id of the experiment."""
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             # With a local database MLflow would put artifacts under the current folder; a server chooses the location.
-            database = sqlite_file(self.uri)
-            location = locate_artifacts(database, self.experiment).as_uri() if database else None
-            return self.client.create_experiment(self.experiment, artifact_location=location)
+            database = sqlite_file(self.client.tracking_uri)
+            folder = join_name(database.resolve().parent / ARTIFACTS, self.experiment) if database else None
+            return self.client.create_experiment(self.experiment, folder.as_uri() if folder else None)
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)
         return found.experiment_id
@@ -189,123 +190,91 @@ class Tracker:
         tags = {name: text for name, text in about.items() if text} | dict(tags)
         return self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
 
-    def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
-        """Log a run's config as an artifact and as params, of which the run keeps those that it has."""
-        every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
-        known = self.client.get_run(run_id).data.params
-        self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items() if key not in known])
-        self.log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
+    def update(
+        self,
+        run_id: str,
+        status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED", None] = None,
+        *,
+        params: Mapping[str, str] = {},
+        metrics: Mapping[str, float] = {},
+        step: int = 0,
+        tags: Mapping[str, str] = {},
+        files: Mapping[str, bytes] = {},
+    ) -> None:
+        """Give a run what it lacks, its status last, so that one that has ended has everything; idempotent.
 
-    def log(self, run_id: str, lines: Sequence[MetricRecord]) -> None:
-        """Log metrics of several steps; points that MLflow already holds stay unchanged."""
-        points = [Metric(name, value, at.milliseconds, at.step) for at in lines for name, value in at.metrics.items()]
-        for start in range(0, len(points), METRICS_PER_CALL):
-            self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
-
-    def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
-        """Log final metrics and mark the run complete; idempotent."""
-        run = self.client.get_run(run_id)
-        if "reason" in run.data.tags:  # from an attempt that ended early
-            self.client.delete_tag(run_id, "reason")
-        final = [Metric(name, value, run.info.start_time, step) for name, value in metrics.items()]
-        self.client.log_batch(run_id, metrics=final, tags=[RunTag(name, value) for name, value in tags.items()])
-        self.client.set_tag(run_id, "state", "complete")
-        self.set_status(run_id, "FINISHED")
-
-    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"], **tags: str) -> None:
-        """Mark a run as failed, or as interrupted (KILLED), with the reason. tags: further ones, or another `state`."""
-        tags = {"state": "failed", "reason": reason, **tags}
-        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-        self.client.set_terminated(run_id, status)
-
-    def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages.
-
-        Values that the run has already are not repeated: MLflow would draw them as a curve.
+        status: None to leave it. params: a run keeps those that it has. metrics: values at `step`; one that the run has
+        is not repeated, which MLflow would draw as a curve. files: contents of artifacts by name.
         """
-        now, known = int(1000 * time.time()), self.client.get_run(run_id).data.metrics
-        new = [Metric(name, value, now, 0) for name, value in metrics.items() if known.get(name) != value]
-        self.client.log_batch(run_id, metrics=new)
+        run, now = self.client.get_run(run_id), int(1000 * time.time())
+        known = run.data
+        for name, content in files.items():
+            self._store(run, name, content)
+        self.client.log_batch(
+            run_id,
+            [Metric(name, value, now, step) for name, value in metrics.items() if known.metrics.get(name) != value],
+            [Param(name, value) for name, value in params.items() if name not in known.params],
+        )
+        self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
+        if status == "FINISHED" and "reason" in known.tags:  # from an attempt that ended early
+            self.client.delete_tag(run_id, "reason")
+        if status not in (None, run.info.status):  # one that has ended so keeps the time of its end
+            set_status = self.client.update_run if status == "RUNNING" else self.client.set_terminated
+            set_status(run_id, status)
 
-    def tag(self, run_id: str, name: str, text: str) -> None:
-        """Set a tag of a run."""
-        self.client.set_tag(run_id, name, text)
-
-    def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
-        """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
-        note = join_note(paragraphs, whole)
-        self.client.set_tag(run_id, NOTE, note)
-        self.client.set_experiment_tag(self.experiment_id, NOTE, note)
-
-    def find(self, tags: Mapping[str, str]) -> list[views.TrackedRun]:
-        """All runs with these tags that are not deleted, oldest first."""
-        query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        found: list[views.TrackedRun] = []
-        token: str | None = ""
-        while token is not None:
-            page = self.client.search_runs(
-                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token or None
-            )
-            for run in page:
-                state = "running" if run.info.status == "RUNNING" else run.data.tags.get("state", "failed")
-                data = run.data
-                found.append(views.TrackedRun(run.info.run_id, state, data.tags, data.params, data.metrics))
-            token = page.token or None
-        return found
-
-    def log_files(self, run_id: str, files: Sequence[Path]) -> None:
-        """Store files as artifacts of a run."""
-        for file in files:
-            self.log_artifact(run_id, file.name, file.read_bytes())
-
-    def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        """Store an artifact of a run."""
-        artifacts = open_artifacts(self.client, self.client.get_run(run_id))
-        if isinstance(artifacts, LocalArtifactRepository):
+    def _store(self, run: Run, name: str, content: bytes) -> None:
+        if (folder := locate_artifacts(self.client, run)) is not None:
             # MLflow's own copy is not atomic: a partial file would pass for the artifact.
-            folder = Path(artifacts.artifact_dir)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, lambda file: file.write(content))
             return
         with TemporaryDirectory() as scratch:
             file = Path(scratch, name)
             file.write_bytes(content)
-            artifacts.log_artifact(str(file))
+            self.client.log_artifact(run.info.run_id, str(file))
 
-    def set_status(self, run_id: str, status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]) -> None:
-        """Set the status of a run, also to running after its end; one that has ended so keeps the time of its end."""
-        if self.client.get_run(run_id).info.status != status:
-            set_status = self.client.update_run if status == "RUNNING" else self.client.set_terminated
-            set_status(run_id, status)
+    def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        """Log a run's config as an artifact and as params, with further params."""
+        every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
+        self.update(run_id, params=every, files={"config.yaml": yaml.safe_dump(dict(config)).encode()})
 
-    def save_views(
-        self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None, ended: bool = False
-    ) -> None:
-        """Save the experiment's views for the newest `MOST_RUNS_SEEN` cells.
+    def log(self, run_id: str, lines: Sequence[MetricRecord]) -> None:
+        """Log metrics of several steps; points that MLflow already holds stay unchanged."""
+        points = [Metric(name, value, at.milliseconds, at.step) for at in lines for name, value in at.metrics.items()]
+        self.client.log_batch(run_id, points)
 
-        axes: params in which cells differ. columns: metrics of the table. main: the columns with charts, main metric
-        first; None for all. ended: whether all cells have ended, so that charts can leave out rows with an outlying
-        loss.
-        """
-        cells = self._find_newest("cell")
-        charted = ended and len(cells) < MOST_RUNS_SEEN
-        far = views.find_outlier_rows(cells) if charted else ()
-        for cell in cells if charted else ():
-            value = "no" if cell.tags["variant"] in far else "yes"
-            if cell.tags.get(views.CHARTED_TAG) != value:
-                self.client.set_tag(cell.run_id, views.CHARTED_TAG, value)
-        self._write_views(views.build_views(axes, columns, columns if main is None else main, cells, charted))
+    def describe(self, run_id: str, paragraphs: Sequence[str], whole: str) -> None:
+        """Set the description, in Markdown, of a run and of the experiment. whole: names the file with what is cut."""
+        note = join_note(paragraphs, whole)
+        self.update(run_id, tags={NOTE: note})
+        self.client.set_experiment_tag(self.experiment_id, NOTE, note)
 
-    def save_run_views(self) -> None:
-        """Save the views of a `lit-lazy train` experiment for its newest runs."""
-        self._write_views(views.build_run_views(self._find_newest("run")))
+    def find(self, tags: Mapping[str, str]) -> list[Run]:
+        """All runs with these tags that are not deleted, oldest first."""
+        query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        search = partial(self.client.search_runs, [self.experiment_id], query, order_by=["start_time ASC"])
+        return get_results_from_paginated_fn(lambda size, token: search(max_results=size, page_token=token), 1000)
 
-    def _find_newest(self, kind: str) -> list[views.TrackedRun]:
-        return self.find({"kind": kind})[::-1][:MOST_RUNS_SEEN]
-
-    def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, state in states.items():
+    def save_views(self, kind: str, build: Callable[[Sequence[RunData]], Mapping[str, views.State]]) -> None:
+        """Save the views that `build` makes of the newest `MOST_RUNS_SEEN` runs of a kind, as in views.py."""
+        newest = self.find({"kind": kind})[::-1][:MOST_RUNS_SEEN]
+        for name, state in build([run.data for run in newest]).items():
             self.client.set_experiment_tag(self.experiment_id, *views.encode_view(name, state))
+
+    def mark_outliers(self) -> bool:
+        """Tag the cells, all of which have ended, for charts without rows with an outlying loss.
+
+        Returns whether all cells have the tag: too many stay without it.
+        """
+        cells = self.find({"kind": "cell"})
+        if len(cells) >= MOST_RUNS_SEEN:
+            return False
+        far = views.find_outlier_rows([cell.data for cell in cells])
+        for cell in cells:
+            value = "no" if cell.data.tags["variant"] in far else "yes"
+            if cell.data.tags.get(views.CHARTED_TAG) != value:
+                self.client.set_tag(cell.info.run_id, views.CHARTED_TAG, value)
+        return True
 
     def remove_experiment(self) -> None:
         """Move the experiment and its runs to MLflow's deleted ones, and free its name for a new experiment."""
@@ -317,6 +286,77 @@ class Tracker:
 
         The parent goes first: an active parent then has all its children, even after a kill in between.
         """
-        children = self.find({PARENT: run_id})
-        for run in (run_id, *(child.run_id for child in children)):
+        for run in (run_id, *(child.info.run_id for child in self.find({PARENT: run_id}))):
             self.client.delete_run(run)
+
+
+@dataclass(eq=False)
+class MirroredRun:
+    """A run of MLflow that shows a run folder: a cell of a grid, or the training of `lit-lazy train`.
+
+    Training never waits for MLflow, and an outage loses nothing: whoever sends next, now or later, sends what is
+    missing.
+    """
+
+    tracker: Tracker
+    folder: Path
+    name: str
+    tags: Mapping[str, str]
+    """Include `cell` and `kind`, and PARENT of a cell."""
+    params: Mapping[str, str]
+    """Logged in addition to the config's fields."""
+    config: Mapping[str, Any]
+    _run_id: str = ""
+    _sent: int = 0
+
+    def _open(self) -> str:
+        """The id of the MLflow run, which is created if MLflow has none.
+
+        A grid's cell has the run with its key below the grid's. Several people may train one configuration in one
+        experiment, so that a training has the run that its folder names.
+        """
+        if not self._run_id:
+            tracker, (named, _) = self.tracker, read_run_address(self.folder)
+            same = tracker.find({name: self.tags[name] for name in ("kind", "cell", PARENT) if name in self.tags})
+            mine = (run.info.run_id for run in same if PARENT in self.tags or run.info.run_id == named)
+            run_id = next(mine, "") or tracker.create_run(self.name, self.tags)
+            self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
+            write_run_address(self.folder, run_id, tracker.experiment_id)
+            tracker.log_config(run_id, self.params, self.config)
+            self._run_id = run_id
+        return self._run_id
+
+    def sync(self, end: End | RunResult | None) -> None:
+        """Send what MLflow lacks: the run's metrics so far, and its result or how else it ended; idempotent.
+
+        end: None while it is trained. Raises TrackingError.
+        """
+        tracker, run_id = self.tracker, self._open()
+        lines = read_lines(self.folder / METRICS)
+        if len(lines) < self._sent:  # damaged ones were removed
+            self._sent = 0
+        tracker.log(run_id, lines[self._sent :])
+        self._sent = len(lines)
+        if end is None:
+            tracker.update(run_id, "RUNNING")
+        elif isinstance(end, RunResult):
+            self._finish(run_id, end)
+        else:
+            trial = {"optuna.state": "PRUNED"} if end.state == "pruned" else {}
+            status = "KILLED" if trial or end == INTERRUPTED else "FAILED"
+            tracker.update(run_id, status, tags={"state": end.state, "reason": end.reason, **trial})
+
+    def _finish(self, run_id: str, result: RunResult) -> None:
+        arrays = self.folder / DIAGNOSTICS
+        execution = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
+        optional = {"taken_from": result.taken_from, "execution": execution}
+        tags = {**result.labels, "git_sha": result.environment["git_sha"], "environment": result.made_in}
+        tags |= {name: text for name, text in optional.items() if text} | {"state": "complete"}
+        self.tracker.update(
+            run_id,
+            "FINISHED",
+            metrics=result.metrics | {f"time/{name}": value for name, value in result.timings.items()},
+            step=result.config["train"]["steps"],
+            tags=tags,
+            files={arrays.name: arrays.read_bytes()} if arrays.exists() else {},
+        )

@@ -11,13 +11,15 @@ import json
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lit_lazy.support.outliers import compute_far_limit
+
+if TYPE_CHECKING:
+    from mlflow.entities import RunData
 
 State = dict[str, Any]
 TAG_PREFIX = "mlflow.sharedViewState."
@@ -55,19 +57,6 @@ CHARTED_TAG = "charted"
 """Set to "no" on cells of rows with an outlying loss: a saved view cannot hide runs, only filter by tags."""
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged and it has ended."""
-
-    run_id: str
-    state: str
-    """Its tag `state`: complete, failed or pruned; "running" while it runs."""
-    tags: Mapping[str, str]
-    params: Mapping[str, str]
-    metrics: Mapping[str, float]
-    """Last logged value by name."""
-
-
 def encode_view(name: str, state: Mapping[str, Any]) -> tuple[str, str]:
     """Tag key and value of a saved view; the key depends on the name only."""
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
@@ -81,7 +70,7 @@ def view_id(name: str) -> str:
 
 
 def build_views(
-    axes: Sequence[str], columns: Sequence[str], main: Sequence[str], cells: Sequence[TrackedRun], charted: bool = False
+    axes: Sequence[str], columns: Sequence[str], main: Sequence[str], cells: Sequence["RunData"], charted: bool = False
 ) -> dict[str, State]:
     """The states of an ablation's views, by view name.
 
@@ -90,11 +79,8 @@ def build_views(
     have the tag `charted`, by which charts leave out rows with an outlying loss.
     """
     logged = {name for cell in cells for name in cell.metrics}
-
-    def select_measured(names: Sequence[str]) -> list[str]:
-        return [name for name in dict.fromkeys(names) if name in logged or not cells]
-
-    shown = select_measured([*main, *EXTRA])
+    usable = logged if cells else None
+    shown = _select([*main, *EXTRA], usable)
     far = find_outlier_rows(cells) if charted else ()
     near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
     without, metric = f", without {', '.join(far)}" if far else "", {"type": "METRIC"}
@@ -103,10 +89,10 @@ def build_views(
         TRADE_OFFS: [
             _chart("SCATTER", f"scatter {x} {y}", xaxis=metric | {"key": x}, yaxis=metric | {"key": y})
             for y in shown[:1]
-            for x in select_measured(EXTRA)
+            for x in _select(EXTRA, usable)
             if x != y
         ],
-        TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
+        TRAINING: [_line(name) for name in _select_curves(usable)],
     }
     main_metric = {"selectedMetrics": shown[:1], "showAllRuns": True}
     parallel = {
@@ -121,29 +107,26 @@ def build_views(
     }
     return {
         TABLE_VIEW: runs | grouping,
-        CELLS_VIEW: _build_run_list("cell", select_measured(columns), axes),
+        CELLS_VIEW: _build_run_list("cell", _select(columns, usable), axes),
         CHARTS_VIEW: runs | grouping | near | _sections(charts, logged),
         AXES_VIEW: runs | near | _sections(parallel, logged, columns=1),
     }
 
 
-def build_run_views(runs: Sequence[TrackedRun]) -> dict[str, State]:
+def build_run_views(runs: Sequence["RunData"]) -> dict[str, State]:
     """The states of the views of a `lit-lazy train` experiment, by view name; columns are settings that differ."""
     logged = {name for run in runs for name in run.metrics}
-
-    def select_measured(names: Sequence[str]) -> list[str]:
-        return [name for name in dict.fromkeys(names) if name in logged or name in (*LOSS_CURVES, *WATCHED)]
-
+    usable = logged | {*LOSS_CURVES, *WATCHED}
     values = {(name, value): name for run in runs for name, value in run.params.items()}
     settings = [name for name, count in Counter(values.values()).items() if count > 1][:MOST_SETTINGS]
-    shown = select_measured([*LOSSES, *EXTRA])
-    curves = [_line(name) for name in ("train/loss", *_select_curves(select_measured, logged))]
+    shown = _select([*LOSSES, *EXTRA], usable)
+    curves = [_line(name) for name in ("train/loss", *_select_curves(usable))]
     charts = {TRAINING: curves, "Results": [_chart("BAR", f"bar {name}", metricKey=name) for name in shown]}
     listed = _build_run_list("run", shown, settings)
     return {CHARTS_VIEW: listed | _sections(charts, logged), RUNS_VIEW: listed}
 
 
-def find_outlier_rows(cells: Sequence[TrackedRun]) -> list[str]:
+def find_outlier_rows(cells: Sequence["RunData"]) -> list[str]:
     """Variants whose mean loss would flatten the differences between all others in a chart."""
     losses = defaultdict[str, list[float]](list)
     for cell in cells:
@@ -181,19 +164,24 @@ def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) 
     }
 
 
-def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
-    """The distinct metrics that get a curve; learned parameters but biases' in the first and the last layer."""
+def _select(names: Sequence[str], usable: Collection[str] | None) -> list[str]:
+    """The distinct names that runs have. usable: None before the first run, which may have any."""
+    return [name for name in dict.fromkeys(names) if usable is None or name in usable]
+
+
+def _select_curves(usable: Collection[str] | None) -> list[str]:
+    """The metrics that get a curve; learned parameters but biases' in the first and the last layer."""
     layers: defaultdict[str, set[int]] = defaultdict(set)
-    for name in logged:
+    for name in usable or ():
         if found := LEARNED_LAYER.fullmatch(name):
             layers[found[1]].add(int(found[2]))
     layers = layers or defaultdict(set, tau={0})  # before the first cell
     ends = {name: dict.fromkeys((min(found), max(found))) for name, found in sorted(layers.items())}
     learned = [f"watch/{name}_layer_{layer}" for name, found in ends.items() for layer in found]
-    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *learned])]
+    return [*_select(LOSS_CURVES, usable)[:1], *_select([*WATCHED, *learned], usable)]
 
 
-def _find_axis_sets(axes: Sequence[str], cells: Sequence[TrackedRun]) -> dict[str, list[str]]:
+def _find_axis_sets(axes: Sequence[str], cells: Sequence["RunData"]) -> dict[str, list[str]]:
     """Axes by section title, most cells first: the cells of a section have all its axes and differ in each.
 
     MLflow's parallel coordinates omit a cell that lacks one of the params, so a chart of all axes would omit most.
@@ -250,9 +238,3 @@ def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
         return link
     mode = "&compareRunsMode=CHART" if view in CHART_VIEWS else ""
     return f"{link}&viewStateShareKey={quote(view_id(view))}{mode}"
-
-
-def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-    """Link to a run or to one of its artifacts."""
-    below = "" if artifact is None else f"/artifacts/{quote(artifact)}"
-    return f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}{below}?workflowType=machine_learning"

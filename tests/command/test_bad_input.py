@@ -455,10 +455,10 @@ def mlflows(path: Path, store: Path) -> None:
 
 STORAGES = [
     (random_bytes, "sqlite:///{path}", "file is not a database); move that file away, or name another"),
-    (a_folder, "sqlite:///{path}", "unable to open database file"),
+    (a_folder, "sqlite:///{path}", "cannot be used (Is a directory); name another"),
     (mlflows, "sqlite:///{path}", "is another program's database; name another"),
     (None, "sqlite:////proc/queue.db", "--storage '/proc': nothing can be written there"),
-    (None, "sqlite:////dev/zero", "is a pipe or a device, not a file; name another"),
+    (None, "sqlite:////dev/zero", "cannot be used (It is a pipe or a device, and no file); name another"),
     (None, f"sqlite:///{LONG}.db", "File name too long"),
     (None, "sqlite:///a?b.db", "has a ?, which starts a query; write %3F for one in a path"),
     (None, "sqlite:///:memory:", "--storage 'sqlite:///:memory:': must be sqlite:///FILE"),

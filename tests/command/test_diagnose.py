@@ -123,13 +123,12 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
 def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     runs, folder = diagnosed[0], diagnosed[0] / "diagnose-abcdef"
-    tracker = Tracker(default_uri(runs), runs, "diagnose")
+    tracker = Tracker(default_uri(runs), "diagnose")
     [found] = tracker.find({"kind": "diagnose"})
-    assert found.state == "complete"
-    assert (found.tags["normaliser"], found.tags["bias"], found.tags["position"]) == ("Elastic", "LearnedBias", "Rope")
-    shown = tracker.client.get_run(found.run_id).data
+    shown, tags = found.data, ("state", "normaliser", "bias", "position")
+    assert [shown.tags[name] for name in tags] == ["complete", "Elastic", "LearnedBias", "Rope"]
     assert shown.metrics == pytest.approx(json.loads((folder / "diagnostics.json").read_text())["metrics"])
-    kept = {artifact.path for artifact in tracker.client.list_artifacts(found.run_id)}
+    kept = {artifact.path for artifact in tracker.client.list_artifacts(found.info.run_id)}
     assert kept == {path.name for path in folder.iterdir()} | {"config.yaml"}
     assert shown.params["diagnosed.lengths"] == "16,24,16,32"
     assert shown.params["model.attention.normaliser.tau_init"] == "1.0"
@@ -190,7 +189,7 @@ def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, caps
     def refuse(*_: object, **__: object) -> None:
         raise TrackingError("gone away")
 
-    monkeypatch.setattr(Tracker, "log_files", refuse)
+    monkeypatch.setattr(Tracker, "update", refuse)
     assert main(["diagnose", str(trained), "--runs", str(runs), "--threads", "1"]) == 1
     error = capsys.readouterr().err
     folder = runs / "diagnose-abcdef"

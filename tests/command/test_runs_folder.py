@@ -288,7 +288,7 @@ def test_a_diagnosis_is_no_ablation(runs: Path, capsys: pytest.CaptureFixture[st
     found = list_names(capsys)
     folder = f"diagnose-{model.parent.name}"
     assert (found["diagnose"][:4], found[folder][:2]) == (["diagnosis", "runs", "in", "MLflow"], ["diagnosis", "files"])
-    tracker = Tracker(default_uri(runs), runs, "diagnose")
+    tracker = Tracker(default_uri(runs), "diagnose")
     for name in (folder, "diagnose"):
         assert main(["runs", "rm", name, "--yes"]) == 0
         assert name == "diagnose" or not tracker.find({"kind": "diagnose"})
@@ -302,12 +302,12 @@ def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{Path('shared.db').resolve()}")
     others = {}
     for name, tags in {DUO: {"kind": "ablation", "grid": "theirs"}, "train-backcopy_tiny": {"kind": "run"}}.items():
-        tracker = Tracker(uri, runs, name)
+        tracker = Tracker(uri, name)
         others[name] = tracker.create_run("theirs", tags | {"owner": "they", "cell": "a"})
         assert len(tracker.find({})) > 1
         assert main(["runs", "rm", name, "--yes"]) == 0
         assert "its MLflow experiment, only the runs of this folder" in capsys.readouterr().out
-        assert [run.run_id for run in tracker.find({})] == [others[name]]
+        assert [run.info.run_id for run in tracker.find({})] == [others[name]]
     assert not {DUO, "train-backcopy_tiny"} & list_names(capsys).keys()
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -20,7 +21,9 @@ from lit_lazy.command.train import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import get_program_name
+from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracked_run import format_run_name
+from lit_lazy.tracking.tracker import MirroredRun
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run_folder import make_lock
@@ -79,6 +82,29 @@ def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> Non
     found = client.get_experiment_by_name("train-backcopy_tiny")
     assert found is not None
     assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
+
+
+def test_mlflow_shows_how_it_ended_as_soon_as_it_answers(runs, capsys, monkeypatch) -> None:
+    """Interrupted; finished while MLflow is away; asked for once more."""
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+
+    def look() -> tuple[str, str, str]:
+        (run,) = client.search_runs([client.get_experiment_by_name("train-backcopy_tiny").experiment_id])
+        return run.info.status, run.data.tags["state"], run.data.tags.get("reason", "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadMonitor, "on_train_batch_end", interrupt_at_four)
+        assert main(command(runs)) == 130
+    interrupted = look()
+    assert interrupted == ("KILLED", "failed", "interrupted")
+    with monkeypatch.context() as patch:
+        patch.setattr(MirroredRun, "sync", Mock(side_effect=TrackingError("gone away")))
+        assert main(command(runs)) == 1
+    lacks = f"trained, but results are kept in {folder_of(runs)}, MLflow lacks them (gone away)"
+    assert f"lit-lazy: {lacks}; the same command sends them\n" in capsys.readouterr().err
+    assert look() == interrupted
+    assert main(command(runs)) == 0
+    assert look() == ("FINISHED", "complete", "")
 
 
 def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

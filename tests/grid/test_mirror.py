@@ -29,7 +29,7 @@ from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
 from lit_lazy.tracking.store import TrackingError, default_uri
-from lit_lazy.tracking.tracker import Tracker, join_note, open_artifacts
+from lit_lazy.tracking.tracker import Tracker, join_note, list_artifacts
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
 from lit_lazy.training.run_folder import make_lock, read_lines
 
@@ -62,7 +62,7 @@ def describe(uri: str, name: str = ID) -> dict[str, dict[str, Any]]:
             "tags": {name: text for name, text in data.tags.items() if name not in VOLATILE},
             "params": data.params,
             "curves": {metric: read_curve(client, run, metric) for metric in data.metrics},
-            "artifacts": sorted(file.path for file in open_artifacts(client, run).list_artifacts()),
+            "artifacts": list_artifacts(client, run),
         }
     return shown
 
@@ -277,9 +277,9 @@ def test_a_run_follows_its_cell(anew: bool, runs: Path, made: MadeGrid, monkeypa
     for final in (False, True):
         assert sync(final) == ("FINISHED", "complete", "", [1, 2, 3, 4, 5])
     assert len(seen.ids) == 1
-    whole, tracker = describe(default_uri(runs), "made"), Tracker(default_uri(runs), runs, "made")
+    whole, tracker = describe(default_uri(runs), "made"), Tracker(default_uri(runs), "made")
     (parent,) = tracker.find({"kind": "ablation"})
-    tracker.delete_run(parent.run_id)
+    tracker.delete_run(parent.info.run_id)
     sync(final=True)
     assert describe(default_uri(runs), "made") == whole, "MLflow lost it meanwhile"
 
@@ -400,7 +400,7 @@ def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path, tmp_pat
 
 
 def test_a_run_names_the_user_of_the_environment(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    tracker = Tracker(default_uri(runs), runs, "probe")
+    tracker = Tracker(default_uri(runs), "probe")
     for logname, user, shown in (("ada", "bob", "ada"), (None, "bob", "bob"), (None, None, None)):
         for name, value in {"LOGNAME": logname, "USER": user}.items():
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
@@ -443,5 +443,5 @@ def test_copies_of_any_moments_together_end_in_the_undisturbed_table(runs: Path,
         assert main(words) == 0, moments
         assert (runs / BACKUP / "table.csv").read_text() == table, moments
         assert [cell.status for cell in read_grid(runs / BACKUP).cells] == ["complete"] * 2, moments
-        cells = Tracker(default_uri(runs), runs, BACKUP).find({"kind": "cell"})
-        assert [cell.state for cell in cells] == ["complete"] * 2, moments
+        cells = Tracker(default_uri(runs), BACKUP).find({"kind": "cell"})
+        assert [cell.data.tags["state"] for cell in cells] == ["complete"] * 2, moments

@@ -103,9 +103,9 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     assert blocks[first + 1].startswith("Undecided (n = 5): Elastic-Softmax has less mass.")
     assert blocks[first + 2].startswith("- elastic - softmax: undecided, elastic and softmax did not learn the task:")
 
-    tracker = Tracker(default_uri(runs), runs, "q_mine-backcopy_tiny")
+    tracker = Tracker(default_uri(runs), "q_mine-backcopy_tiny")
     (parent,) = tracker.find({"kind": "ablation"})
-    assert parent.tags["verdict"] == table.verdict.sentence
+    assert parent.data.tags["verdict"] == table.verdict.sentence
 
     page = runs / "page.md"
     page.write_text("<!-- reviewers -->\n<!-- end -->\n")

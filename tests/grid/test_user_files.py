@@ -151,7 +151,7 @@ def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp
     script.write_text(MEASURES)
     if kind == "a task of Ray":
         pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
-    Tracker(default_uri(runs), runs, "x").create_run("x", {"kind": "run"})
+    Tracker(default_uri(runs), "x").create_run("x", {"kind": "run"})
     words = {
         "a worker": command(mine, runs, "--rows", "mine"),
         "a task of Ray": command(mine, runs, "--launcher", "ray"),

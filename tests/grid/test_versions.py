@@ -47,8 +47,8 @@ def unpack(runs: Path) -> None:
 
 def find_run_ids(runs: Path) -> dict[str, str]:
     """Ids in MLflow by the run's name: those of the cells, and of the grid."""
-    tracker = Tracker(default_uri(runs), runs, ID)
-    found = [tracker.client.get_run(run.run_id).info for run in tracker.find({})]
+    tracker = Tracker(default_uri(runs), ID)
+    found = [run.info for run in tracker.find({})]
     assert len(found) == 3
     return {info.run_name: info.run_id for info in found}
 

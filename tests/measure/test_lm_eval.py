@@ -189,7 +189,7 @@ def checkpoint(runs: Path) -> Path:
     """Checkpoint of a run recorded in MLflow."""
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
-    tracker = Tracker(default_uri(runs), runs, "train-x")
+    tracker = Tracker(default_uri(runs), "train-x")
     run_id = tracker.create_run("x", {"kind": "run", "cell": "abc"})
     (run_folder / "mlflow_run_id").write_text(f"{run_id} {tracker.experiment_id}")
     return save(config(), run_folder / "final.ckpt")
@@ -211,7 +211,7 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
     assert known["columns"][-1]["standard_error"] is not None
     run_id, _ = (checkpoint.parent / "mlflow_run_id").read_text().split()
     assert f"logged to MLflow with run {run_id}" in printed
-    metrics = Tracker(default_uri(runs), runs, "train-x").client.get_run(run_id).data.metrics
+    metrics = Tracker(default_uri(runs), "train-x").client.get_run(run_id).data.metrics
     assert metrics["lm-eval/average"] == known["average"]
     perplexity = known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
     assert metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(perplexity)

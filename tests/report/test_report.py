@@ -138,9 +138,9 @@ def test_ui_url_links_the_run_of_every_cell(store: Path, duo_runs: Path, tmp_pat
     file = tmp_path / "new" / "linked.html"
     assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
-    tracker = Tracker(default_uri(store), store, ID)
+    tracker = Tracker(default_uri(store), ID)
     expected = sorted(
-        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run.info.run_id}?workflowType=machine_learning"
         for run in tracker.find({"kind": "cell"})
     )
     assert sorted(link for link in Reader(linked).links if not link.startswith("#")) == expected

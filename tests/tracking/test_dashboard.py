@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from chromium import CHROMIUM, Browser
+from mlflow.entities import Metric, Param, RunData, RunTag
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
@@ -24,7 +25,6 @@ from lit_lazy.tracking.views import (
     LINKED_VIEWS,
     RUNS_VIEW,
     TABLE_VIEW,
-    TrackedRun,
     build_run_views,
     build_views,
     find_outlier_rows,
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:  # the report is only linked to
         patch.setattr(publish, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
         assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
-    other = Tracker(default_uri(runs), runs, "train-other")
+    other = Tracker(default_uri(runs), "train-other")
     other.create_run("other", {"kind": "run"})
     made_up(runs)
     return runs
@@ -65,15 +65,17 @@ ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
 
 
 def made_up(runs: Path) -> None:
-    tracker = Tracker(default_uri(runs), runs, "made-up")
+    tracker = Tracker(default_uri(runs), "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
         run = tracker.create_run(f"{row} seed 0", tags)
         tracker.log_config(run, {"tau_init": "1.0"}, {})
         curve = [MetricRecord(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
-        tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
-    tracker.save_views(["tau_init"], ["loss/excess"], ended=True)
+        metrics = {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}
+        tracker.update(run, "FINISHED", metrics=metrics, step=400)
+    charted, metrics = tracker.mark_outliers(), ["loss/excess"]
+    tracker.save_views("cell", lambda cells: build_views(["tau_init"], metrics, metrics, cells, charted))
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +215,9 @@ class TestLinks:
         assert not said.out
 
 
-def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> TrackedRun:
-    return TrackedRun("", "complete", {"variant": variant}, axes, dict.fromkeys(metrics, loss))
+def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> RunData:
+    params = [Param(name, value) for name, value in axes.items()]
+    return RunData([Metric(name, loss, 0, 0) for name in metrics], params, [RunTag("variant", variant)])
 
 
 LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
@@ -226,7 +229,7 @@ class TestViews:
     LAZIER = cell("lazier", {"bias": "Alibi", "tau_init": "2.0"}, "loss/val", "watch/tau_layer_2", "val/excess")
 
     def charts(
-        self, name: str, cells: list[TrackedRun], main: tuple[str, ...] = ("loss/excess", "loss/val")
+        self, name: str, cells: list[RunData], main: tuple[str, ...] = ("loss/excess", "loss/val")
     ) -> list[dict]:
         return build_views(["bias", "tau_init"], ["loss/excess", "loss/val"], main, cells)[name]["compareRunCharts"]
 
@@ -282,7 +285,7 @@ class TestViews:
         assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
-        def sections(*cells: TrackedRun, shown: bool) -> list[str]:
+        def sections(*cells: RunData, shown: bool) -> list[str]:
             view = build_views([], ["loss/val"], ["loss/val"], [*cells])[CHARTS_VIEW]
             return [section["name"] for section in view["compareRunSections"] if section["display"] == shown]
 

@@ -124,7 +124,7 @@ def test_a_hub_out_of_reach(serve, monkeypatch, capsys, closed_port) -> None:
 def test_a_database_put_in_place_of_the_served_one_is_noticed(runs, monkeypatch, capsys) -> None:
     """The server would go on with the old one. It is started again, and ends when it ends by itself."""
     popen, database, started = subprocess.Popen, runs / "mlflow.db", []
-    Tracker(default_uri(runs), runs, "train-a").create_run("a", {"kind": "run"})
+    Tracker(default_uri(runs), "train-a").create_run("a", {"kind": "run"})
 
     def start(*_: object, **_options: Any) -> "subprocess.Popen[bytes]":
         started.append(database.stat().st_ino)

@@ -16,10 +16,9 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
-from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.serve import make_addresses_relative
 from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_address
-from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.tracking.tracker import MirroredRun, Tracker
 
 EXPERIMENT = "train-backcopy_tiny"
 TRAIN = ["train", "backcopy_tiny", "--train.steps=30", "--runs"]
@@ -51,31 +50,33 @@ def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypa
     assert main([*TRAIN, str(second)]) == 0
     out, _ = other.communicate(timeout=60)
     assert other.returncode == 0, out
-    runs = Tracker(shared, second, EXPERIMENT).find({"kind": "run"})
-    assert {run.run_id for run in runs} == {
+    runs = Tracker(shared, EXPERIMENT).find({"kind": "run"})
+    assert {run.info.run_id for run in runs} == {
         read_run_address(path.parent)[0] for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
     }
-    assert [run.state for run in runs] == ["complete"] * 2
+    assert [run.data.tags["state"] for run in runs] == ["complete"] * 2
 
 
 def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path) -> None:
     """Also one of an earlier version, which tagged its owner; a run that others began from the same settings stays."""
-    tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
+    tracker = Tracker(default_uri(runs), EXPERIMENT)
     tags = {"kind": "run", "cell": "abc"}
     theirs, former = (tracker.create_run("a", tags | {"owner": owner}) for owner in ("them", "me"))
     folder = tmp_path / "mine" / EXPERIMENT / "abc"
     folder.mkdir(parents=True)
 
     def begin() -> str:
-        return ActiveRun(tracker, folder, "a", tags, {}, {}).open()
+        MirroredRun(tracker, folder, "a", tags, {}, {}).sync(None)
+        run_id, experiment_id = read_run_address(folder)
+        assert experiment_id == tracker.experiment_id
+        return run_id
 
     (folder / RUN_ID).write_text(former)
     assert begin() == former
-    assert read_run_address(folder) == (former, tracker.experiment_id)
     tracker.delete_run(former)
     mine = begin()
     assert begin() == mine
-    assert {run.run_id for run in tracker.find({"kind": "run"})} == {theirs, mine}
+    assert {run.info.run_id for run in tracker.find({"kind": "run"})} == {theirs, mine}
 
 
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")
@@ -84,9 +85,9 @@ ODD = "an experiment #1"
 
 def track(runs: Path, text: str) -> str:
     """A run with one artifact; returns its id."""
-    tracker = Tracker(default_uri(runs), runs, ODD)
+    tracker = Tracker(default_uri(runs), ODD)
     run_id = tracker.create_run("a", {"kind": "run"})
-    tracker.log_artifact(run_id, "note.txt", text.encode())
+    tracker.update(run_id, files={"note.txt": text.encode()})
     return run_id
 
 
@@ -111,8 +112,8 @@ def test_a_copy_has_artifacts_of_its_own_and_its_database_is_only_read(runs: Pat
     copied = tmp_path / "a copy"
     shutil.copytree(runs, copied)
     original, database = read_files(runs), (copied / "mlflow.db").read_bytes()
-    tracker = Tracker(default_uri(copied), copied, "cells")  # as `lit-lazy lm-eval` takes it
-    tracker.log_artifact(run_id, "note.txt", b"copied")
+    tracker = Tracker(default_uri(copied), "cells")  # as `lit-lazy lm-eval` takes it
+    tracker.update(run_id, files={"note.txt": b"copied"})
     assert read_files(runs) == original
     shutil.rmtree(runs)
     assert read(copied, run_id) == "copied"

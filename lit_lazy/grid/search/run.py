@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import optuna
@@ -18,7 +18,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import HOLDER, clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
-from lit_lazy.grid.mirror import Mirror, MirroredCell
+from lit_lazy.grid.mirror import GridMirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
 from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, point_name
 from lit_lazy.grid.study import open_study
@@ -28,12 +28,10 @@ from lit_lazy.support.errors import explain
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
-from lit_lazy.tracking.store import NOTE
+from lit_lazy.tracking.store import NOTE, End
+from lit_lazy.tracking.views import build_views
 from lit_lazy.training import run_folder
 from lit_lazy.training.result import RunResult
-
-if TYPE_CHECKING:
-    from lit_lazy.tracking.tracker import Tracker
 
 DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""
@@ -249,7 +247,7 @@ def run_search(driver: SearchDriver, launch: LaunchOptions, console: Console) ->
         return is_finished(driver.states())
 
 
-class SearchMirror(Mirror):
+class SearchMirror(GridMirror):
     """MLflow's copy of a search."""
 
     kind = "search"
@@ -270,8 +268,9 @@ class SearchMirror(Mirror):
                 source="ours",
                 seed=seed,
                 axes={names[path]: repr(value) for path, value in point.params.items()},
-                state="pruned" if point.state == "diverged" else point.state,
-                reason=point.reason,
+                end=None
+                if point.state in ("running", "waiting")
+                else End("pruned" if point.state == "diverged" else point.state, point.reason),
             )
             for point in self.driver.points()
         ]
@@ -282,8 +281,9 @@ class SearchMirror(Mirror):
         params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
         return {NOTE: format_command_line()}, params, definition.base
 
-    def show(self, tracker: "Tracker", parent_id: str, ended: bool) -> None:  # noqa: ARG002
-        tracker.save_views(list(self.definition.names.values()), [self.definition.objective])
+    def show(self, parent_id: str, ended: bool) -> None:  # noqa: ARG002
+        axes, metrics = list(self.definition.names.values()), [self.definition.objective]
+        self.tracker.save_views("cell", lambda cells: build_views(axes, metrics, metrics, cells))
 
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:

@@ -18,8 +18,9 @@ from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figur
 from lit_lazy.figures.label_placement import Label, place_labels
 from lit_lazy.figures.palette import Colours, choose_rows
 from lit_lazy.support.outliers import compute_far_limit
-from lit_lazy.table.columns import shorten_learned
-from lit_lazy.table.records import Column, Measure, Table
+from lit_lazy.table.columns import Column, shorten_learned
+from lit_lazy.table.measures import Measure
+from lit_lazy.table.records import Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """(step, value) pairs of one seed, by metric."""
@@ -60,14 +61,14 @@ def loss_against_sparsity(table: Table) -> Figure | None:
         return None
     points = []
     for row in table.rows:
-        x, y = row.metrics[sparsity.key], row.metrics[loss.key]
+        x, y = (table.measures[column.key][row.variant] for column in (sparsity, loss))
         if y.mean is not None:
             place = math.nan if x.mean is None else x.mean * sparsity.scale, _find_interval_ends(x, sparsity)
             height = y.mean * loss.scale, _find_interval_ends(y, loss)
             points.append(_Point(row.variant, row.variant == table.baseline, *place, *height))
     if all(math.isnan(point.x) for point in points):
         return None
-    counts = {row.metrics[loss.key].n for row in table.rows} - {0}
+    counts = {measure.n for measure in table.measures[loss.key].values()} - {0}
     spread = "" if counts == {1} else " with 95 % CI"
     highest = compute_far_limit(point.y for point in points)
     far = {point.name for point in points if point.y > highest}

@@ -14,9 +14,10 @@ from matplotlib.patches import Patch
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.figures.palette import choose_rows
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
 from lit_lazy.table.looks import Region, compute_support_interval, list_regions
-from lit_lazy.table.records import Column, Table, TableRow
+from lit_lazy.table.records import Table, TableRow
 from lit_lazy.table.statistics import Effect
 
 UNLEARNED = "#8C8C8C"
@@ -78,7 +79,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
 
 def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
-    shown = [(y, row, row.metrics[column.key].difference) for y, row in enumerate(rows)]
+    measures = table.measures[column.key]
+    shown = [(y, row, measures[row.variant].difference) for y, row in enumerate(rows)]
     unlearned = table.unlearned
     points = {
         row.variant: (effect.mean * column.scale, *_find_interval_ends(effect, column))
@@ -93,7 +95,7 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
             # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
             place = {"xytext": (8 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
-            why = "not defined" if row.metrics[column.key].mean is None else "no baseline"
+            why = "not defined" if measures[row.variant].mean is None else "no baseline"
             why = "baseline" if row.variant == table.baseline else why if row.n else row.status
             axes.annotate(why, (0, y), va="center", color=NEUTRAL, **place)
             if row.variant == table.baseline:

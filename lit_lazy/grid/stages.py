@@ -72,7 +72,7 @@ def choose_best_rates(table: Table) -> dict[str, float]:
             raise ValueError(
                 f"{table.ablation}: row {row.variant!r} names no rate, such as {at_rate(row.variant, 0.01)}"
             )
-        means, measured = found[name], row.metrics.get(table.primary or "")
+        means, measured = found[name], table.measures.get(table.primary or "", {}).get(row.variant)
         if row.status == "complete" and measured is not None and measured.mean is not None:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:

@@ -21,9 +21,11 @@ from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import Block, Heading, Paragraph, escape_markdown, to_markdown
-from lit_lazy.table.records import Column, Measure, Table
+from lit_lazy.table.measures import Measure
+from lit_lazy.table.records import Table
 from lit_lazy.table.render import build_verdict, choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
 from lit_lazy.table.verdicts import describe_bounds, format_finding, format_interval
@@ -152,7 +154,7 @@ def _format_effect(words: Words, table: Table, declared: Declaration, verdict: V
     column = table.columns_by_key[declared.primary]
     part = find_decisive(verdict)
     effect = words.effect or f"{part.name}: {{contrast: {part.name}}}"
-    measures = table.collect_measures(declared.primary)
+    measures = table.measures[declared.primary]
     rows = {f"row: {name}": _format_value(measure, column) for name, measure in measures.items()}
     contrasts = {f"contrast: {part.name}": format_finding(declared, part, column) for part in verdict.parts}
     return _fill(effect, rows | contrasts, table.ablation)
@@ -245,11 +247,10 @@ def _quote_cell(table: Table, ending: str, place: str) -> str:
     ending: that of the file that shows it.
     """
     variant, _, title = place.rpartition(": ")
-    row = _look_up({row.variant: row for row in table.rows}, variant, table.ablation)
     column = _look_up({column.title: column for column in table.columns}, title.removeprefix("Δ "), table.ablation)
     if ending == "md" and column not in choose_columns(table)[title.startswith("Δ ")]:
         raise ValueError(f"{table.ablation}: table.md does not show {title!r}; link its table.json")
-    measure = row.metrics[column.key]
+    measure = _look_up(table.measures[column.key], variant, table.ablation)
     if title.startswith("Δ "):
         return escape_markdown(format_effect(measure.difference, column, table.is_void(variant, column.key)))
     return escape_markdown(_format_value(measure, column))

@@ -11,7 +11,6 @@ from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import FILES, save
-from lit_lazy.table.verdicts import add_verdict
 
 if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Ablation
@@ -51,7 +50,6 @@ def recompute_table(path: Path, ablation: "Ablation", question: "Question | None
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)
     table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
-    table = add_verdict(table, former.declaration)
     write_text(path, FILES[TABLE](table))
     save(table, path.parent, [name for name in FILES if path.name == TABLE and (path.parent / name).exists()])
     return table

@@ -1,9 +1,133 @@
-"""The columns that this project's tables share. A table omits columns whose metric no cell has."""
+"""Columns and contrasts of tables, and the columns that this project's tables share.
 
-from collections.abc import Iterable
+A table omits columns whose metric no cell has.
+"""
+
+import math
+import posixpath
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from lit_lazy.table.records import Column
+from lit_lazy.support.checks import PositiveFloat, check_kinds, require
+from lit_lazy.support.errors import short_repr
+from lit_lazy.table.statistics import RESOLUTION
+
+LONGEST = 250
+"""Characters of a key, title or name: as many as a metric's name has in MLflow."""
+REFUSED = re.compile(r"[^/\w.\- :]")
+"""Characters that MLflow does not take in the name of a metric."""
+MOST_DIGITS = 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric of the table.
+
+    `digits` is the number of decimals or a format spec such as ",.0f". `scale` multiplies displayed values (100 for a
+    percentage, with `unit="%"`); JSON and CSV store raw values. A column with `better` appears in the table of
+    differences, a `plotted` one in the figures. `bounds` are the raw limits of the metric: a row whose values all lie
+    at a limit has no spread to test with. `by_construction` is the reason why rows differ regardless of training; the
+    table then reports it instead of a test. A raw difference within +-`margin` counts as no difference: the table lists
+    the rows equivalent to the baseline.
+    """
+
+    key: str
+    title: str
+    better: Literal["lower", "higher"] | None = None
+    digits: int | str = 3
+    unit: str = ""
+    scale: float = 1.0
+    note: str = ""
+    plotted: bool = False
+    bounds: tuple[float, ...] = ()
+    by_construction: str = ""
+    margin: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        what = f"column {short_repr(self.key)}"
+        check_kinds(what, self)
+        for name, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
+            _require_printable(f"{what}: {name}", text)
+        require(is_metric_name(self.key), f"{what}: key", self.key, "MLflow takes no metric of this name")
+        require(bool(self.scale), f"{what}: scale", self.scale, "must not be 0; 1 shows values as they are")
+        fix = f"must be 0 to {MOST_DIGITS} decimals or a format such as ',.0f'"
+        require(isinstance(self.digits, str) or 0 <= self.digits <= MOST_DIGITS, f"{what}: digits", self.digits, fix)
+        try:
+            float(self.format(1.0 / self.scale))
+        except ValueError:
+            require(False, f"{what}: digits", self.digits, fix)
+
+    def format(self, value: float, sign: str = "") -> str:
+        """The value as displayed. A nonzero value that would round to 0 is shown with one significant digit."""
+        shown = value * self.scale
+        text = format(shown, sign + self._spec)
+        return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
+
+    def clip_interval(self, mean: float, half_width: float, values: Collection[float]) -> tuple[float, float]:
+        """The ends of an interval around the mean of values, within the least and the greatest bound of the metric.
+
+        A bound that a value exceeds, as the mass of a custom rule may exceed 1, does not hold for these values.
+        """
+        low, high = mean - half_width, mean + half_width
+        if not self.bounds:
+            return low, high
+        least, greatest = min(self.bounds), max(self.bounds)
+        rounding = RESOLUTION * max(map(abs, (*values, *self.bounds)))
+        return (
+            low if min(values) < least - rounding else max(low, least),
+            high if max(values) > greatest + rounding else min(high, greatest),
+        )
+
+    def round_value(self, value: float) -> float:
+        """The value in the displayed unit, rounded to the displayed digits."""
+        return float(format(value * self.scale, self._spec).replace(",", ""))
+
+    @property
+    def _spec(self) -> str:
+        return f".{self.digits}f" if isinstance(self.digits, int) else self.digits
+
+    @property
+    def heading(self) -> str:
+        return self.add_unit(self.title, self.unit)
+
+    @property
+    def difference_unit(self) -> str:
+        """Unit of a difference: percentages differ by points."""
+        return "points" if self.unit == "%" else self.unit
+
+    def add_unit(self, title: str, unit: str) -> str:
+        """A title with a unit and the direction that is better."""
+        return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
+
+
+def is_metric_name(name: str) -> bool:
+    """Whether MLflow takes a name for a metric: some characters only, and no path that has another form."""
+    inside = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
+    return inside and len(name) <= LONGEST and not REFUSED.search(name)
+
+
+def _require_printable(what: str, text: str) -> None:
+    fix = f"must be 1 to {LONGEST} printable characters"
+    require(0 < len(text) <= LONGEST and text.isprintable(), what, text, fix)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of variants with weights that sum to zero, such as the interaction of a 2x2 design."""
+
+    name: str
+    weights: dict[str, float]
+
+    def __post_init__(self) -> None:
+        what = f"contrast {short_repr(self.name)}"
+        check_kinds(what, self)
+        _require_printable(f"{what}: name", self.name)
+        balanced = any(self.weights.values()) and abs(math.fsum(self.weights.values())) <= 1e-9
+        require(balanced, f"{what}: weights", self.weights, "must add up to zero")
+
 
 SHARE = (0.0, 1.0)
 """Bounds of a fraction."""

@@ -8,7 +8,7 @@ from typing import Any
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned
-from lit_lazy.table.records import Table, TableRow
+from lit_lazy.table.records import Table
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
@@ -91,28 +91,23 @@ def compare_tables(
     return TableComparison(
         names=names,
         tables=tables,
-        columns={
-            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared] for key in columns
-        },
+        columns={key: [_compare_rows(tables, key, name) for name in shared] for key in columns},
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
         facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
 
 
-def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, TableRow]) -> RowComparison:
-    measures = [row.metrics[key] for row in rows]
-    values = [{int(seed): value for seed, value in measure.values.items()} for measure in measures]
+def _compare_rows(tables: tuple[Table, Table], key: str, variant: str) -> RowComparison:
+    a, b = (table.measures[key][variant] for table in tables)
     bases = {OVERRIDDEN.sub("", table.base) for table in tables}
-    paired = len(values[0].keys() & values[1].keys()) > 1 and len(bases) == 1
+    paired = len(a.values.keys() & b.values.keys()) > 1 and len(bases) == 1
     bounds, weights = tables[0].columns_by_key[key].bounds, {"first": -1.0, "second": 1.0}
     if paired:
-        effect = compute_contrast({"first": values[0], "second": values[1]}, weights, bounds)
+        effect = compute_contrast({"first": a.values, "second": b.values}, weights, bounds)
     else:
-        effect = compute_unpaired_difference(values[1], values[0], bounds)
-    return RowComparison(
-        rows[0].variant, (measures[0].mean, measures[1].mean), (len(values[0]), len(values[1])), paired, effect
-    )
+        effect = compute_unpaired_difference(b.values, a.values, bounds)
+    return RowComparison(variant, (a.mean, b.mean), (a.n, b.n), paired, effect)
 
 
 def _list_facts(table: Table) -> dict[str, str]:
@@ -161,7 +156,7 @@ def format_comparison(found: TableComparison) -> str:
         tables.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
     parts = ["\n".join(tables)]
     for key, rows in found.columns.items():
-        column, measures = found.tables[0].columns_by_key[key], [of.collect_measures(key) for of in found.tables]
+        column, measures = found.tables[0].columns_by_key[key], [of.measures[key] for of in found.tables]
         grid = [(column.heading, "A", "B", "B - A", "")]
         for row in rows:
             a, b = (format_estimate(of[row.variant], column) for of in measures)

@@ -8,6 +8,7 @@ from pathlib import Path
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
@@ -31,7 +32,7 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
+from lit_lazy.table.records import UNFINISHED, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
 from lit_lazy.table.verdicts import (
     describe_bounds,
@@ -60,8 +61,8 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
         blocks.append(_build_means(table, [column], whole=False, compared=[*filter(table.is_compared, [column])]))
         if table.contrasts and table.declaration is None:  # a question's contrasts are part of its verdict
             blocks.append(_build_contrasts(table, [column]))
-        effects = [row.metrics[column.key].difference for row in table.rows]
-        effects += [contrast.metrics[column.key] for contrast in table.contrasts]
+        effects = [measure.difference for measure in table.measures[column.key].values()]
+        effects += table.effects[column.key].values()
         if any(effect.p_adj is not None for effect in effects):
             blocks.append(Paragraph(_SUMMARY_LEGEND))
     if failed := _list_unfinished(table, ["failed"]):
@@ -197,7 +198,7 @@ def build_verdict(declared: Declaration, table: Table) -> list[Block]:
     """What is known of a question: its verdict with contrasts and looks, or what the verdict still needs."""
     verdict, dead = table.verdict, map(Paragraph, describe_unlearned(table))
     if verdict is None:
-        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table.outcomes)}")]
     column = table.columns_by_key[declared.primary]
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
     earlier = [Paragraph(describe_earlier(declared))] if declared.after else []
@@ -287,7 +288,8 @@ def _build_means(
 
 
 def _build_contrasts(table: Table, columns: Sequence[Column]) -> Tabular:
-    cells = {row.name: [format_effect(row.metrics[c.key], c) for c in columns] for row in table.contrasts}
+    names = [contrast.name for contrast in table.contrasts]
+    cells = {name: [format_effect(table.effects[c.key][name], c) for c in columns] for name in names}
     return _build_effects("Contrast", columns, cells)
 
 
@@ -297,7 +299,7 @@ def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Se
 
 
 def _format_mean(table: Table, row: TableRow, column: Column) -> str:
-    m = row.metrics[column.key]
+    m = table.measures[column.key][row.variant]
     if m.mean is None and not row.n:
         return row.status
     text = format_estimate(m, column)
@@ -328,7 +330,8 @@ def _format_difference(table: Table, row: TableRow, column: Column) -> str:
         return "baseline"
     if not row.n:
         return row.status
-    return format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
+    effect = table.measures[column.key][row.variant].difference
+    return format_effect(effect, column, table.is_void(row.variant, column.key))
 
 
 def format_effect(effect: Effect, column: Column, void: bool = False) -> str:

@@ -168,13 +168,9 @@ OF_VARIANTS = {
 
 
 def unlearned() -> Table:
-    """One row did not learn: its losses are beyond the mark."""
-    table = make_effects()
-    dead, measures = samples.EFFECTS[3], table.collect_measures("loss")
-    bound = 1 + max(max(m.values.values()) for name, m in measures.items() if m.n and name != dead)
-    beyond = replace(measures[dead], values=dict.fromkeys("01234", bound))
-    rows = [replace(r, metrics=r.metrics | {"loss": beyond}) if r.variant == dead else r for r in table.rows]
-    return replace(table, rows=tuple(rows), yardstick=Yardstick("loss", bound, {"chance": 2 * bound}))
+    """One row did not learn."""
+    table = replace(make_effects(), yardstick=Yardstick("loss", 1.0, {}))
+    return samples.override(table, unlearned={samples.EFFECTS[3]: "5 of 5"})
 
 
 def three(**values: tuple[float, float, float]) -> Figure:
@@ -207,14 +203,14 @@ def far_apart() -> Table:
         for part, mean in zip(table.verdict.parts, (0.009, 0.01, 0.6, 0.343), strict=True)
     )
     look = replace(table.verdict.looks[0], parts=parts)
-    return replace(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
+    return samples.override(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
 
 
 def first_contrast(name: str) -> Table:
     table = read(name)
     assert table.verdict is not None
     looks = tuple(replace(look, parts=look.parts[:1]) for look in table.verdict.looks)
-    return replace(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
+    return samples.override(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
 
 
 def most_contrasts() -> Table:

@@ -155,7 +155,7 @@ def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.
     assert "README.md': cannot be read (No such file or directory); name a file with a pair" in capsys.readouterr().err
     for text, said in (
         ("<!-- verdicts -->", "--insert: the file lacks <!-- verdicts -->, <!-- findings -->"),
-        (f'{folder}/table.md "lasy: loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
+        (f'{folder}/table.md "lasy: validation loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
         (f'{folder}/table.md "lazy: Δ los"', "q_text_2: the table has no 'los'; it has validation loss, "),
         (f'{folder}/table.md "lazy: mass"', "q_text_2: table.md does not show 'mass'; link its table.json"),
         (f'{folder}/table.md "lazy: Δ sparsity"', "q_text_2: table.md does not show 'Δ sparsity'; link its table.json"),

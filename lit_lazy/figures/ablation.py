@@ -30,15 +30,8 @@ Histories = Mapping[str, Sequence[Metrics]]
 LEARNED = re.compile(r"watch/(tau|(bias/learned\.|learned/)[\w.]+)_layer_\d+")
 """Mean of a learned parameter in a layer during training."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
-SPARSITY = "sparsity/zero"
-COLUMNS = 4
-"""Most panels per line."""
-MOST_DIVIDED = 100
-"""Range of a log axis up to which decades are divided."""
 MOST_NAMED, NAMED_OF_MORE = 24, 10
 """With more points than MOST_NAMED, only the NAMED_OF_MORE lowest and the baseline are labelled."""
-NAME_WIDTH = 30
-"""Characters per line of a point's label."""
 Look = Mapping[str, Any]
 """Keyword arguments of a line."""
 LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
@@ -56,7 +49,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     """
     columns = table.columns_by_key
     loss = next((columns[key] for key in LOSSES if key in columns), None)
-    sparsity = columns.get(SPARSITY)
+    sparsity = columns.get("sparsity/zero")
     if loss is None or sparsity is None:
         return None
     points = []
@@ -103,7 +96,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             axes.plot(x, y, "D" if point.baseline else "o", color=colour, zorder=4)
             bars += _draw_intervals(axes, x, point, colour, least)
         if point.name in named:
-            labels.append(Label("\n".join(wrap(label, NAME_WIDTH)), x, y, point.baseline))
+            labels.append(Label("\n".join(wrap(label, 30)), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
 
@@ -253,7 +246,7 @@ def _draw_over_training(
     if not variants:
         return None
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
-    columns = min(COLUMNS, len(variants))
+    columns = min(4, len(variants))
     rows = math.ceil(len(variants) / columns)
     band = "" if counts == {1} else " (band: range)"
     heading = f"{table.ablation}: {title} and {_format_seeds(counts)}{band}{which}"
@@ -276,7 +269,7 @@ def _draw_over_training(
     panels[0].autoscale()
     if scale == "log":
         low, high = panels[0].get_ylim()
-        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < MOST_DIVIDED * low else (1,)))
+        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[0].yaxis.set_minor_locator(NullLocator())
     if watched:

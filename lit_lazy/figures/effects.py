@@ -196,8 +196,6 @@ def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", lin
     return Line2D([], [], color=colour, linestyle=line, label=label, **look)
 
 
-NAME_WIDTH = 40
-"""Characters per line of a contrast's name."""
 TINT = 0.13
 """Opacity of the regions."""
 AROUND, LEAST = 0.9, 1.15
@@ -227,7 +225,7 @@ def verdict_figure(table: Table) -> Figure | None:
     column = table.columns_by_key[declared.primary]
     share = declared.rule in BY_STATEMENT
     scale = 1.0 if share else column.scale
-    names = [wrap(f"{part.name}: {part.why}", NAME_WIDTH) for part in verdict.parts]
+    names = [wrap(f"{part.name}: {part.why}", 40) for part in verdict.parts]
     # The findings on each contrast, look by look, up to the one that decided it.
     shown = [[look.parts[i] for look in verdict.looks if look.parts[i].n == look.n] for i in range(len(verdict.parts))]
     heights = [max(len(name), len(found)) for name, found in zip(names, shown, strict=True)]

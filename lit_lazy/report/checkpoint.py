@@ -15,7 +15,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
+from lit_lazy.figures.canvas import save_figures
+from lit_lazy.figures.heads import RUN_FIGURES, draw_run_figures
 from lit_lazy.measure import lengths
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
@@ -272,11 +273,10 @@ def write_results(
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     figures = draw_run_figures(measured.arrays, request.name)
-    for name in FIGURE_NAMES:  # remove figures of an earlier diagnosis
+    for draw in RUN_FIGURES:  # remove figures of an earlier diagnosis
         for kind in ("png", "svg"):
-            (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
-    return [folder / ARRAYS, folder / FACTS, *drawn]
+            (folder / f"{draw.__name__}.{kind}").unlink(missing_ok=True)
+    return [folder / ARRAYS, folder / FACTS, *save_figures(figures, folder)]
 
 
 def track(

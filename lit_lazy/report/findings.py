@@ -46,8 +46,6 @@ SUBJECTS = (
 """The order of the table of all verdicts."""
 THEMES = ("Sink", "Loss", "Sparsity", "Extrapolation", "Adaptation", "Cost")
 """The order of the table of findings."""
-UNDECIDED_YET = "not decided yet"
-FIRST_ROUND = "first-round.json.xz"
 
 
 class QuestionResult(NamedTuple):
@@ -63,7 +61,7 @@ class QuestionResult(NamedTuple):
 
     @property
     def status(self) -> str:
-        return UNDECIDED_YET if self.table.verdict is None else self.table.verdict.status
+        return "not decided yet" if self.table.verdict is None else self.table.verdict.status
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def find_decisive(verdict: Verdict) -> Finding:
 
 def _read_first_round(folder: Path) -> list[Answer]:
     """The questions of the first round that were not asked again, from its record."""
-    path = folder / FIRST_ROUND
+    path = folder / "first-round.json.xz"
     if not path.exists():
         return []
     recorded = json.loads(lzma.decompress(path.read_bytes()))["questions"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy import figures
+from lit_lazy.figures import canvas
 from lit_lazy.grid.plan import GridFolder, read_grid
 from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
 from lit_lazy.support.disk import write_text
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def draw_report(folder: Path, table: Table) -> None:
     """Draw the figures of a grid's table, and its report, into the grid's folder."""
     drawn = draw_table_figures(table)
-    for name, figure in drawn.items():
-        figures.save_figure(figure, folder / name)
+    canvas.save_figures(drawn, folder)
     write_report(read_grid(folder), folder, table, drawn)
 
 
@@ -29,8 +28,7 @@ def save_table(grid: GridFolder, folder: Path) -> Table:
     """Build the table of a grid, and write it and its figures into a folder."""
     table = grid.build_table()
     save(table, folder)
-    for name, figure in draw_table_figures(table).items():
-        figures.save_figure(figure, folder / name)
+    canvas.save_figures(draw_table_figures(table), folder)
     return table
 
 
@@ -65,8 +63,7 @@ def write_table_report(source: Path, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, render_table_report(table, drawn))
     save(table, file.parent)
-    for name, figure in drawn.items():
-        figures.save_figure(figure, file.parent / name)
+    canvas.save_figures(drawn, file.parent)
 
 
 def _check_declaration(path: Path, declared: Declaration | None, question: "Question | None") -> None:

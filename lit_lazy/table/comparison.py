@@ -16,7 +16,6 @@ Settings = Mapping[str, Mapping[str, str]]
 """The settings of rows: values as text, by row and dotted path."""
 OVERRIDDEN = re.compile(r"-([0-9a-f]{6}|[\w.]+=.*)$", re.DOTALL)
 """What the command line's overrides add to the name of an experiment."""
-ALL = "all rows"
 MOST_NAMES = 3
 """Rows that a difference in settings names; more are counted."""
 
@@ -177,7 +176,7 @@ def format_comparison(found: TableComparison) -> str:
     shared, lines = len(next(iter(found.columns.values()))), []
     for (path, a, b), names in found.settings.items():
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        lines.append((path, a, b, ALL if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
+        lines.append((path, a, b, "all rows" if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
     settings = ["Settings that differ", *align([("", "A", "B", ""), *lines])] if lines else []
     parts.append("\n".join(settings or ["The rows have the same settings."]))
     return escape_controls("\n\n".join(parts))

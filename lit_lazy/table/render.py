@@ -43,8 +43,6 @@ from lit_lazy.table.verdicts import (
 )
 
 NOT_DEFINED = "–"
-MOST_PRINTED = 60
-"""Rows of a table that a command prints; the files have all."""
 MOST_COLUMNS = 6
 """Columns of numbers in `render_brief`, the difference to the baseline among them."""
 DETAILS = "details.md"
@@ -63,8 +61,9 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
             blocks.append(_build_contrasts(table, [column]))
         effects = [measure.difference for measure in table.measures[column.key].values()]
         effects += table.effects[column.key].values()
+        legend = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
         if any(effect.p_adj is not None for effect in effects):
-            blocks.append(Paragraph(_SUMMARY_LEGEND))
+            blocks.append(Paragraph(legend))
     if failed := _list_unfinished(table, ["failed"]):
         blocks.append(BulletList(failed))
     return _render_short(blocks, whole, width)
@@ -79,7 +78,7 @@ def render_text(table: Table, whole: Path, width: int = 120) -> str:
 
 
 def _render_short(blocks: Sequence[Block], whole: Path, width: int) -> str:
-    return to_text([short for block in blocks for short in shorten_block(block, MOST_PRINTED, str(whole))], width)
+    return to_text([short for block in blocks for short in shorten_block(block, 60, str(whole))], width)
 
 
 def render_brief(table: Table) -> str:
@@ -170,7 +169,8 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
         blocks += _build_test_blocks(table, primary, primary, 3)
     tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
     if primary and tests:
-        tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
+        about = Paragraph("Not named beforehand: a star here raises a question, it does not answer one.")
+        tests = [Collapsible(Heading("Exploratory", 3), (about, *tests))]
     blocks += tests
     if table.contrasts or any(map(table.is_compared, table.columns)):
         blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
@@ -232,8 +232,6 @@ _LEGEND = (
     "of one that is always at a bound: no spread was measured; – not defined; * differs from the baseline (p < 0.05 "
     "after Holm over the rows of the metric). ↓ lower, ↑ higher is better."
 )
-_SUMMARY_LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
-_EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
 _DIFFERENCE_LEGEND = (
     "Differences: row minus baseline, seed by seed; mean over the seeds of both, ± half-width of the unadjusted 95 % "
     "interval; paired t test; p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same "

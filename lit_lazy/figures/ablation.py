@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from textwrap import wrap
 from typing import Any, Literal, NamedTuple
@@ -104,30 +104,20 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 @use_style()
 def loss_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the validation loss of every variant: above the optimum on a log scale, if the data know the optimum."""
-    excess = any("val/excess" in seed for seeds in histories.values() for seed in seeds)
-    label = "validation loss above the optimum" if excess else "validation loss"
-
-    key, scale = ("val/excess", "log") if excess else ("val/loss", "linear")
-    lines: dict[str, Callable[[Metrics], Curve]] = {label: lambda seed: dict(seed.get(key, ()))}
-    title = f"{label} over training, in nats, mean over all sequences"
-    return _draw_over_training(title, lines, histories, table, watched=False, scale=scale)
+    title = "{} over training, in nats, mean over all sequences"
+    label = "validation loss above the optimum"
+    if any("val/excess" in seed for seeds in histories.values() for seed in seeds):
+        return _draw_over_training(title.format(label), {label: "val/excess"}, histories, table, False, "log")
+    label = "validation loss"
+    return _draw_over_training(title.format(label), {label: "val/loss"}, histories, table, watched=False)
 
 
 @use_style()
 def parameter_over_training(table: Table, histories: Histories, learned: str = "tau") -> Figure | None:
     """Draw a learned parameter of every variant that has it, mean over layers and heads, from step 0 on."""
-
-    def read(seed: Metrics) -> dict[int, float]:
-        by_step: dict[int, list[float]] = {}
-        for name, history in seed.items():
-            if name.startswith(f"watch/{learned}_layer_"):
-                for step, value in history:
-                    by_step.setdefault(step, []).append(value)
-        return {step: fmean(values) for step, values in by_step.items()}
-
     name = "τ" if learned == "tau" else shorten_learned(learned)
-    label = "offset parameter τ" if learned == "tau" else name
-    return _draw_over_training(f"{name} over training, mean over layers, heads", {label: read}, histories, table)
+    label, title = "offset parameter τ" if learned == "tau" else name, f"{name} over training, mean over layers, heads"
+    return _draw_over_training(title, {label: f"watch/{learned}"}, histories, table)
 
 
 def list_learned(histories: Histories) -> list[str]:
@@ -140,10 +130,9 @@ def list_learned(histories: Histories) -> list[str]:
 @use_style()
 def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
-
-    lines: dict[str, Callable[[Metrics], Curve]] = {
-        "weight on the first key": lambda seed: dict(seed.get("watch/first_key_weight", ())),
-        "share of the mass on the first key": lambda seed: dict(seed.get("watch/first_key_share", ())),
+    lines = {
+        "weight on the first key": "watch/first_key_weight",
+        "share of the mass on the first key": "watch/first_key_share",
     }
     title = "the first key over training, mean over all rows from position 8, layers, heads"
     return _draw_over_training(title, lines, histories, table)
@@ -219,9 +208,20 @@ Curve = Mapping[int, float]
 """Value by step."""
 
 
+def _read_curve(seed: Metrics, name: str) -> Curve:
+    """The finite values of a metric, mean over layers of one that each layer has."""
+    by_step: dict[int, list[float]] = {}
+    for key, history in seed.items():
+        if key == name or key.startswith(f"{name}_layer_"):
+            for step, value in history:
+                by_step.setdefault(step, []).append(value)
+    means = {step: fmean(values) for step, values in by_step.items()}
+    return {step: mean for step, mean in means.items() if math.isfinite(mean)}
+
+
 def _draw_over_training(
     title: str,
-    metrics: Mapping[str, Callable[[Metrics], Curve]],
+    metrics: Mapping[str, str],
     histories: Histories,
     table: Table,
     watched: bool = True,
@@ -229,17 +229,14 @@ def _draw_over_training(
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    watched: measured at powers of two, not at equal intervals.
+    metrics: names by label. watched: measured at powers of two, not at equal intervals.
 
     The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
     are shown.
     """
     baseline = table.baseline
     curves = {
-        variant: {
-            label: [c for seed in seeds if (c := {k: v for k, v in read(seed).items() if math.isfinite(v)})]
-            for label, read in metrics.items()
-        }
+        variant: {label: [c for s in seeds if (c := _read_curve(s, name))] for label, name in metrics.items()}
         for variant, seeds in histories.items()
     }
     variants, which = choose_rows(table, [variant for variant, lines in curves.items() if any(lines.values())])

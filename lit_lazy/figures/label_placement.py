@@ -102,7 +102,6 @@ class _LabelLayout:
 
 
 def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:
-    """The point of a box that is nearest to a spot."""
     return np.clip(spot, *box.get_points())
 
 

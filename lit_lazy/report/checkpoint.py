@@ -40,8 +40,6 @@ from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
 
-EXPERIMENT = "diagnose"
-"""MLflow experiment of the diagnoses."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -126,7 +124,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
-    track(Tracker(uri, request.runs, EXPERIMENT), cfg, metrics, files, sources[""], request)
+    track(Tracker(uri, request.runs, "diagnose"), cfg, metrics, files, sources[""], request)
     return measured
 
 
@@ -182,14 +180,15 @@ def measure_all(
     # The model of interest comes first, so that a failure stops the diagnosis before the other measurements.
     order = dict.fromkeys(modules, sources[""]) | {prefix: sources[prefix] for prefix in sources if prefix}
     samples = {prefix: sample_validation(source, request.sequences) for prefix, source in order.items()}
-    titles = _STATES | {"": "the changed model" if "before/" in modules else "the trained model"}
+    main = "the changed model" if "before/" in modules else "the trained model"
+    titles = {"init/": "the untrained model", "before/": "the model before the change"}
     evictions = len(sources) if request.eviction else 0
     progress = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evictions, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
         measured = measured_by.get(prefix, model)
-        progress.begin(f"{titles.get(prefix, titles[''])}: {n} sequences of {length} tokens")
+        progress.begin(f"{titles.get(prefix, main)}: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
         arrays = dict(measure(measured, sample, maps, request.sequences, progress.advance).arrays)
         arrays |= lengths.compute_length_arrays(measured, length)
@@ -202,10 +201,6 @@ def measure_all(
             arrays |= lengths.compute_streaming_arrays(model, sample[0], request.eviction)
         parts[prefix] = Diagnostics(arrays)
     return Diagnostics.merge(parts)
-
-
-_STATES = {"init/": "the untrained model", "before/": "the model before the change"}
-"""What is measured, by prefix."""
 
 
 REPORT_SECONDS = 20.0

@@ -45,10 +45,6 @@ WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/bias/learned.", 
 """Prefixes of the metrics whose history is drawn."""
 
 
-Placed = Mapping[str, Any]
-"""An image, and what the template places it by."""
-
-
 def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping[str, Figure]) -> None:
     """Write the report of a grid and its figures of trainings into a folder.
 
@@ -85,11 +81,6 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
-    """The report of a table without its runs. drawn: `draw_table_figures` of it."""
-    return _render_page(table, drawn, {})
-
-
 def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
     (variants, without), cells = _draw_run_figures(data), data.grid.cells
     shas = [cell.result.environment["git_sha"] if cell.result else "" for cell in cells]
@@ -102,13 +93,15 @@ def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_
         "facts": _collect_run_facts(data),
         "cells": [(x.variant, x.seed, x.status, data.format_key(x), sha) for x, sha in zip(cells, shas, strict=True)],
     }
-    return _render_page(data.table, of_table, of_trainings, **of_runs)
+    return render_page(data.table, of_table, of_trainings, **of_runs)
 
 
-def _render_page(
+def render_page(
     table: Table, of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure], **of_runs: Any
 ) -> str:
+    """The report of a table, and of its runs if given. of_table: `draw_table_figures` of it."""
     opening, numbers = map(Markup, render_html_parts(table))
+    done, cells = table.count_cells()
     finding = {name: of_table[name] for name in FINDING if name in of_table}
     overall = {name: figure for name, figure in of_table.items() if name not in FINDING} | dict(of_trainings)
     sections = {
@@ -123,7 +116,7 @@ def _render_page(
     return render_template(
         Path(__file__).with_name("report.html"),
         title=f"{table.ablation} on {table.base}",
-        summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
+        summary=f"{len(table.rows)} variants, {done} of {cells} cells complete",
         sections={name: title for name, title in sections.items() if title},
         opening=opening,
         numbers=numbers,
@@ -181,10 +174,6 @@ def _parse_ui_url(ui_url: str) -> str:
     return ui_url.rstrip("/")
 
 
-def _format_completeness(table: Table) -> str:
-    return "{} of {} cells complete".format(*table.count_cells())
-
-
 def _collect_run_facts(data: _ReportData) -> dict[str, list[str]]:
     """What was run, by term; terms without a text are not shown."""
     plan, table = data.grid.plan, data.table
@@ -196,7 +185,7 @@ def _collect_run_facts(data: _ReportData) -> dict[str, list[str]]:
         "Ablation": [plan.ablation],
         "Experiment": [plan.base],
         "Seeds": [f"{', '.join(map(str, group))}: {', '.join(names)}" for group, names in seeds.items()],
-        "Cells": [_format_completeness(table)],
+        "Cells": ["{} of {} cells complete".format(*table.count_cells())],
         "Baseline": [table.baseline],
         "Data": [", ".join(facts)],
         "Made with": _count_cells(result.made_in for result in complete),
@@ -234,7 +223,7 @@ def _read_histories(data: _ReportData) -> Histories:
     return {row.variant: [read_history(cell) for cell in data.complete_cells(row.variant)] for row in data.table.rows}
 
 
-def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Placed]]], list[str]]:
+def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[dict[str, Any]]]], list[str]]:
     """Each drawn variant with its first seed that has diagnostics, and the figures; why others have none, as HTML."""
     drawn, without = [], []
     for row in data.table.rows:
@@ -253,9 +242,9 @@ def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Plac
     return drawn, without
 
 
-def _render_images(drawn: Mapping[str, Figure]) -> list[Placed]:
+def _render_images(drawn: Mapping[str, Figure]) -> list[dict[str, Any]]:
     """The images of figures, with sizes in CSS pixels, of which an inch has 96; wide ones span the page."""
-    images: list[Placed] = []
+    images = []
     for name, figure in drawn.items():
         width, height = (round(inches * 96) for inches in figure.get_size_inches().tolist())
         data = Markup(base64.b64encode(canvas.render_image(figure)).decode())

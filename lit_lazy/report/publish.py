@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.figures import canvas
 from lit_lazy.grid.plan import GridFolder, read_grid
-from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
+from lit_lazy.report.page import draw_table_figures, render_page, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration
@@ -61,7 +61,7 @@ def write_table_report(source: Path, file: Path) -> None:
     table = read_table(source)
     drawn = draw_table_figures(table)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, render_table_report(table, drawn))
+    write_text(file, render_page(table, drawn, {}))
     save(table, file.parent)
     canvas.save_figures(drawn, file.parent)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
-from lit_lazy.table.finding_text import describe_unlearned
+from lit_lazy.table.finding_text import describe_unlearned, format_seeds
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
@@ -114,20 +114,13 @@ def _list_facts(table: Table) -> dict[str, str]:
         "ablation": table.ablation,
         "base": table.base,
         "baseline": table.baseline,
-        "seeds": "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
+        "seeds": "; ".join(format_seeds(seeds, 3) for seeds in table.group_by_seeds()),
         "commit": table.git_sha,
         "made with": table.environment,
         "command": table.command,
         "backend": ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
         "claim": table.declaration.claim if table.declaration else NOT_DEFINED,
     }
-
-
-def _format_seeds(seeds: Sequence[int]) -> str:
-    """`0 to 4` of consecutive seeds, else all of them."""
-    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
-        return f"{seeds[0]} to {seeds[-1]}"
-    return ", ".join(map(str, seeds))
 
 
 def _find_differing_settings(

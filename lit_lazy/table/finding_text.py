@@ -186,3 +186,10 @@ def _join_names(names: Sequence[str], most: int = MOST_NAMES) -> str:
     if len(names) <= most + 1:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} others"
+
+
+def format_seeds(seeds: Sequence[int], fewest: int) -> str:
+    """`0 to 4` of at least so many consecutive seeds, else each one."""
+    if len(seeds) >= fewest and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))

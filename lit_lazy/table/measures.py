@@ -44,18 +44,6 @@ class Measure(Estimate):
 
 
 @dataclass(frozen=True)
-class Detectable:
-    """Median minimum detectable effect over the tested rows with `n` seeds, at alpha = 0.05.
-
-    `mde_holm` uses Holm's first step, alpha = 0.05 / rows compared.
-    """
-
-    n: int
-    mde: float
-    mde_holm: float
-
-
-@dataclass(frozen=True)
 class Summary:
     """The tests of one column over all rows.
 
@@ -69,7 +57,9 @@ class Summary:
     separates: tuple[str, ...]
     same: tuple[str, ...]
     seeds: tuple[int, ...]
-    detectable: tuple[Detectable, ...]
+    detectable: dict[int, tuple[float, float]]
+    """By n, the median minimum detectable effect over the tested rows with n seeds: at alpha = 0.05, and at Holm's
+    first step, alpha = 0.05 / rows compared."""
 
 
 def measure_rows(column: Column, values: Mapping[str, SeedValues], baseline: str) -> dict[str, Measure]:
@@ -128,8 +118,7 @@ def summarise(measures: Mapping[str, Measure]) -> Summary:
         same=tuple(name for name, of in measures.items() if of.p_same is not None and of.p_same < ALPHA),
         seeds=tuple(sorted({effect.n for effect in effects.values() if effect.n})),
         # Rows with more seeds detect much smaller differences, so a median over all rows would describe none of them.
-        detectable=tuple(
-            Detectable(n, median_mde(ALPHA, n), median_mde(ALPHA / compared, n))
-            for n in sorted({effect.n for effect in tested})
-        ),
+        detectable={
+            n: (median_mde(ALPHA, n), median_mde(ALPHA / compared, n)) for n in sorted({effect.n for effect in tested})
+        },
     )

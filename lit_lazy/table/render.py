@@ -9,7 +9,6 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE
 from lit_lazy.table.columns import Column
-from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document import (
     Block,
     BulletList,
@@ -92,7 +91,7 @@ def render_brief(table: Table) -> str:
     if column := table.columns_by_key.get(table.primary or ""):
         caveats.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
     caveats.append(f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it.")
-    opening = [_make_title(table), *_build_finding(table), *_build_warnings(table)]
+    opening = [_make_title(table), *build_finding(table), *_build_warnings(table)]
     blocks = [*opening, means, Paragraph(" ".join(caveats))]
     return to_markdown(blocks, math.inf)
 
@@ -131,7 +130,7 @@ def _make_title(table: Table) -> Heading:
 
 def _build_opening(table: Table) -> list[Block]:
     """The finding, of a question with a verdict what was declared, and the warnings."""
-    declared, found = table.declaration, _build_finding(table)
+    declared, found = table.declaration, build_finding(table)
     if declared is not None and table.verdict is not None:
         column = table.columns_by_key[declared.primary]
         where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
@@ -188,15 +187,12 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
     return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
 
 
-def _build_finding(table: Table) -> list[Block]:
-    """The finding; of a question, its verdict."""
-    declared = table.declaration
-    return [*map(Paragraph, describe_findings(table))] if declared is None else build_verdict(declared, table)
-
-
-def build_verdict(declared: Declaration, table: Table) -> list[Block]:
-    """What is known of a question: its verdict with contrasts and looks, or what the verdict still needs."""
-    verdict, dead = table.verdict, map(Paragraph, describe_unlearned(table))
+def build_finding(table: Table) -> list[Block]:
+    """The finding; of a question its verdict with contrasts and looks, or what the verdict still needs."""
+    declared, verdict = table.declaration, table.verdict
+    if declared is None:
+        return [*map(Paragraph, describe_findings(table))]
+    dead = map(Paragraph, describe_unlearned(table))
     if verdict is None:
         return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table.outcomes)}")]
     column = table.columns_by_key[declared.primary]
@@ -367,9 +363,9 @@ def _describe_column(table: Table, column: Column) -> str:
         same = [name for name in s.same if not table.is_void(name, column.key)]
         text += f"; {format_margin(column)}: {', '.join(same) or 'none'}"
     unit = format_unit(column)
-    for found in s.detectable:
-        text += f". Detectable at n = {found.n}: {column.format(found.mde)}{unit}; at Holm's first step: "
-        text += f"{column.format(found.mde_holm)}{unit}"
+    for n, (mde, mde_holm) in s.detectable.items():
+        text += f". Detectable at n = {n}: {column.format(mde)}{unit}; at Holm's first step: "
+        text += f"{column.format(mde_holm)}{unit}"
     return text + "."
 
 

@@ -142,9 +142,9 @@ def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repe
     assert "q_null" not in {answer.question for answer in collect_answers([again], RESULTS)}
     monkeypatch.setattr("lit_lazy.report.findings.find_words", lambda _: None)
     (answer,) = collect_answers([scale], tmp_path)
-    assert answer.claim == scale.declared.claim
-    assert answer.effect.startswith("slope of elastic - softmax: -0.0708 [")
-    assert answer.scope == "stdlib_small, 10 seeds"
+    assert answer.words.claim == scale.declared.claim
+    assert answer.words.effect.startswith("slope of elastic - softmax: -0.0708 [")
+    assert answer.words.scope == "stdlib_small, 10 seeds"
 
 
 def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,16 +35,9 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
     most, and than the range of the points, are cut at the panel's edge and end in an arrow; outliers are drawn there
-    with their value.
-    Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows only the best are
-    shown. Raises ValueError if a key is not a column of the table.
+    with their value. Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows
+    only the best are shown.
     """
-    known = table.columns_by_key
-    if not columns:
-        raise ValueError(f"columns: none given; choose from {', '.join(known)}")
-    for key in columns:
-        if key not in known:
-            raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
     by_name = {row.variant: row for row in table.rows}
     shown, which = choose_rows(table, by_name)
     rows = [by_name[variant] for variant in shown]
@@ -57,7 +50,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     figure = new_figure(width, 1.7 + 0.3 * len(rows), "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
-        _draw_panel(axes, table, rows, known[key])
+        _draw_panel(axes, table, rows, table.columns_by_key[key])
     panels[0].set_yticks(range(len(rows)), [row.variant for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):

@@ -214,26 +214,24 @@ class _Progress:
         """tokens: tokens of each measurement. others: number of measurements of another speed; if there are any, no
         remaining time is estimated."""
         self.left, self.total, self.others, self.console = sum(tokens), len(tokens) + others, others, console
-        self.number, self.tokens, self.seconds = 0, 0, 0.0
-        self._start = self._reported = time.monotonic()
+        self.number, self.tokens, self.seconds, self._start = 0, 0, 0.0, 0.0
 
     def begin(self, measurement: str) -> None:
         self.number += 1
-        self._start = self._reported = time.monotonic()
         self._report(measurement)
 
     def advance(self, tokens: int) -> None:
         """Count tokens of a measurement that goes on."""
         self.tokens, self.left = self.tokens + tokens, self.left - tokens
-        if time.monotonic() - self._reported > REPORT_SECONDS:
+        if time.monotonic() - self._start > REPORT_SECONDS:
             self.end()
-            self._start = self._reported = time.monotonic()
             self._report(f"{self.tokens:,} of {self.tokens + self.left:,} tokens done")
 
     def end(self) -> None:
         self.seconds += time.monotonic() - self._start
 
     def _report(self, text: str) -> None:
+        self._start = time.monotonic()
         speed = ""
         if self.tokens and self.seconds:
             left = format_duration(self.left * self.seconds / self.tokens)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
-from samples import VARIANTS, Arrays, make_arrays, make_effects, make_study, make_trainings, tabulate
+from samples import VARIANTS, Arrays, make_arrays, make_study, make_trainings, tabulate
 from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
 from flash_lazy import Rows
@@ -160,13 +160,6 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(
         assert said in figure.get_suptitle().replace("\n", " ")
         assert_legible(figure)
     assert effects.effects_figure(many("lower", 1000)[0], ["loss"]).bbox.height < WEBP_LIMIT
-
-
-def test_unknown_columns_are_named() -> None:
-    with pytest.raises(ValueError, match=r"columns: 'los' .* choose from loss, recall, sparsity"):
-        effects.effects_figure(make_effects(), ["los"])
-    with pytest.raises(ValueError, match="columns: none given"):
-        effects.effects_figure(make_effects(), [])
 
 
 # Extremes

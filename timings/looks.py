@@ -133,10 +133,10 @@ def simulate_observed(path: Path, draws: int) -> Iterator[dict[str, Any]]:
     if declared is None or declared.rule in (*BY_STATEMENT, "removed"):
         return
     n = declared.looks[0]
-    values = {name: m.values for name, m in table.collect_measures(declared.primary).items()}
+    values = {name: m.values for name, m in table.measures[declared.primary].items()}
     d = np.array(
         [
-            [sum(w * values[row][str(seed)] for row, w in weights.items()) for seed in declared.seeds[:n]]
+            [sum(w * values[row][seed] for row, w in weights.items()) for seed in declared.seeds[:n]]
             for weights in declared.contrasts.values()
         ]
     )

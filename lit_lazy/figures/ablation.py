@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from textwrap import wrap
 from typing import Any, Literal, NamedTuple
@@ -18,8 +18,9 @@ from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figur
 from lit_lazy.figures.label_placement import Label, place_labels
 from lit_lazy.figures.palette import Colours, choose_rows
 from lit_lazy.support.outliers import compute_far_limit
-from lit_lazy.table.columns import shorten_learned
-from lit_lazy.table.records import Column, Measure, Table
+from lit_lazy.table.columns import Column, shorten_learned
+from lit_lazy.table.measures import Measure
+from lit_lazy.table.records import Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """(step, value) pairs of one seed, by metric."""
@@ -29,15 +30,8 @@ Histories = Mapping[str, Sequence[Metrics]]
 LEARNED = re.compile(r"watch/(tau|(bias/learned\.|learned/)[\w.]+)_layer_\d+")
 """Mean of a learned parameter in a layer during training."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
-SPARSITY = "sparsity/zero"
-COLUMNS = 4
-"""Most panels per line."""
-MOST_DIVIDED = 100
-"""Range of a log axis up to which decades are divided."""
 MOST_NAMED, NAMED_OF_MORE = 24, 10
 """With more points than MOST_NAMED, only the NAMED_OF_MORE lowest and the baseline are labelled."""
-NAME_WIDTH = 30
-"""Characters per line of a point's label."""
 Look = Mapping[str, Any]
 """Keyword arguments of a line."""
 LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
@@ -55,19 +49,19 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     """
     columns = table.columns_by_key
     loss = next((columns[key] for key in LOSSES if key in columns), None)
-    sparsity = columns.get(SPARSITY)
+    sparsity = columns.get("sparsity/zero")
     if loss is None or sparsity is None:
         return None
     points = []
     for row in table.rows:
-        x, y = row.metrics[sparsity.key], row.metrics[loss.key]
+        x, y = (table.measures[column.key][row.variant] for column in (sparsity, loss))
         if y.mean is not None:
             place = math.nan if x.mean is None else x.mean * sparsity.scale, _find_interval_ends(x, sparsity)
             height = y.mean * loss.scale, _find_interval_ends(y, loss)
             points.append(_Point(row.variant, row.variant == table.baseline, *place, *height))
     if all(math.isnan(point.x) for point in points):
         return None
-    counts = {row.metrics[loss.key].n for row in table.rows} - {0}
+    counts = {measure.n for measure in table.measures[loss.key].values()} - {0}
     spread = "" if counts == {1} else " with 95 % CI"
     highest = compute_far_limit(point.y for point in points)
     far = {point.name for point in points if point.y > highest}
@@ -102,7 +96,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             axes.plot(x, y, "D" if point.baseline else "o", color=colour, zorder=4)
             bars += _draw_intervals(axes, x, point, colour, least)
         if point.name in named:
-            labels.append(Label("\n".join(wrap(label, NAME_WIDTH)), x, y, point.baseline))
+            labels.append(Label("\n".join(wrap(label, 30)), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
 
@@ -110,30 +104,20 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 @use_style()
 def loss_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the validation loss of every variant: above the optimum on a log scale, if the data know the optimum."""
-    excess = any("val/excess" in seed for seeds in histories.values() for seed in seeds)
-    label = "validation loss above the optimum" if excess else "validation loss"
-
-    key, scale = ("val/excess", "log") if excess else ("val/loss", "linear")
-    lines: dict[str, Callable[[Metrics], Curve]] = {label: lambda seed: dict(seed.get(key, ()))}
-    title = f"{label} over training, in nats, mean over all sequences"
-    return _draw_over_training(title, lines, histories, table, watched=False, scale=scale)
+    title = "{} over training, in nats, mean over all sequences"
+    label = "validation loss above the optimum"
+    if any("val/excess" in seed for seeds in histories.values() for seed in seeds):
+        return _draw_over_training(title.format(label), {label: "val/excess"}, histories, table, False, "log")
+    label = "validation loss"
+    return _draw_over_training(title.format(label), {label: "val/loss"}, histories, table, watched=False)
 
 
 @use_style()
 def parameter_over_training(table: Table, histories: Histories, learned: str = "tau") -> Figure | None:
     """Draw a learned parameter of every variant that has it, mean over layers and heads, from step 0 on."""
-
-    def read(seed: Metrics) -> dict[int, float]:
-        by_step: dict[int, list[float]] = {}
-        for name, history in seed.items():
-            if name.startswith(f"watch/{learned}_layer_"):
-                for step, value in history:
-                    by_step.setdefault(step, []).append(value)
-        return {step: fmean(values) for step, values in by_step.items()}
-
     name = "τ" if learned == "tau" else shorten_learned(learned)
-    label = "offset parameter τ" if learned == "tau" else name
-    return _draw_over_training(f"{name} over training, mean over layers, heads", {label: read}, histories, table)
+    label, title = "offset parameter τ" if learned == "tau" else name, f"{name} over training, mean over layers, heads"
+    return _draw_over_training(title, {label: f"watch/{learned}"}, histories, table)
 
 
 def list_learned(histories: Histories) -> list[str]:
@@ -146,10 +130,9 @@ def list_learned(histories: Histories) -> list[str]:
 @use_style()
 def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
-
-    lines: dict[str, Callable[[Metrics], Curve]] = {
-        "weight on the first key": lambda seed: dict(seed.get("watch/first_key_weight", ())),
-        "share of the mass on the first key": lambda seed: dict(seed.get("watch/first_key_share", ())),
+    lines = {
+        "weight on the first key": "watch/first_key_weight",
+        "share of the mass on the first key": "watch/first_key_share",
     }
     title = "the first key over training, mean over all rows from position 8, layers, heads"
     return _draw_over_training(title, lines, histories, table)
@@ -225,9 +208,20 @@ Curve = Mapping[int, float]
 """Value by step."""
 
 
+def _read_curve(seed: Metrics, name: str) -> Curve:
+    """The finite values of a metric, mean over layers of one that each layer has."""
+    by_step: dict[int, list[float]] = {}
+    for key, history in seed.items():
+        if key == name or key.startswith(f"{name}_layer_"):
+            for step, value in history:
+                by_step.setdefault(step, []).append(value)
+    means = {step: fmean(values) for step, values in by_step.items()}
+    return {step: mean for step, mean in means.items() if math.isfinite(mean)}
+
+
 def _draw_over_training(
     title: str,
-    metrics: Mapping[str, Callable[[Metrics], Curve]],
+    metrics: Mapping[str, str],
     histories: Histories,
     table: Table,
     watched: bool = True,
@@ -235,24 +229,21 @@ def _draw_over_training(
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    watched: measured at powers of two, not at equal intervals.
+    metrics: names by label. watched: measured at powers of two, not at equal intervals.
 
     The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
     are shown.
     """
     baseline = table.baseline
     curves = {
-        variant: {
-            label: [c for seed in seeds if (c := {k: v for k, v in read(seed).items() if math.isfinite(v)})]
-            for label, read in metrics.items()
-        }
+        variant: {label: [c for s in seeds if (c := _read_curve(s, name))] for label, name in metrics.items()}
         for variant, seeds in histories.items()
     }
     variants, which = choose_rows(table, [variant for variant, lines in curves.items() if any(lines.values())])
     if not variants:
         return None
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
-    columns = min(COLUMNS, len(variants))
+    columns = min(4, len(variants))
     rows = math.ceil(len(variants) / columns)
     band = "" if counts == {1} else " (band: range)"
     heading = f"{table.ablation}: {title} and {_format_seeds(counts)}{band}{which}"
@@ -275,7 +266,7 @@ def _draw_over_training(
     panels[0].autoscale()
     if scale == "log":
         low, high = panels[0].get_ylim()
-        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < MOST_DIVIDED * low else (1,)))
+        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[0].yaxis.set_minor_locator(NullLocator())
     if watched:

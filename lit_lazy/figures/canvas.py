@@ -1,11 +1,10 @@
 """Shared parts of all figures: style, colours, sizes, files, and images for a page."""
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib import style
@@ -83,6 +82,11 @@ def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
     return png, svg
 
 
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """`save_figure` of each figure into a folder, by name; returns the paths."""
+    return [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
+
+
 def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Average `values` `[..., n]` at x = 1..n over at most `most` bins even in log x; unchanged if n <= most.
 
@@ -114,21 +118,15 @@ def set_log_axis(axes: Axes, last: float, zero: bool = False) -> None:
     axes.set_xlim(ticks[0], max(last, ticks[0] + 1))
 
 
-class Image(NamedTuple):
-    """A figure in lossless WebP, which is smaller than PNG, and than SVG with its text as outlines."""
-
-    data: bytes
-    size: tuple[float, float]
-    """Width and height in inches."""
-
-
 @use_style()
-def render_image(figure: Figure) -> Image:
-    """The image of a finished figure, deterministic in the figure."""
+def render_image(figure: Figure) -> bytes:
+    """The image of a finished figure, deterministic in the figure.
+
+    Lossless WebP is smaller than PNG, and than SVG with its text as outlines.
+    """
     _lay_out(figure)
     imsave(image := io.BytesIO(), _draw_pixels(figure), format="webp", pil_kwargs={"lossless": True})
-    width, height = figure.get_size_inches()
-    return Image(image.getvalue(), (float(width), float(height)))
+    return image.getvalue()
 
 
 def _lay_out(figure: Figure) -> None:

@@ -14,9 +14,10 @@ from matplotlib.patches import Patch
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.figures.palette import choose_rows
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
 from lit_lazy.table.looks import Region, compute_support_interval, list_regions
-from lit_lazy.table.records import Column, Table, TableRow
+from lit_lazy.table.records import Table, TableRow
 from lit_lazy.table.statistics import Effect
 
 UNLEARNED = "#8C8C8C"
@@ -34,16 +35,9 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
     most, and than the range of the points, are cut at the panel's edge and end in an arrow; outliers are drawn there
-    with their value.
-    Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows only the best are
-    shown. Raises ValueError if a key is not a column of the table.
+    with their value. Rows that did not learn the task are grey crosses and set no limits, unless none did. Of many rows
+    only the best are shown.
     """
-    known = table.columns_by_key
-    if not columns:
-        raise ValueError(f"columns: none given; choose from {', '.join(known)}")
-    for key in columns:
-        if key not in known:
-            raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
     by_name = {row.variant: row for row in table.rows}
     shown, which = choose_rows(table, by_name)
     rows = [by_name[variant] for variant in shown]
@@ -56,7 +50,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     figure = new_figure(width, 1.7 + 0.3 * len(rows), "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
-        _draw_panel(axes, table, rows, known[key])
+        _draw_panel(axes, table, rows, table.columns_by_key[key])
     panels[0].set_yticks(range(len(rows)), [row.variant for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
@@ -78,7 +72,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
 
 def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
-    shown = [(y, row, row.metrics[column.key].difference) for y, row in enumerate(rows)]
+    measures = table.measures[column.key]
+    shown = [(y, row, measures[row.variant].difference) for y, row in enumerate(rows)]
     unlearned = table.unlearned
     points = {
         row.variant: (effect.mean * column.scale, *_find_interval_ends(effect, column))
@@ -93,7 +88,7 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
             # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
             place = {"xytext": (8 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
-            why = "not defined" if row.metrics[column.key].mean is None else "no baseline"
+            why = "not defined" if measures[row.variant].mean is None else "no baseline"
             why = "baseline" if row.variant == table.baseline else why if row.n else row.status
             axes.annotate(why, (0, y), va="center", color=NEUTRAL, **place)
             if row.variant == table.baseline:
@@ -194,8 +189,6 @@ def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", lin
     return Line2D([], [], color=colour, linestyle=line, label=label, **look)
 
 
-NAME_WIDTH = 40
-"""Characters per line of a contrast's name."""
 TINT = 0.13
 """Opacity of the regions."""
 AROUND, LEAST = 0.9, 1.15
@@ -225,7 +218,7 @@ def verdict_figure(table: Table) -> Figure | None:
     column = table.columns_by_key[declared.primary]
     share = declared.rule in BY_STATEMENT
     scale = 1.0 if share else column.scale
-    names = [wrap(f"{part.name}: {part.why}", NAME_WIDTH) for part in verdict.parts]
+    names = [wrap(f"{part.name}: {part.why}", 40) for part in verdict.parts]
     # The findings on each contrast, look by look, up to the one that decided it.
     shown = [[look.parts[i] for look in verdict.looks if look.parts[i].n == look.n] for i in range(len(verdict.parts))]
     heights = [max(len(name), len(found)) for name, found in zip(names, shown, strict=True)]

@@ -45,19 +45,10 @@ SMALL_WEIGHT, SINK_WEIGHT, FIRST_KEYS = 1e-5, 0.3, 8
 NO_OPERATION_RATIO, BROADCAST_RATIO, BROADCAST_RANK = 0.2, 0.5, 1.5
 ZERO, HIDDEN = "#d4d4d4", "#ffffff"
 """Colours of weights that are exactly 0 or undefined, and of keys that are hidden from a query."""
-MAPS_IN_A_ROW = 4
 MOST_NAMED = 6
 """Up to this number of layers or heads are in a legend; more get a colour bar."""
-MOST_MARKED = 12
-"""Lines over at most this number of layers have markers."""
-MOST_FITTED = 4
-"""Bias curves of at most this number of heads have ALiBi lines."""
-MOST_WRITTEN = 48
-"""Heat maps of at most this number of cells have numbers in them."""
 MOST_LABELLED = 40
 """At most so many positions of a map have their texts at its edges."""
-REMARK_WIDTH = 40
-"""Characters per line of a remark in an empty panel."""
 
 
 class _State(NamedTuple):
@@ -84,7 +75,7 @@ def attention_maps(arrays: Arrays, labels: Sequence[str] = ()) -> Figure | None:
     if weights is None:
         return None
     count, n = len(weights), weights.shape[-1]
-    columns = min(count, MAPS_IN_A_ROW)
+    columns = min(count, 4)
     bands = math.ceil(count / columns)
     heights = [1.0, 0.8] if n > FIRST_KEYS else [1.0]
     side = min(2.6, (WIDTH - 1.4) / columns)
@@ -134,7 +125,7 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
             extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
             axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
             axes.set_title(f"{name}, {state.label}")
-            for (layer, head), value in np.ndenumerate(values) if values.size <= MOST_WRITTEN else ():
+            for (layer, head), value in np.ndenumerate(values) if values.size <= 48 else ():
                 text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
                 colour = "white" if value < 0.6 else "black"  # the colour map is dark for low values
                 axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
@@ -270,7 +261,7 @@ def bias_curves(arrays: Arrays) -> Figure | None:
         f"Bias added to the scores by distance, {_pluralise(heads, 'head')} in each layer",
     )
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    slopes = _read_finite(arrays, "bias/alibi_slope") if heads <= MOST_FITTED else None
+    slopes = _read_finite(arrays, "bias/alibi_slope") if heads <= 4 else None  # a line more for each
     distances = np.arange(length)
     fit = _State("", "best ALiBi line (c − m · distance)", "--", None)
     for layer, axes in enumerate(panels.flat[:layers]):
@@ -439,12 +430,11 @@ RUN_FIGURES = (
     loss_by_length,
 )
 """All figures, in reading order."""
-FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
 
 
 def draw_run_figures(arrays: Arrays, run: str) -> dict[str, Figure]:
     """All non-empty figures by name, in reading order, with the run's name in each title."""
-    figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
+    figures = {draw.__name__: draw(arrays) for draw in RUN_FIGURES}
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     for figure in drawn.values():
         prepend_title(figure, run)
@@ -561,7 +551,7 @@ def _draw_by_layer(
 
 def _draw_profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
     """Draw a line over layers, with markers if there are few layers."""
-    look = {"marker": marker if len(values) <= MOST_MARKED else "", "markerfacecolor": state.face or colour}
+    look = {"marker": marker if len(values) <= 12 else "", "markerfacecolor": state.face or colour}
     axes.plot(np.arange(len(values)), values, linestyle=state.line, color=colour, **look)
 
 
@@ -595,7 +585,7 @@ def _write_remark(axes: Axes, text: str) -> None:
     if axes.lines:
         axes.set_xlabel(f"{axes.get_xlabel()}\n({text})")
     else:
-        text = "\n".join(wrap(text, REMARK_WIDTH))
+        text = "\n".join(wrap(text, 40))
         axes.text(0.5, 0.5, text, ha="center", va="center", color=NEUTRAL, transform=axes.transAxes)
 
 

@@ -16,8 +16,6 @@ from lit_lazy.figures.canvas import NEUTRAL
 
 MARKER = 7
 """Half the side, in pixels, of the box that a marker reserves."""
-NEAR = 18
-"""Labels farther than this many pixels from their point are joined to it by a line."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
         layout.taken.append(place)
         offset = place.get_points().mean(axis=0) - spot
         text.set_position(offset * 72 / figure.dpi)
-        if _distance(place, spot) > NEAR:
+        if _distance(place, spot) > 18:  # pixels: a line joins them
             layout.lines.append(Path(np.stack([spot, _find_nearest_point(place, spot)])))
             start = axes.transData.inverted().transform(_find_nearest_point(place, spot))
             axes.plot([start[0], label.x], [start[1], label.y], color=NEUTRAL, linewidth=0.6, zorder=3)
@@ -104,7 +102,6 @@ class _LabelLayout:
 
 
 def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:
-    """The point of a box that is nearest to a spot."""
     return np.clip(spot, *box.get_points())
 
 

@@ -62,7 +62,7 @@ def choose_rows(table: Table, variants: Iterable[str]) -> tuple[list[str], str]:
         return shown, ""
     column = [*table.main_columns, *table.columns][0]
     sign = -1 if column.better == "higher" else 1
-    measures = table.collect_measures(column.key)
+    measures = table.measures[column.key]
 
     def rank(variant: str) -> tuple[bool, bool, float]:
         mean = measures[variant].mean

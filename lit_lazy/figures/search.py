@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,50 +12,20 @@ from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, draw_legend_below, n
 from lit_lazy.table.records import Point
 
 TITLES = {"loss/val": "validation loss (nats)", "loss/excess": "excess loss (nats)"}
-ROOM_ABOVE = 1.5
-"""How far a plot extends above the upper quartile, in units of that quartile minus the best value."""
 
 
-class Axis(Protocol):
-    """The range of a searched option."""
+class Axis(NamedTuple):
+    """The range of a searched option, and its dotted path and short name."""
 
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
-
-    @property
-    def log(self) -> bool:
-        """Whether values are sampled and displayed on a logarithmic scale."""
-        ...
+    path: str
+    name: str
+    low: float
+    high: float
+    log: bool
+    """Whether values are sampled and displayed on a logarithmic scale."""
 
 
 @use_style()
-def make_search_figures(
-    search_id: str,
-    objective: str,
-    axes: Mapping[str, Axis],
-    names: Mapping[str, str],
-    points: Sequence[Point],
-    importances: Mapping[str, float],
-) -> dict[str, Figure]:
-    """The figures by file name: history and slices once a point has a value, importance once it is known.
-
-    objective: key of the minimised metric. axes, importances, names (short names): by dotted path.
-    """
-    drawn: dict[str, Figure] = {}
-    if any(_is_plotted(point) for point in points):
-        title = TITLES[objective]
-        drawn["history"] = history_figure(search_id, title, points)
-        drawn["slices"] = slices_figure(search_id, title, axes, names, points)
-    if importances:
-        complete = sum(point.state == "complete" for point in points)
-        named = {names[path]: share for path, share in importances.items()}
-        drawn["importance"] = importance_figure(search_id, named, complete)
-    return drawn
-
-
 def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figure:
     """Draw the objective of every point in sampling order, and the best value so far."""
     figure = new_figure(6.4, 4.2, f"{search_id}: the search over time")
@@ -70,22 +40,22 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
     return figure
 
 
-def slices_figure(
-    search_id: str, title: str, axes: Mapping[str, Axis], names: Mapping[str, str], points: Sequence[Point]
-) -> Figure:
+@use_style()
+def slices_figure(search_id: str, title: str, axes: Sequence[Axis], points: Sequence[Point]) -> Figure:
     """Draw one panel per axis with the objective against the points' values on it."""
     count = len(axes)
     figure = new_figure(max(6.0, 1.4 + 2.6 * count), 4.0, f"{search_id}: objective along each axis")
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
-    for panel, (path, axis) in zip(panels, axes.items(), strict=True):
+    for panel, axis in zip(panels, axes, strict=True):
         panel.set_xscale("log" if axis.log else "linear")
-        _scatter(panel, points, lambda point, path=path: point.params[path])
-        panel.set(xlim=(axis.low, axis.high), xlabel=names[path])
+        _scatter(panel, points, lambda point, path=axis.path: point.params[path])
+        panel.set(xlim=(axis.low, axis.high), xlabel=axis.name)
     panels[0].set_ylabel(title)
     _add_legend(figure)
     return figure
 
 
+@use_style()
 def importance_figure(search_id: str, importances: Mapping[str, float], complete: int) -> Figure:
     """Draw a bar for the importance of each axis, by name."""
     figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: importance of each axis")
@@ -107,17 +77,18 @@ def _find_last_objective(point: Point) -> float:
     return point.value if point.value is not None else point.reports.get(point.last_step, math.nan)
 
 
-def _is_plotted(point: Point) -> bool:
+def is_plotted(point: Point) -> bool:
+    """Whether a point has ended with an objective."""
     return point.state in ("complete", "pruned", "diverged") and math.isfinite(_find_last_objective(point))
 
 
 def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]) -> None:
     """Draw complete points filled, the best as a diamond, others hollow, and points beyond the top as triangles."""
-    shown = sorted((point for point in points if _is_plotted(point)), key=_find_last_objective)
+    shown = sorted((point for point in points if is_plotted(point)), key=_find_last_objective)
     values = [_find_last_objective(point) for point in shown]
     quartile = values[3 * (len(values) - 1) // 4]
     # A single very bad point must not compress the scale of all others.
-    top = quartile + ROOM_ABOVE * (quartile - values[0]) if quartile > values[0] else values[-1]
+    top = quartile + 1.5 * (quartile - values[0]) if quartile > values[0] else values[-1]
     best = next((point for point in shown if point.state == "complete"), None)
     for point, value in zip(shown, values, strict=True):
         colour, face = (FIRST, FIRST) if point.state == "complete" else (SECOND, "white")

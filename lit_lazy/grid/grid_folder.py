@@ -23,7 +23,6 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Table, Yardstick
-from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
 
@@ -166,8 +165,7 @@ class GridFolder:
         warnings = [*list_doubts(plan.facts), *_warn_undertrained(plan, self.cells)]
         table = build_table(make_table_spec(plan, observations, warnings), observations)
         taken = [cell for cell in self.cells if cell.result is not None and cell.result.taken_from]
-        table = replace(table, seconds=_sum_seconds(self.cells), seconds_elsewhere=_sum_seconds(taken) or 0.0)
-        return add_verdict(table, plan.declaration)
+        return replace(table, seconds=_sum_seconds(self.cells), seconds_elsewhere=_sum_seconds(taken) or 0.0)
 
 
 def read_grid(folder: Path) -> GridFolder:

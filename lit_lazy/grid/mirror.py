@@ -231,7 +231,7 @@ def collect_outcomes(table: Table) -> dict[str, float]:
     key = table.main_columns[0].key
     found: dict[str, float] = {}
     for row in table.rows:
-        if (mean := row.metrics[key].mean) is not None:
+        if (mean := table.measures[key][row.variant].mean) is not None:
             name = make_outcome_name(key, row.variant)
             while name in found:  # rows may differ in other characters only
                 name += "_"

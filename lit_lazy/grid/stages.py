@@ -64,7 +64,7 @@ def choose_best_rates(table: Table) -> dict[str, float]:
         name, _, rate = row.variant.rpartition(AT)
         fix = f"names no rate, such as {at_rate(row.variant, 0.01)}"
         require(bool(name), f"{table.ablation}: row", row.variant, fix)
-        means, measured = found[name], row.metrics.get(table.primary or "")
+        means, measured = found[name], table.measures.get(table.primary or "", {}).get(row.variant)
         if row.status == "complete" and measured is not None and measured.mean is not None:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:

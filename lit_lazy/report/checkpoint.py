@@ -15,7 +15,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
+from lit_lazy.figures.canvas import save_figures
+from lit_lazy.figures.heads import RUN_FIGURES, draw_run_figures
 from lit_lazy.measure import lengths
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
@@ -38,8 +39,6 @@ from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
 
-EXPERIMENT = "diagnose"
-"""MLflow experiment of the diagnoses."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -124,7 +123,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
-    track(Tracker(uri, EXPERIMENT), cfg, metrics, files, sources[""], request)
+    track(Tracker(uri, "diagnose"), cfg, metrics, files, sources[""], request)
     return measured
 
 
@@ -180,14 +179,15 @@ def measure_all(
     # The model of interest comes first, so that a failure stops the diagnosis before the other measurements.
     order = dict.fromkeys(modules, sources[""]) | {prefix: sources[prefix] for prefix in sources if prefix}
     samples = {prefix: sample_validation(source, request.sequences) for prefix, source in order.items()}
-    titles = _STATES | {"": "the changed model" if "before/" in modules else "the trained model"}
+    main = "the changed model" if "before/" in modules else "the trained model"
+    titles = {"init/": "the untrained model", "before/": "the model before the change"}
     evictions = len(sources) if request.eviction else 0
     progress = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evictions, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
         measured = measured_by.get(prefix, model)
-        progress.begin(f"{titles.get(prefix, titles[''])}: {n} sequences of {length} tokens")
+        progress.begin(f"{titles.get(prefix, main)}: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
         arrays = dict(measure(measured, sample, maps, request.sequences, progress.advance).arrays)
         arrays |= lengths.compute_length_arrays(measured, length)
@@ -202,10 +202,6 @@ def measure_all(
     return Diagnostics.merge(parts)
 
 
-_STATES = {"init/": "the untrained model", "before/": "the model before the change"}
-"""What is measured, by prefix."""
-
-
 REPORT_SECONDS = 20.0
 """At least between two lines on a measurement that goes on."""
 
@@ -217,26 +213,24 @@ class _Progress:
         """tokens: tokens of each measurement. others: number of measurements of another speed; if there are any, no
         remaining time is estimated."""
         self.left, self.total, self.others, self.console = sum(tokens), len(tokens) + others, others, console
-        self.number, self.tokens, self.seconds = 0, 0, 0.0
-        self._start = self._reported = time.monotonic()
+        self.number, self.tokens, self.seconds, self._start = 0, 0, 0.0, 0.0
 
     def begin(self, measurement: str) -> None:
         self.number += 1
-        self._start = self._reported = time.monotonic()
         self._report(measurement)
 
     def advance(self, tokens: int) -> None:
         """Count tokens of a measurement that goes on."""
         self.tokens, self.left = self.tokens + tokens, self.left - tokens
-        if time.monotonic() - self._reported > REPORT_SECONDS:
+        if time.monotonic() - self._start > REPORT_SECONDS:
             self.end()
-            self._start = self._reported = time.monotonic()
             self._report(f"{self.tokens:,} of {self.tokens + self.left:,} tokens done")
 
     def end(self) -> None:
         self.seconds += time.monotonic() - self._start
 
     def _report(self, text: str) -> None:
+        self._start = time.monotonic()
         speed = ""
         if self.tokens and self.seconds:
             left = format_duration(self.left * self.seconds / self.tokens)
@@ -271,11 +265,10 @@ def write_results(
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     figures = draw_run_figures(measured.arrays, request.name)
-    for name in FIGURE_NAMES:  # remove figures of an earlier diagnosis
+    for draw in RUN_FIGURES:  # remove figures of an earlier diagnosis
         for kind in ("png", "svg"):
-            (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
-    return [folder / ARRAYS, folder / FACTS, *drawn]
+            (folder / f"{draw.__name__}.{kind}").unlink(missing_ok=True)
+    return [folder / ARRAYS, folder / FACTS, *save_figures(figures, folder)]
 
 
 def track(

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,10 +21,13 @@ from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
 from lit_lazy.table.document import Block, Heading, Paragraph, escape_markdown, to_markdown
-from lit_lazy.table.records import Column, Measure, Table
-from lit_lazy.table.render import build_verdict, choose_columns, format_effect, format_estimate
+from lit_lazy.table.finding_text import format_seeds
+from lit_lazy.table.measures import Measure
+from lit_lazy.table.records import Table
+from lit_lazy.table.render import build_finding, choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
 from lit_lazy.table.verdicts import describe_bounds, format_finding, format_interval
 
@@ -44,8 +47,6 @@ SUBJECTS = (
 """The order of the table of all verdicts."""
 THEMES = ("Sink", "Loss", "Sparsity", "Extrapolation", "Adaptation", "Cost")
 """The order of the table of findings."""
-UNDECIDED_YET = "not decided yet"
-FIRST_ROUND = "first-round.json.xz"
 
 
 class QuestionResult(NamedTuple):
@@ -58,10 +59,6 @@ class QuestionResult(NamedTuple):
     def declared(self) -> Declaration:
         assert self.table.declaration is not None
         return self.table.declaration
-
-    @property
-    def status(self) -> str:
-        return UNDECIDED_YET if self.table.verdict is None else self.table.verdict.status
 
 
 @dataclass(frozen=True)
@@ -88,14 +85,11 @@ class Words:
 
 
 class Answer(NamedTuple):
-    """A line of a table of verdicts."""
+    """A line of a table of verdicts: its words with claim, effect and scope filled in."""
 
     question: str
     words: Words
-    claim: str
     status: str
-    effect: str
-    scope: str
     source: str
     """The reviewers' questions that it bears on."""
     page: str
@@ -134,25 +128,22 @@ def collect_answers(found: Sequence[QuestionResult], folder: Path) -> list[Answe
 
 def _answer(result: QuestionResult, folder: Path) -> Answer:
     table, declared, verdict = result.table, result.declared, result.table.verdict
-    words = read_words(table.ablation)
-    status = result.status + (" (exploratory)" if declared.exploratory else "")
-    return Answer(
-        table.ablation,
-        words,
-        words.claim or declared.claim,
-        status,
-        "" if verdict is None else _format_effect(words, table, declared, verdict),
-        (words.scope or table.base) + ("" if verdict is None else f", {verdict.n} seeds"),
-        ", ".join(filter(None, (declared.source, words.about))),
-        os.path.relpath(result.folder / "table.md", folder),
-    )
+    words, status, effect = read_words(table.ablation), "not decided yet", ""
+    claim, scope = words.claim or declared.claim, words.scope or table.base
+    if verdict is not None:
+        status, effect = verdict.status, _format_effect(words, table, declared, verdict)
+        scope += f", {verdict.n} seeds"
+    status += " (exploratory)" if declared.exploratory else ""
+    source = ", ".join(filter(None, (declared.source, words.about)))
+    page = os.path.relpath(result.folder / "table.md", folder)
+    return Answer(table.ablation, replace(words, claim=claim, effect=effect, scope=scope), status, source, page)
 
 
 def _format_effect(words: Words, table: Table, declared: Declaration, verdict: Verdict) -> str:
     column = table.columns_by_key[declared.primary]
     part = find_decisive(verdict)
     effect = words.effect or f"{part.name}: {{contrast: {part.name}}}"
-    measures = table.collect_measures(declared.primary)
+    measures = table.measures[declared.primary]
     rows = {f"row: {name}": _format_value(measure, column) for name, measure in measures.items()}
     contrasts = {f"contrast: {part.name}": format_finding(declared, part, column) for part in verdict.parts}
     return _fill(effect, rows | contrasts, table.ablation)
@@ -185,7 +176,7 @@ def find_decisive(verdict: Verdict) -> Finding:
 
 def _read_first_round(folder: Path) -> list[Answer]:
     """The questions of the first round that were not asked again, from its record."""
-    path = folder / FIRST_ROUND
+    path = folder / "first-round.json.xz"
     if not path.exists():
         return []
     recorded = json.loads(lzma.decompress(path.read_bytes()))["questions"]
@@ -201,7 +192,8 @@ def _recall(name: str, record: Mapping[str, Any]) -> Answer:
         for part in record["contrasts"]
     }
     effect, scope = _fill(words.effect, contrasts, name).rstrip(), f"{words.scope}, {record['n']} seeds"
-    return Answer(name, words, words.claim, record["status"], effect, scope, record["source"], f"first-round.md#{name}")
+    words = replace(words, effect=effect, scope=scope)
+    return Answer(name, words, record["status"], record["source"], f"first-round.md#{name}")
 
 
 def fill_page(text: str, answers: Sequence[Answer], folder: Path, place: Path) -> str:
@@ -245,11 +237,10 @@ def _quote_cell(table: Table, ending: str, place: str) -> str:
     ending: that of the file that shows it.
     """
     variant, _, title = place.rpartition(": ")
-    row = _look_up({row.variant: row for row in table.rows}, variant, table.ablation)
     column = _look_up({column.title: column for column in table.columns}, title.removeprefix("Δ "), table.ablation)
     if ending == "md" and column not in choose_columns(table)[title.startswith("Δ ")]:
         raise ValueError(f"{table.ablation}: table.md does not show {title!r}; link its table.json")
-    measure = row.metrics[column.key]
+    measure = _look_up(table.measures[column.key], variant, table.ablation)
     if title.startswith("Δ "):
         return escape_markdown(format_effect(measure.difference, column, table.is_void(variant, column.key)))
     return escape_markdown(_format_value(measure, column))
@@ -258,7 +249,7 @@ def _quote_cell(table: Table, ending: str, place: str) -> str:
 def _format_answers(lines: Sequence[tuple[str, Answer]], results: str) -> str:
     rows = []
     for title, answer in lines:
-        claim, effect, scope = map(escape_markdown, (answer.claim, answer.effect, answer.scope))
+        claim, effect, scope = map(escape_markdown, (answer.words.claim, answer.words.effect, answer.words.scope))
         rows.append((title, claim, _link(answer.status, answer, results), effect, scope))
     return _format_table(("", "Claim", "Verdict", "Effect [interval]", "Scope"), rows)
 
@@ -303,7 +294,7 @@ def format_summary(found: Iterable[QuestionResult]) -> str:
 def _build_blocks(result: QuestionResult) -> list[Block]:
     table = result.table
     declared = result.declared
-    blocks = [Heading(f"{table.ablation} on {table.base}", 2), *build_verdict(declared, table)]
+    blocks = [Heading(f"{table.ablation} on {table.base}", 2), *build_finding(table)]
     if table.verdict is None:
         return blocks
     column = table.columns_by_key[declared.primary]
@@ -311,14 +302,8 @@ def _build_blocks(result: QuestionResult) -> list[Block]:
     rule = ", ".join([declared.rule, *describe_bounds(declared, column)])
     where = f"in {declared.commit}" if declared.commit else "and not committed before its run"
     about = (
-        f"Primary outcome: {column.title}. Rule: {rule}. Seeds: {_format_seeds(declared.seeds)}. "
+        f"Primary outcome: {column.title}. Rule: {rule}. Seeds: {format_seeds(declared.seeds, 6)}. "
         f"Declared {where} (digest {declared.digest}), run at {table.git_sha}.{spent} "
         f"Folder: {result.folder}. Made by: {table.command}"
     )
     return [*blocks, Paragraph(about)]
-
-
-def _format_seeds(seeds: Sequence[int]) -> str:
-    """Such as `100 to 179`; each one if they are few or not consecutive."""
-    consecutive = len(seeds) > 5 and tuple(seeds) == tuple(range(seeds[0], seeds[0] + len(seeds)))
-    return f"{seeds[0]} to {seeds[-1]}" if consecutive else ", ".join(map(str, seeds))

@@ -20,9 +20,8 @@ from lit_lazy.training.result import RunResult
 INDEX = "index.html"
 PAGES = {"report": "report.html", "table": "table.html", "values": "table.csv"}
 """Files that the page links to, by the link's text."""
-HEADER = ("Name", "State", "Finding", "Cells", "Last change", "Pages")
-KINDS = ("", "", "prose", "number", "", "")
-"""Classes of the columns."""
+HEADER = {"Name": "", "State": "", "Finding": "prose", "Cells": "number", "Last change": "", "Pages": ""}
+"""Columns and their classes."""
 TITLES = {
     "question": "Questions",
     "ablation": "Ablations",
@@ -109,8 +108,8 @@ def render_index(entries: Sequence[IndexEntry], runs: Path, place: Path) -> str:
         summary=f"{format_count(len(entries), 'result')} on {datetime.now():%Y-%m-%d %H:%M}",
         sections=sections,
         tables=tables,
-        header=HEADER,
-        kinds=KINDS,
+        header=list(HEADER),
+        kinds=list(HEADER.values()),
     )
 
 

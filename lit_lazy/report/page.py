@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from lit_lazy import figures
+from lit_lazy.figures import ablation, canvas, effects, heads
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.measure.arrays import Diagnostics
@@ -36,22 +36,12 @@ SHOWN_VARIANTS = 2
 """Variants with figures by default, the baseline first: those of each take two seconds."""
 EVERY = "all"
 """In place of variants: figures of every one."""
-FEW = 3
-"""Up to this number of variants, their figures are unfolded."""
-CSS_DPI = 96
-"""Pixels per inch of the page."""
-WIDE = 800
-"""Figures wider than this, in CSS pixels, span the page."""
 FINDING = ("verdict", "effects")
 """Figures shown before the table; figures over all variants come after it."""
 OVER_TRAINING = "_over_training"
 """End of the names of figures of the trainings of all variants."""
 WATCHED = ("val/", "watch/tau_layer_", "watch/learned/", "watch/bias/learned.", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
-
-
-Placed = Mapping[str, Any]
-"""An image, and what the template places it by."""
 
 
 def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping[str, Figure]) -> None:
@@ -61,8 +51,7 @@ def write_report(grid: GridFolder, folder: Path, table: Table, of_table: Mapping
     """
     data = _load_data(grid, table)
     of_trainings = _draw_training_figures(data)
-    for name, figure in of_trainings.items():
-        figures.save_figure(figure, folder / name)
+    canvas.save_figures(of_trainings, folder)
     # The page comes last: with it all is drawn, also after a kill.
     write_text(folder / REPORT, _render_report_page(data, of_table, of_trainings))
 
@@ -84,16 +73,11 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
     if not any(row.n for row in table.rows):
         return {}
     drawn = {
-        "verdict": figures.verdict_figure(table),
-        "effects": figures.effects_figure(table, table.compared) if table.compared else None,
-        "loss_against_sparsity": figures.loss_against_sparsity(table),
+        "verdict": effects.verdict_figure(table),
+        "effects": effects.effects_figure(table, table.compared) if table.compared else None,
+        "loss_against_sparsity": ablation.loss_against_sparsity(table),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def render_table_report(table: Table, drawn: Mapping[str, Figure]) -> str:
-    """The report of a table without its runs. drawn: `draw_table_figures` of it."""
-    return _render_page(table, drawn, {})
 
 
 def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
@@ -101,20 +85,22 @@ def _render_report_page(data: "_ReportData", of_table: Mapping[str, Figure], of_
     shas = [cell.result.environment["git_sha"] if cell.result else "" for cell in cells]
     of_runs = {
         "variants": variants,
-        "opened": " open" if len(data.drawn) <= FEW else "",
+        "opened": " open" if len(data.drawn) <= 3 else "",
         "without": without,
         "others": ", ".join(row.variant for row in data.table.rows if row.variant not in data.drawn),
         "draws_all": f"lit-lazy report {data.grid.path.name} --figures {EVERY}",
         "facts": _collect_run_facts(data),
         "cells": [(x.variant, x.seed, x.status, data.format_key(x), sha) for x, sha in zip(cells, shas, strict=True)],
     }
-    return _render_page(data.table, of_table, of_trainings, **of_runs)
+    return render_page(data.table, of_table, of_trainings, **of_runs)
 
 
-def _render_page(
+def render_page(
     table: Table, of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure], **of_runs: Any
 ) -> str:
+    """The report of a table, and of its runs if given. of_table: `draw_table_figures` of it."""
     opening, numbers = map(Markup, render_html_parts(table))
+    done, cells = table.count_cells()
     finding = {name: of_table[name] for name in FINDING if name in of_table}
     overall = {name: figure for name, figure in of_table.items() if name not in FINDING} | dict(of_trainings)
     sections = {
@@ -129,7 +115,7 @@ def _render_page(
     return render_template(
         Path(__file__).with_name("report.html"),
         title=f"{table.ablation} on {table.base}",
-        summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
+        summary=f"{len(table.rows)} variants, {done} of {cells} cells complete",
         sections={name: title for name, title in sections.items() if title},
         opening=opening,
         numbers=numbers,
@@ -187,10 +173,6 @@ def _parse_ui_url(ui_url: str) -> str:
     return ui_url.rstrip("/")
 
 
-def _format_completeness(table: Table) -> str:
-    return "{} of {} cells complete".format(*table.count_cells())
-
-
 def _collect_run_facts(data: _ReportData) -> dict[str, list[str]]:
     """What was run, by term; terms without a text are not shown."""
     plan, table = data.grid.plan, data.table
@@ -202,7 +184,7 @@ def _collect_run_facts(data: _ReportData) -> dict[str, list[str]]:
         "Ablation": [plan.ablation],
         "Experiment": [plan.base],
         "Seeds": [f"{', '.join(map(str, group))}: {', '.join(names)}" for group, names in seeds.items()],
-        "Cells": [_format_completeness(table)],
+        "Cells": ["{} of {} cells complete".format(*table.count_cells())],
         "Baseline": [table.baseline],
         "Data": [", ".join(facts)],
         "Made with": _count_cells(result.made_in for result in complete),
@@ -218,12 +200,12 @@ def _count_cells(values: Iterable[str]) -> list[str]:
 def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
-    drawn = {"loss" + OVER_TRAINING: figures.loss_over_training(data.table, histories)}
-    for learned in figures.list_learned(histories):
-        drawn[shorten_learned(learned) + OVER_TRAINING] = figures.parameter_over_training(
+    drawn = {"loss" + OVER_TRAINING: ablation.loss_over_training(data.table, histories)}
+    for learned in ablation.list_learned(histories):
+        drawn[shorten_learned(learned) + OVER_TRAINING] = ablation.parameter_over_training(
             data.table, histories, learned
         )
-    drawn["sink" + OVER_TRAINING] = figures.sink_over_training(data.table, histories)
+    drawn["sink" + OVER_TRAINING] = ablation.sink_over_training(data.table, histories)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -240,7 +222,7 @@ def _read_histories(data: _ReportData) -> Histories:
     return {row.variant: [read_history(cell) for cell in data.complete_cells(row.variant)] for row in data.table.rows}
 
 
-def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Placed]]], list[str]]:
+def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[dict[str, Any]]]], list[str]]:
     """Each drawn variant with its first seed that has diagnostics, and the figures; why others have none, as HTML."""
     drawn, without = [], []
     for row in data.table.rows:
@@ -253,18 +235,17 @@ def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[Plac
             name = f"{row.variant}, seed {cell.seed}"
             if (stored := cell.folder / DIAGNOSTICS).exists():
                 arrays = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
-                drawn.append((row.variant, cell.seed, _render_images(figures.draw_run_figures(arrays, name))))
+                drawn.append((row.variant, cell.seed, _render_images(heads.draw_run_figures(arrays, name))))
                 break
             without.append(Markup("{}: {} has no {}").format(name, data.format_key(cell), DIAGNOSTICS))
     return drawn, without
 
 
-def _render_images(drawn: Mapping[str, Figure]) -> list[Placed]:
-    """The images of figures, with sizes in CSS pixels."""
-    images: list[Placed] = []
+def _render_images(drawn: Mapping[str, Figure]) -> list[dict[str, Any]]:
+    """The images of figures, with sizes in CSS pixels, of which an inch has 96; wide ones span the page."""
+    images = []
     for name, figure in drawn.items():
-        image = figures.render_image(figure)
-        width, height = (round(inches * CSS_DPI) for inches in image.size)
-        data = Markup(base64.b64encode(image.data).decode())
-        images.append({"name": name, "width": width, "height": height, "wide": width > WIDE, "data": data})
+        width, height = (round(inches * 96) for inches in figure.get_size_inches().tolist())
+        data = Markup(base64.b64encode(canvas.render_image(figure)).decode())
+        images.append({"name": name, "width": width, "height": height, "wide": width > 800, "data": data})
     return images

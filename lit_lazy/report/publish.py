@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy import figures
+from lit_lazy.figures import canvas
 from lit_lazy.grid.grid_folder import GridFolder, read_grid
-from lit_lazy.report.page import draw_table_figures, render_table_report, write_report
+from lit_lazy.report.page import draw_table_figures, render_page, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import FILES, save
-from lit_lazy.table.verdicts import add_verdict
 
 if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Ablation
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 def draw_report(folder: Path, table: Table) -> None:
     """Draw the figures of a grid's table, and its report, into the grid's folder."""
     drawn = draw_table_figures(table)
-    for name, figure in drawn.items():
-        figures.save_figure(figure, folder / name)
+    canvas.save_figures(drawn, folder)
     write_report(read_grid(folder), folder, table, drawn)
 
 
@@ -30,8 +28,7 @@ def save_table(grid: GridFolder, folder: Path) -> Table:
     """Build the table of a grid, and write it and its figures into a folder."""
     table = grid.build_table()
     save(table, folder)
-    for name, figure in draw_table_figures(table).items():
-        figures.save_figure(figure, folder / name)
+    canvas.save_figures(draw_table_figures(table), folder)
     return table
 
 
@@ -51,7 +48,6 @@ def recompute_table(path: Path, ablation: "Ablation", question: "Question | None
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)
     table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
-    table = add_verdict(table, former.declaration)
     write_text(path, FILES[TABLE](table))
     save(table, path.parent, [name for name in FILES if path.name == TABLE and (path.parent / name).exists()])
     return table
@@ -65,10 +61,9 @@ def write_table_report(source: Path, file: Path) -> None:
     table = read_table(source)
     drawn = draw_table_figures(table)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, render_table_report(table, drawn))
+    write_text(file, render_page(table, drawn, {}))
     save(table, file.parent)
-    for name, figure in drawn.items():
-        figures.save_figure(figure, file.parent / name)
+    canvas.save_figures(drawn, file.parent)
 
 
 def _check_declaration(path: Path, declared: Declaration | None, question: "Question | None") -> None:

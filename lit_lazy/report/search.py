@@ -1,14 +1,14 @@
 """The report of a search: its points as a table, best first, with notes on how to read them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lit_lazy.figures import save_figure
-from lit_lazy.figures.search import TITLES, make_search_figures
+from lit_lazy.figures.canvas import save_figures
+from lit_lazy.figures.search import TITLES, Axis, history_figure, importance_figure, is_plotted, slices_figure
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.secrets import format_command_line
@@ -53,15 +53,22 @@ class SearchReport:
             "table.json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
             "table.html": to_html(self.to_blocks()),
         }
-        paths = write_texts(folder, texts)
-        for name, figure in self.draw_figures().items():
-            paths += save_figure(figure, folder / name)
-        return paths
+        return [*write_texts(folder, texts), *save_figures(self.draw_figures(), folder)]
 
     def draw_figures(self) -> dict[str, Figure]:
-        """All non-empty figures by file name."""
-        search = self.definition
-        return make_search_figures(self.id, search.objective, search.axes, search.names, self.points, self.importances)
+        """The figures by file name: history and slices once a point has a value, importance once it is known."""
+        search, drawn, title = self.definition, dict[str, Figure](), TITLES[self.definition.objective]
+        if any(map(is_plotted, self.points)):
+            axes = [Axis(path, search.names[path], x.low, x.high, x.log) for path, x in search.axes.items()]
+            drawn["history"] = history_figure(self.id, title, self.points)
+            drawn["slices"] = slices_figure(self.id, title, axes, self.points)
+        if self.importances:
+            named = {search.names[path]: share for path, share in self.importances.items()}
+            drawn["importance"] = importance_figure(self.id, named, self._count("complete"))
+        return drawn
+
+    def _count(self, state: str) -> int:
+        return sum(point.state == state for point in self.points)
 
     def markdown(self) -> str:
         """The table as Markdown."""
@@ -80,40 +87,33 @@ class SearchReport:
 
     def to_csv(self) -> str:
         """One line per point, best first, with raw values; undefined values are empty."""
-        axes = list(self.definition.axes)
-        head = [self.definition.objective, "steps", "last_validation", "state", "n", "run", "reason"]
-        lines: list[list[object]] = [["point", *axes, *head]]
-        for point in self.ranking:
-            params = [point.params.get(path) for path in axes]
-            last, n = point.reports.get(point.last_step), int(point.state == "complete")
-            lines.append([point.number, *params, point.value, self._count_steps(point), last, point.state, n])
-            lines[-1] += [point.run, point.reason]
-        return format_csv(lines)
+        search = self.definition
+        header = ["point", *search.axes, search.objective, "steps", "last_validation", "state", "n", "run", "reason"]
+        points = self.ranking
+        return format_csv([header, *([*self._list_values(p, lambda x, _: x), p.run, p.reason] for p in points)])
+
+    def _list_values(self, point: Point, show: Callable[[float | None, str], object]) -> list[object]:
+        """The values of a point, its numbers as `show` makes them of number and format."""
+        complete = point.state == "complete"
+        params = [show(point.params.get(path), ".4g") for path in self.definition.axes]
+        steps = self.definition.steps if complete else point.last_step
+        last = show(point.reports.get(point.last_step), ".5f")
+        return [point.number, *params, show(point.value, ".5f"), steps, last, point.state, int(complete)]
 
     def to_blocks(self) -> list[Block]:
         """The blocks of the report."""
-        counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
+        counts = {state: self._count(state) for state in STATE_ORDER}
         states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         names = self.definition.names
         axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
         origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
         header = ("Point", *names.values(), f"{TITLES[self.definition.objective]} ↓", "steps", "last", "state", "n")
-        rows = [
-            (
-                str(point.number),
-                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in names),
-                NOT_DEFINED if point.value is None else f"{point.value:.5f}",
-                str(self._count_steps(point)),
-                f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
-                point.state,
-                str(int(point.state == "complete")),
-            )
-            for point in self.ranking[:SHOWN]
-        ]
+        shown = [self._list_values(point, _format_number) for point in self.ranking[:SHOWN]]
+        rows = tuple(tuple(map(str, values)) for values in shown)
         blocks = [
             Heading(self.id, 2),
             Paragraph(f"{states}. Axes: {axes}. {origin} Made by: {self.command}"),
-            Tabular(header, tuple(rows), 1),
+            Tabular(header, rows, 1),
             Paragraph(
                 "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
                 "objective at the last validation, after the given number of steps."
@@ -123,12 +123,9 @@ class SearchReport:
             blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
         return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
 
-    def _count_steps(self, point: Point) -> int:
-        return self.definition.steps if point.state == "complete" else point.last_step
-
     def _make_notes(self) -> list[str]:
         search = self.definition
-        complete = sum(point.state == "complete" for point in self.points)
+        complete = self._count("complete")
         notes = [
             "One seed per point: differences smaller than the spread over seeds are not significant. Run the best few "
             "as rows of an ablation with several seeds before relying on their order.",
@@ -155,6 +152,10 @@ class SearchReport:
         failed = [point for point in self.points if point.state == "failed"]
         notes += [f"Point {p.number} failed ({p.reason}); the same command replaces it by a new point." for p in failed]
         return notes
+
+
+def _format_number(value: float | None, spec: str) -> str:
+    return NOT_DEFINED if value is None else format(value, spec)
 
 
 def write_search_report(driver: SearchDriver) -> SearchReport:

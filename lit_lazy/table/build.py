@@ -4,47 +4,26 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from lit_lazy.support.checks import fits, require
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.stored_records import make_record, parse_record
+from lit_lazy.table.columns import Column, Contrast
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import (
     FORMAT,
     STATUS_ORDER,
-    Column,
-    Contrast,
-    ContrastRow,
-    Detectable,
-    Measure,
     Observation,
     RowInfo,
     Status,
-    Summary,
     Table,
     TableRow,
     Yardstick,
     join_or_mixed,
 )
-from lit_lazy.table.statistics import (
-    ALPHA,
-    FEWEST_SEEDS,
-    Effect,
-    SeedValues,
-    compute_contrast,
-    drop_undefined,
-    estimate,
-    holm,
-    minimum_detectable_effect,
-    tost,
-)
-from lit_lazy.table.verdicts import add_verdict
+from lit_lazy.table.statistics import drop_undefined
 
 TABLE = "table.json"
-Values = Mapping[str, float | None]
-"""One metric of one row by seed."""
 
 
 @dataclass(frozen=True)
@@ -97,43 +76,43 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
     expected = {(row.variant, seed) for row in spec.rows for seed in row.seeds}
     by_variant = {name: [o for o in observed if o.variant == name and (name, o.seed) in expected] for name in variants}
     complete = {name: [o for o in cells if o.status == "complete"] for name, cells in by_variant.items()}
-    known = {
-        name: {column.key: {str(o.seed): o.metrics.get(column.key) for o in cells} for column in spec.columns}
-        for name, cells in complete.items()
-    }
-    table = Table(
+    return Table(
         ablation=spec.ablation,
         base=spec.base,
         baseline=spec.baseline,
         command=spec.command,
         environment=join_or_mixed({o.environment for cells in complete.values() for o in cells if o.environment}),
-        rows=tuple(_build_row(row, by_variant[row.variant], spec.labels) for row in spec.rows),
+        rows=tuple(_build_row(row, by_variant[row.variant], spec) for row in spec.rows),
         columns=tuple(spec.columns),
-        summaries={},
+        contrasts=tuple(spec.contrasts),
+        primary=_choose_primary(spec.primary, spec.columns),
         warnings=tuple(spec.warnings),
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
         declaration=spec.declaration,
         yardstick=spec.yardstick,
         files=dict(spec.files),
     )
-    return add_statistics(table, known, spec.contrasts, spec.primary)
+
+
+def _choose_primary(keys: Sequence[str], columns: Sequence[Column]) -> str | None:
+    known = {column.key for column in columns}
+    return next((key for key in keys if key in known), None)
 
 
 def recompute_statistics(
     table: Table, columns: Sequence[Column], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
-    """Recompute a table's statistics from its values under the given declarations.
+    """The table under the given declarations.
 
     Columns that the table lacks and contrasts of rows that it lacks are ignored.
     """
-    declared = {column.key: column for column in columns}
+    declared, variants = {column.key: column for column in columns}, {row.variant for row in table.rows}
     # A column is by construction only where the table's rows differ so.
-    columns = [
+    kept = [
         replace(declared.get(column.key, column), by_construction=column.by_construction) for column in table.columns
     ]
-    known = {row.variant: row.values for row in table.rows}
-    contrasts = [contrast for contrast in contrasts if known.keys() >= contrast.weights.keys()]
-    return add_statistics(replace(table, columns=tuple(columns)), known, contrasts, primary)
+    shared = tuple(contrast for contrast in contrasts if variants >= contrast.weights.keys())
+    return replace(table, columns=tuple(kept), contrasts=shared, primary=_choose_primary(primary, kept))
 
 
 def read_table(path: Path) -> Table:
@@ -157,117 +136,27 @@ def parse_table(text: str | bytes, named: str) -> Table:
 
 
 def _make_table(data: Mapping[str, Any]) -> Table:
-    columns = tuple(make_record(Column, column) for column in data["columns"])
-    rows = tuple(make_record(TableRow, row, metrics={}) for row in data["rows"])
-    variants = [row.variant for row in rows]
-    twice = sorted({variant for variant in variants if variants.count(variant) > 1})
-    require(not twice, "rows", twice, "there twice")
-    table = make_record(
-        Table,
-        data,
-        rows=rows,
-        columns=columns,
-        summaries={},
-        contrasts=(),
-        primary=None,
-        verdict=None,
-    )
-    known: dict[str, dict[str, dict[str, float]]] = {}
-    for row in data["rows"]:
-        # Format 1 has a metric's values by seed among its statistics.
-        values = known[row["variant"]] = {key: part.get("values", part) for key, part in row["metrics"].items()}
-        for part in values.values():
-            require(fits(part, dict[str, float]), "values", part, "must be finite numbers by seed")
-    contrasts = [Contrast(contrast["name"], contrast["weights"]) for contrast in data["contrasts"]]
-    primary = [data["primary"]] if data["primary"] else []
-    return add_verdict(add_statistics(table, known, contrasts, primary), table.declaration)
+    table = make_record(Table, data, rows=tuple(map(_make_row, data["rows"])))
+    _require_unique("variant", [row.variant for row in table.rows])
+    for name in ("measures", "summaries", "effects", "verdict"):  # computed here, where odd values are refused
+        getattr(table, name)
+    return table
 
 
-def add_statistics(
-    table: Table, known: Mapping[str, Mapping[str, Values]], contrasts: Sequence[Contrast], primary: Sequence[str]
-) -> Table:
-    """The table with the statistics of the known values, by row and key, of its complete cells."""
-    variants = [row.variant for row in table.rows if table.baseline and row.variant != table.baseline]
-    differences = {variant: {variant: 1.0, table.baseline: -1.0} for variant in variants}
-    measures, tested, summaries = {}, {}, {}
-    for column in table.columns:
-        values = {
-            row.variant: {
-                seed: known[row.variant].get(column.key, {}).get(str(seed)) for seed in row.cells.get("complete", [])
-            }
-            for row in table.rows
-        }
-        effects = _compute_effects(column, values, differences)
-        same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
-        p_same, found = _adjust_p_values(same, effects), {}
-        for name, seeds in values.items():
-            own = estimate(seeds, column.bounds)
-            defined = {str(seed): value for seed, value in drop_undefined(seeds).items()}
-            effect = effects.get(name, Effect(None, None, 0))
-            found[name] = Measure(own.mean, own.ci95, own.n, own.undefined, defined, effect, p_same.get(name))
-        measures[column.key] = found
-        summaries[column.key] = _build_summary(measures[column.key], effects)
-        tested[column.key] = _compute_effects(column, values, {c.name: c.weights for c in contrasts})
-    return replace(
-        table,
-        rows=tuple(replace(row, metrics={key: of[row.variant] for key, of in measures.items()}) for row in table.rows),
-        summaries=summaries,
-        contrasts=tuple(
-            ContrastRow(c.name, dict(c.weights), {key: of[c.name] for key, of in tested.items()}) for c in contrasts
-        ),
-        primary=next((key for key in primary if key in measures), None),
-    )
+def _make_row(data: Mapping[str, Any]) -> TableRow:
+    metrics = {}
+    for key, part in data["metrics"].items():
+        values = part.get("values", part)  # format 1 has a metric's values by seed among its statistics
+        metrics[key] = {int(seed): value for seed, value in values.items()}
+    return make_record(TableRow, data, metrics=metrics)
 
 
-def _compute_effects(
-    column: Column, values: Mapping[str, SeedValues], contrasts: Mapping[str, Mapping[str, float]]
-) -> dict[str, Effect]:
-    """The effects of contrasts, given as weights of rows by name, in one family of tests."""
-    effects = {name: compute_contrast(values, weights, column.bounds) for name, weights in contrasts.items()}
-    if column.by_construction:
-        effects = {
-            name: effect if effect.p is None else replace(effect, test="construction", p=None)
-            for name, effect in effects.items()
-        }
-    p_adj = _adjust_p_values({name: effect.p for name, effect in effects.items()}, effects)
-    return {
-        name: replace(effect, p_adj=p_adj.get(name), mde=minimum_detectable_effect(effect))
-        for name, effect in effects.items()
-    }
-
-
-def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str, Effect]) -> dict[str, float]:
-    """Holm's adjusted p values; the family are all effects that could be compared."""
-    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
-    return holm({name: p for name, p in p_values.items() if p is not None}, family=compared)
-
-
-def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -> Summary:
-    compared = sum(effect.n >= FEWEST_SEEDS for effect in effects.values())
-    tested = [effect for effect in effects.values() if effect.test == "t"]
-
-    def median_mde(alpha: float, n: int) -> float:
-        found = (minimum_detectable_effect(effect, alpha) for effect in tested if effect.n == n)
-        return median(mde for mde in found if mde is not None)
-
-    return Summary(
-        compared=compared,
-        tested=len(tested),
-        separates=tuple(name for name, effect in effects.items() if effect.separated),
-        same=tuple(name for name in effects if (p := rows[name].p_same) is not None and p < ALPHA),
-        seeds=tuple(sorted({effect.n for effect in effects.values() if effect.n})),
-        # Rows with more seeds detect much smaller differences, so a median over all rows would describe none of them.
-        detectable=tuple(
-            Detectable(n, median_mde(ALPHA, n), median_mde(ALPHA / compared, n))
-            for n in sorted({effect.n for effect in tested})
-        ),
-    )
-
-
-def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str]) -> TableRow:
+def _build_row(info: RowInfo, cells: Sequence[Observation], spec: TableSpec) -> TableRow:
     status: dict[int, Status] = dict.fromkeys(info.seeds, "missing")
     status |= {o.seed: o.status for o in cells}
     complete = [o for o in cells if o.status == "complete"]
+    found = {c.key: drop_undefined({o.seed: o.metrics.get(c.key) for o in complete}) for c in spec.columns}
+    labels = {label: {o.labels[label] for o in complete if label in o.labels} for label in spec.labels}
     return TableRow(
         variant=info.variant,
         base=info.base,
@@ -275,9 +164,9 @@ def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str
         cells={s: sorted(seed for seed in status if status[seed] == s) for s in STATUS_ORDER if s in status.values()},
         reasons={str(o.seed): o.reason for o in cells if o.reason},
         git_shas=tuple(sorted({o.git_sha for o in complete if o.git_sha})),
-        labels={label: join_or_mixed({o.labels[label] for o in complete if label in o.labels}) for label in labels},
+        labels={label: join_or_mixed(used) for label, used in labels.items()},
         note=info.note,
-        metrics={},
+        metrics={key: values for key, values in found.items() if values},
         normaliser=join_or_mixed({o.normaliser for o in complete}),
         position=join_or_mixed({o.position for o in complete}),
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 from lit_lazy.support.console import align, format_count
 from lit_lazy.support.errors import did_you_mean, escape_controls
-from lit_lazy.table.finding_text import describe_unlearned
-from lit_lazy.table.records import Table, TableRow
+from lit_lazy.table.finding_text import describe_unlearned, format_seeds
+from lit_lazy.table.records import Table
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
@@ -16,7 +16,6 @@ Settings = Mapping[str, Mapping[str, str]]
 """The settings of rows: values as text, by row and dotted path."""
 OVERRIDDEN = re.compile(r"-([0-9a-f]{6}|[\w.]+=.*)$", re.DOTALL)
 """What the command line's overrides add to the name of an experiment."""
-ALL = "all rows"
 MOST_NAMES = 3
 """Rows that a difference in settings names; more are counted."""
 
@@ -91,28 +90,23 @@ def compare_tables(
     return TableComparison(
         names=names,
         tables=tables,
-        columns={
-            key: [_compare_rows(tables, key, (rows[0][name], rows[1][name])) for name in shared] for key in columns
-        },
+        columns={key: [_compare_rows(tables, key, name) for name in shared] for key in columns},
         only=([name for name in rows[0] if name not in rows[1]], [name for name in rows[1] if name not in rows[0]]),
         facts={name: (a, b) for (name, a), b in zip(first.items(), second.values(), strict=True) if a != b},
         settings=_find_differing_settings(settings, shared),
     )
 
 
-def _compare_rows(tables: tuple[Table, Table], key: str, rows: tuple[TableRow, TableRow]) -> RowComparison:
-    measures = [row.metrics[key] for row in rows]
-    values = [{int(seed): value for seed, value in measure.values.items()} for measure in measures]
+def _compare_rows(tables: tuple[Table, Table], key: str, variant: str) -> RowComparison:
+    a, b = (table.measures[key][variant] for table in tables)
     bases = {OVERRIDDEN.sub("", table.base) for table in tables}
-    paired = len(values[0].keys() & values[1].keys()) > 1 and len(bases) == 1
+    paired = len(a.values.keys() & b.values.keys()) > 1 and len(bases) == 1
     bounds, weights = tables[0].columns_by_key[key].bounds, {"first": -1.0, "second": 1.0}
     if paired:
-        effect = compute_contrast({"first": values[0], "second": values[1]}, weights, bounds)
+        effect = compute_contrast({"first": a.values, "second": b.values}, weights, bounds)
     else:
-        effect = compute_unpaired_difference(values[1], values[0], bounds)
-    return RowComparison(
-        rows[0].variant, (measures[0].mean, measures[1].mean), (len(values[0]), len(values[1])), paired, effect
-    )
+        effect = compute_unpaired_difference(b.values, a.values, bounds)
+    return RowComparison(variant, (a.mean, b.mean), (a.n, b.n), paired, effect)
 
 
 def _list_facts(table: Table) -> dict[str, str]:
@@ -120,20 +114,13 @@ def _list_facts(table: Table) -> dict[str, str]:
         "ablation": table.ablation,
         "base": table.base,
         "baseline": table.baseline,
-        "seeds": "; ".join(_format_seeds(seeds) for seeds in table.group_by_seeds()),
+        "seeds": "; ".join(format_seeds(seeds, 3) for seeds in table.group_by_seeds()),
         "commit": table.git_sha,
         "made with": table.environment,
         "command": table.command,
         "backend": ", ".join(sorted({label for row in table.rows for label in row.labels.values()})),
         "claim": table.declaration.claim if table.declaration else NOT_DEFINED,
     }
-
-
-def _format_seeds(seeds: Sequence[int]) -> str:
-    """`0 to 4` of consecutive seeds, else all of them."""
-    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
-        return f"{seeds[0]} to {seeds[-1]}"
-    return ", ".join(map(str, seeds))
 
 
 def _find_differing_settings(
@@ -161,7 +148,7 @@ def format_comparison(found: TableComparison) -> str:
         tables.append(f"{letter}  {name}: {table.ablation} on {table.base}, {done} of {format_count(cells, 'cell')}")
     parts = ["\n".join(tables)]
     for key, rows in found.columns.items():
-        column, measures = found.tables[0].columns_by_key[key], [of.collect_measures(key) for of in found.tables]
+        column, measures = found.tables[0].columns_by_key[key], [of.measures[key] for of in found.tables]
         grid = [(column.heading, "A", "B", "B - A", "")]
         for row in rows:
             a, b = (format_estimate(of[row.variant], column) for of in measures)
@@ -182,7 +169,7 @@ def format_comparison(found: TableComparison) -> str:
     shared, lines = len(next(iter(found.columns.values()))), []
     for (path, a, b), names in found.settings.items():
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        lines.append((path, a, b, ALL if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
+        lines.append((path, a, b, "all rows" if len(names) == shared else ", ".join(names[:MOST_NAMES]) + more))
     settings = ["Settings that differ", *align([("", "A", "B", ""), *lines])] if lines else []
     parts.append("\n".join(settings or ["The rows have the same settings."]))
     return escape_controls("\n\n".join(parts))

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 
-from lit_lazy.table.records import Contrast
+from lit_lazy.table.columns import Contrast
 
 MOST_LEVELS = 8
 """A factor with more levels is a curve rather than a set of interactions."""

@@ -209,11 +209,6 @@ def _format_latex(block: Unfolded) -> str:
             return "\n".join([rf"\begin{{tabular}}{{{form}}}", *lines, r"\end{tabular}\par"])
 
 
-def escape_html(text: str) -> str:
-    """A text as HTML shows it."""
-    return html_text.escape(_squeeze(text))
-
-
 def to_html(blocks: Sequence[Block]) -> str:
     """An ASCII `<section>` with its style."""
     return render_template(Path(__file__).with_name("document.html"), blocks=blocks)
@@ -228,7 +223,7 @@ def render_template(file: Path, **values: Any) -> str:
     from markupsafe import Markup
 
     def escape(value: object) -> Markup:
-        return value if isinstance(value, Markup) else Markup(escape_html(str(value)))
+        return value if isinstance(value, Markup) else Markup(html_text.escape(_squeeze(str(value))))
 
     folders = FileSystemLoader([file.parent, Path(__file__).parent])
     layout = {"trim_blocks": True, "keep_trailing_newline": True}

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from lit_lazy.table.records import Column, Summary, Table
+from lit_lazy.table.columns import Column
+from lit_lazy.table.measures import Summary
+from lit_lazy.table.records import Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
 
 MOST_COLUMNS = 2
@@ -76,7 +78,7 @@ def _describe_tested(table: Table, column: Column) -> str:
     summary = table.summaries[column.key]
     if not summary.tested:
         return ""
-    measures = table.collect_measures(column.key)
+    measures = table.measures[column.key]
     separated = group_separated(table, column)
     names = [name for name in measures if not table.is_void(name, column.key)]
     same = [name for name in names if name in summary.same and name not in summary.separates]
@@ -104,7 +106,7 @@ def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
     """
     titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
     groups: dict[str, list[str]] = {title: [] for title in titles}
-    for name, measure in table.collect_measures(column.key).items():
+    for name, measure in table.measures[column.key].items():
         diff = measure.difference.mean
         if diff is not None and measure.difference.separated and not table.is_void(name, column.key):
             groups[titles[diff < 0]].append(name)
@@ -128,7 +130,7 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
 
     Also of a share with one seed: that nothing was left of it is seen at once, unlike a difference of two losses.
     """
-    measures = table.collect_measures(column.key)
+    measures = table.measures[column.key]
     levels = {*measures[table.baseline].values.values()}
     single = bool(column.bounds) and table.summaries[column.key].seeds == (1,)
     learned = [name for name in measures if not table.is_void(name, column.key)]
@@ -156,7 +158,7 @@ def _find_disjoint_rows(
 
     Of those that, like the baseline, have at least `fewest` seeds and no undefined value.
     """
-    measures = table.collect_measures(column.key)
+    measures = table.measures[column.key]
     baseline = measures[table.baseline]
     full = [name for name in names if all(m.n >= fewest and not m.undefined for m in (measures[name], baseline))]
     far = sorted(full, key=lambda name: -abs(measures[name].difference.mean or 0.0))
@@ -184,3 +186,10 @@ def _join_names(names: Sequence[str], most: int = MOST_NAMES) -> str:
     if len(names) <= most + 1:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} others"
+
+
+def format_seeds(seeds: Sequence[int], fewest: int) -> str:
+    """`0 to 4` of at least so many consecutive seeds, else each one."""
+    if len(seeds) >= fewest and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))

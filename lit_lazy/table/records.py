@@ -1,28 +1,21 @@
-"""The records of a table: requested rows, columns and contrasts, observed cells, and the resulting statistics."""
+"""The records of a table: requested rows, observed cells, and the table with the statistics that follow from them."""
 
 import csv
 import io
-import math
 import posixpath
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from lit_lazy.support.checks import check_kinds, require
 from lit_lazy.support.errors import escape_controls, short_repr
+from lit_lazy.table.columns import LONGEST, REFUSED, Column, Contrast
 from lit_lazy.table.declaration import Declaration, Verdict
-from lit_lazy.table.statistics import RESOLUTION, Effect
+from lit_lazy.table.measures import Effect, Measure, Summary, compute_effects, measure_rows, summarise
+from lit_lazy.table.verdicts import judge
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""
-LONGEST = 250
-"""Characters of a key, title or name: as many as a metric's name has in MLflow."""
-REFUSED = re.compile(r"[^/\w.\- :]")
-"""Characters that MLflow does not take in the name of a metric."""
-PRINTABLE = f"must be 1 to {LONGEST} printable characters"
-MOST_DIGITS = 20
 FORMAT = 2
 """Format of table.json; raised when a field is added, removed or changes its meaning. 1 had the statistics too."""
 
@@ -32,94 +25,6 @@ UNFINISHED = ("failed", "missing", "waiting", "running")
 """States of a cell without a result, most severe first."""
 STATUS_ORDER = (*UNFINISHED, "complete")
 """A row's status is the first of these that any of its cells has."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A metric of the table.
-
-    `digits` is the number of decimals or a format spec such as ",.0f". `scale` multiplies displayed values (100 for a
-    percentage, with `unit="%"`); JSON and CSV store raw values. A column with `better` appears in the table of
-    differences, a `plotted` one in the figures. `bounds` are the raw limits of the metric: a row whose values all lie
-    at a limit has no spread to test with. `by_construction` is the reason why rows differ regardless of training; the
-    table then reports it instead of a test. A raw difference within +-`margin` counts as no difference: the table lists
-    the rows equivalent to the baseline.
-    """
-
-    key: str
-    title: str
-    better: Literal["lower", "higher"] | None = None
-    digits: int | str = 3
-    unit: str = ""
-    scale: float = 1.0
-    note: str = ""
-    plotted: bool = False
-    bounds: tuple[float, ...] = ()
-    by_construction: str = ""
-    margin: float | None = None
-
-    def __post_init__(self) -> None:
-        what = f"column {short_repr(self.key)}"
-        check_kinds(what, self)
-        for name, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
-            require(_is_printable(text), f"{what}: {name}", text, PRINTABLE)
-        require(is_metric_name(self.key), f"{what}: key", self.key, "MLflow takes no metric of this name")
-        require(self.margin is None or self.margin > 0, f"{what}: margin", self.margin, "must be above 0, or None")
-        require(bool(self.scale), f"{what}: scale", self.scale, "must not be 0; 1 shows values as they are")
-        fix = f"must be 0 to {MOST_DIGITS} decimals or a format such as ',.0f'"
-        require(isinstance(self.digits, str) or 0 <= self.digits <= MOST_DIGITS, f"{what}: digits", self.digits, fix)
-        try:
-            float(self.format(1.0 / self.scale))
-        except ValueError:
-            require(False, f"{what}: digits", self.digits, fix)
-
-    def format(self, value: float, sign: str = "") -> str:
-        """The value as displayed. A nonzero value that would round to 0 is shown with one significant digit."""
-        shown = value * self.scale
-        text = format(shown, sign + self._spec)
-        return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
-
-    def clip_interval(self, mean: float, half_width: float, values: Collection[float]) -> tuple[float, float]:
-        """The ends of an interval around the mean of values, within the least and the greatest bound of the metric.
-
-        A bound that a value exceeds, as the mass of a custom rule may exceed 1, does not hold for these values.
-        """
-        low, high = mean - half_width, mean + half_width
-        if not self.bounds:
-            return low, high
-        least, greatest = min(self.bounds), max(self.bounds)
-        rounding = RESOLUTION * max(map(abs, (*values, *self.bounds)))
-        return (
-            low if min(values) < least - rounding else max(low, least),
-            high if max(values) > greatest + rounding else min(high, greatest),
-        )
-
-    def round_value(self, value: float) -> float:
-        """The value in the displayed unit, rounded to the displayed digits."""
-        return float(format(value * self.scale, self._spec).replace(",", ""))
-
-    @property
-    def _spec(self) -> str:
-        return f".{self.digits}f" if isinstance(self.digits, int) else self.digits
-
-    @property
-    def heading(self) -> str:
-        return self.add_unit(self.title, self.unit)
-
-    @property
-    def difference_unit(self) -> str:
-        """Unit of a difference: percentages differ by points."""
-        return "points" if self.unit == "%" else self.unit
-
-    def add_unit(self, title: str, unit: str) -> str:
-        """A title with a unit and the direction that is better."""
-        return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
-
-
-def is_metric_name(name: str) -> bool:
-    """Whether MLflow takes a name for a metric: some characters only, and no path that has another form."""
-    inside = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
-    return inside and len(name) <= LONGEST and not REFUSED.search(name)
 
 
 def make_outcome_name(key: str, row: str) -> str:
@@ -136,10 +41,6 @@ def check_row_name(name: object) -> None:
         raise ValueError(f"row {name!r}: MLflow would read its name as a path; {fix}")
 
 
-def _is_printable(text: str) -> bool:
-    return 0 < len(text) <= LONGEST and text.isprintable()
-
-
 @dataclass(frozen=True)
 class RowInfo:
     """A requested variant: its source and the seeds to run."""
@@ -152,21 +53,6 @@ class RowInfo:
 
     def __post_init__(self) -> None:
         check_row_name(self.variant)
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """A weighted sum of variants with weights that sum to zero, such as the interaction of a 2x2 design."""
-
-    name: str
-    weights: dict[str, float]
-
-    def __post_init__(self) -> None:
-        what = f"contrast {short_repr(self.name)}"
-        check_kinds(what, self)
-        require(_is_printable(self.name), f"{what}: name", self.name, PRINTABLE)
-        balanced = any(self.weights.values()) and abs(math.fsum(self.weights.values())) <= 1e-9
-        require(balanced, f"{what}: weights", self.weights, "must add up to zero")
 
 
 @dataclass(frozen=True)
@@ -191,32 +77,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One metric of one row, defined in `n` complete cells and undefined in `undefined`; `values` is by seed.
-
-    `difference` compares the row with the baseline. `p_same` is the p value of equivalence to the baseline within the
-    column's margin (TOST), after Holm over the rows.
-    """
-
-    mean: float | None
-    ci95: float | None
-    n: int
-    undefined: int
-    values: dict[str, float]
-    difference: Effect
-    p_same: float | None
-
-    def flatten(self) -> dict[str, Any]:
-        """The numbers as in table.csv, where those of the difference stand next to the row's own mean, ci95 and n."""
-        difference = {_OF_DIFFERENCE.get(name, name): value for name, value in vars(self.difference).items()}
-        own = {"mean": self.mean, "ci95": self.ci95, "n": self.n, "undefined": self.undefined}
-        return own | difference | {"p_same": self.p_same}
-
-
-_OF_DIFFERENCE = {"mean": "diff"} | {name: f"diff_{name}" for name in ("ci95", "n", "se", "df", "low", "high")}
-
-
-@dataclass(frozen=True)
 class TableRow:
     """The results of a variant; `cells` lists the expected seeds by status."""
 
@@ -228,7 +88,8 @@ class TableRow:
     git_shas: tuple[str, ...]
     labels: dict[str, str]
     note: str
-    metrics: dict[str, Measure]
+    metrics: dict[str, dict[int, float]]
+    """The defined values of each metric by seed."""
     normaliser: str = ""
     """Class of the normaliser, or of the mixer if that does not attend; empty if no cell is complete."""
     position: str = ""
@@ -250,40 +111,6 @@ class TableRow:
     def seeds(self) -> list[int]:
         return sorted(seed for seeds in self.cells.values() for seed in seeds)
 
-    @property
-    def values(self) -> dict[str, dict[str, float]]:
-        """The defined values of each metric by seed."""
-        return {key: measure.values for key, measure in self.metrics.items() if measure.values}
-
-
-@dataclass(frozen=True)
-class Detectable:
-    """Median minimum detectable effect over the tested rows with `n` seeds, at alpha = 0.05.
-
-    `mde_holm` uses Holm's first step, alpha = 0.05 / rows compared.
-    """
-
-    n: int
-    mde: float
-    mde_holm: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The tests of one column over all rows.
-
-    `compared` is the size of Holm's family: the rows with at least three seeds. `tested` of them have a p value.
-    `separates` lists the rows with p < 0.05 after Holm, `same` the rows equivalent to the baseline within the column's
-    margin after Holm. `seeds` are the distinct numbers of seeds.
-    """
-
-    compared: int
-    tested: int
-    separates: tuple[str, ...]
-    same: tuple[str, ...]
-    seeds: tuple[int, ...]
-    detectable: tuple[Detectable, ...]
-
 
 @dataclass(frozen=True)
 class Yardstick:
@@ -299,45 +126,77 @@ class Yardstick:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class ContrastRow:
-    name: str
-    weights: dict[str, float]
-    metrics: dict[str, Effect]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """The table of a finished or unfinished ablation, from `build_table` or `read_table`.
 
-    `primary` is the key of the primary outcome's column, None if there is no primary outcome; all other columns are
-    exploratory. `baseline` is "" if the grid lacks that row, so that nothing is compared with it.
+    Its fields are those of table.json; statistics and verdict follow from them. `primary` is the key of the primary
+    outcome's column, None if there is no primary outcome; all other columns are exploratory. `baseline` is "" if the
+    grid lacks that row, so that nothing is compared with it.
     """
 
     ablation: str
     base: str
-    baseline: str
     command: str
     environment: str
-    rows: tuple[TableRow, ...]
-    columns: tuple[Column, ...]
-    summaries: dict[str, Summary]
-    contrasts: tuple[ContrastRow, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    primary: str | None = None
-    declaration: Declaration | None = None
-    """The declaration of the question that the ablation answers, if any."""
-    verdict: Verdict | None = None
-    """None without a question, or while a required value is missing."""
-    yardstick: Yardstick | None = None
-    """None if the data source has none."""
     seconds: float | None = None
     """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
     seconds_elsewhere: float = 0.0
     """The part of it that another grid spent, from which cells were taken."""
     files: dict[str, str] = field(default_factory=dict)
     """Hashes of the user's files that are in no commit, by name."""
+    baseline: str
+    primary: str | None
+    declaration: Declaration | None = None
+    """The declaration of the question that the ablation answers, if any."""
+    yardstick: Yardstick | None = None
+    """None if the data source has none."""
+    columns: tuple[Column, ...]
+    contrasts: tuple[Contrast, ...]
+    rows: tuple[TableRow, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def collect_values(self, key: str) -> dict[str, dict[int, float | None]]:
+        """The values of a column by row and seed, of complete cells; None where it is undefined."""
+        return {
+            row.variant: {seed: row.metrics.get(key, {}).get(seed) for seed in row.cells.get("complete", [])}
+            for row in self.rows
+        }
+
+    @cached_property
+    def measures(self) -> dict[str, dict[str, Measure]]:
+        """By column's key and row."""
+        return {
+            column.key: measure_rows(column, self.collect_values(column.key), self.baseline) for column in self.columns
+        }
+
+    @cached_property
+    def summaries(self) -> dict[str, Summary]:
+        """By column's key."""
+        return {key: summarise(measures) for key, measures in self.measures.items()}
+
+    @cached_property
+    def effects(self) -> dict[str, dict[str, Effect]]:
+        """The effects of the contrasts, by column's key and contrast's name."""
+        weights = {contrast.name: contrast.weights for contrast in self.contrasts}
+        return {
+            column.key: compute_effects(column, self.collect_values(column.key), weights) for column in self.columns
+        }
+
+    @property
+    def outcomes(self) -> dict[str, dict[int, float]]:
+        """The declared primary outcome by row and seed; {} if the table lacks its column."""
+        measures = self.measures.get(self.declaration.primary, {}) if self.declaration else {}
+        return {name: measure.values for name, measure in measures.items()}
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """None without a question, or while a required value is missing."""
+        column = self.columns_by_key.get(self.declaration.primary) if self.declaration else None
+        if self.declaration is None or column is None:
+            return None
+        return judge(self.declaration, column, self.outcomes, self.find_failures())
 
     @property
     def git_sha(self) -> str:
@@ -379,8 +238,8 @@ class Table:
         """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
             return {}
-        bound, measures = self.yardstick.learned, self.collect_measures(self.yardstick.metric)
-        return {name: {int(seed) for seed, v in m.values.items() if v >= bound} for name, m in measures.items()}
+        bound, measures = self.yardstick.learned, self.measures[self.yardstick.metric]
+        return {name: {seed for seed, v in m.values.items() if v >= bound} for name, m in measures.items()}
 
     def is_void(self, variant: str, key: str) -> bool:
         """Whether a row's value in a column says nothing: the row did not learn the task, and this is not its loss."""
@@ -399,47 +258,31 @@ class Table:
 
     def find_twins(self) -> list[list[str]]:
         """Groups of rows that have the same losses, to the last bit, in all seeds that they share."""
-        losses = [key for key in self.columns_by_key if key.startswith("loss/")]
-        groups: list[list[TableRow]] = []
+        losses = [measures for key, measures in self.measures.items() if key.startswith("loss/")]
+        groups: list[list[str]] = []
 
-        def are_twins(a: TableRow, b: TableRow) -> bool:
-            values = [(a.metrics[key].values, b.metrics[key].values) for key in losses]
+        def are_twins(a: str, b: str) -> bool:
+            values = [(measures[a].values, measures[b].values) for measures in losses]
             pairs = [(old[seed], new[seed]) for old, new in values for seed in old.keys() & new.keys()]
             return bool(pairs) and all(old == new for old, new in pairs)
 
-        for row in self.rows:
-            group = next((group for group in groups if are_twins(group[0], row)), None)
-            groups.append([row]) if group is None else group.append(row)
-        return [[row.variant for row in group] for group in groups if len(group) > 1]
-
-    def collect_measures(self, key: str) -> dict[str, Measure]:
-        """The measures of a column by variant."""
-        return {row.variant: row.metrics[key] for row in self.rows}
+        for name in (row.variant for row in self.rows):
+            group = next((group for group in groups if are_twins(group[0], name)), None)
+            groups.append([name]) if group is None else group.append(name)
+        return [group for group in groups if len(group) > 1]
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON (no NaN, no infinity) of the values and of all else that cannot be computed from them.
-
-        `lit_lazy.table.build` reads it and computes the rest.
-        """
-        return {
-            "format": FORMAT,
-            "ablation": self.ablation,
-            "base": self.base,
-            "command": self.command,
-            "environment": self.environment,
-            **({} if self.seconds is None else {"seconds": round(self.seconds)}),
-            **({"seconds_elsewhere": round(self.seconds_elsewhere)} if self.seconds_elsewhere else {}),
-            **({"files": self.files} if self.files else {}),
-            "baseline": self.baseline,
-            "primary": self.primary,
-            **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
-            **({} if self.yardstick is None else {"yardstick": _drop_defaults(self.yardstick)}),
-            "columns": [_drop_defaults(column) for column in self.columns],
-            "contrasts": [{"name": row.name, "weights": row.weights} for row in self.contrasts],
-            "rows": [_drop_defaults(row, metrics=row.values) for row in self.rows],
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
+        """Strict JSON (no NaN, no infinity) of the fields, which `lit_lazy.table.build` reads."""
+        written = {
+            "seconds": self.seconds and round(self.seconds),
+            "seconds_elsewhere": round(self.seconds_elsewhere),
+            "declaration": self.declaration and self.declaration.to_json(),
+            "yardstick": self.yardstick and _to_json(self.yardstick),
+            "columns": [_to_json(column) for column in self.columns],
+            "contrasts": [vars(contrast) for contrast in self.contrasts],
+            "rows": [_to_json(row) for row in self.rows],
         }
+        return {"format": FORMAT, **_to_json(self, **written)}
 
     def to_csv(self) -> str:
         """Tidy CSV: one line per variant and metric, with raw values; undefined values are empty.
@@ -461,15 +304,16 @@ class Table:
                 "git_sha": join_or_mixed(row.git_shas),
             }
             for column in self.columns:
-                of = {"metric": column.key, "better": column.better, **row.metrics[column.key].flatten()}
+                of = {"metric": column.key, "better": column.better, **self.measures[column.key][row.variant].flatten()}
                 lines.append({**about, **row.labels, **of})
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
 
 
-def _drop_defaults(record: "Column | TableRow | Yardstick", **changes: Any) -> dict[str, Any]:
-    """The fields that are not at their default, with lists for tuples, as JSON returns them."""
-    known = vars(record) | changes
-    kept = {part.name: known[part.name] for part in fields(record) if known[part.name] != part.default}
+def _to_json(record: Any, **written: Any) -> dict[str, Any]:
+    """The fields without a default, or not at it, with lists for tuples, as JSON returns them."""
+    known = vars(record) | written
+    defaults = {part.name: {} if part.default_factory is dict else part.default for part in fields(record)}
+    kept = {name: known[name] for name, default in defaults.items() if known[name] != default}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 

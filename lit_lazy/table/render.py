@@ -8,7 +8,7 @@ from pathlib import Path
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE
-from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.columns import Column
 from lit_lazy.table.document import (
     Block,
     BulletList,
@@ -31,7 +31,7 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.records import UNFINISHED, Column, Measure, Table, TableRow
+from lit_lazy.table.records import UNFINISHED, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
 from lit_lazy.table.verdicts import (
     describe_bounds,
@@ -42,8 +42,6 @@ from lit_lazy.table.verdicts import (
 )
 
 NOT_DEFINED = "–"
-MOST_PRINTED = 60
-"""Rows of a table that a command prints; the files have all."""
 MOST_COLUMNS = 6
 """Columns of numbers in `render_brief`, the difference to the baseline among them."""
 DETAILS = "details.md"
@@ -60,10 +58,11 @@ def render_summary(table: Table, whole: Path, width: int = 120) -> str:
         blocks.append(_build_means(table, [column], whole=False, compared=[*filter(table.is_compared, [column])]))
         if table.contrasts and table.declaration is None:  # a question's contrasts are part of its verdict
             blocks.append(_build_contrasts(table, [column]))
-        effects = [row.metrics[column.key].difference for row in table.rows]
-        effects += [contrast.metrics[column.key] for contrast in table.contrasts]
+        effects = [measure.difference for measure in table.measures[column.key].values()]
+        effects += table.effects[column.key].values()
+        legend = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
         if any(effect.p_adj is not None for effect in effects):
-            blocks.append(Paragraph(_SUMMARY_LEGEND))
+            blocks.append(Paragraph(legend))
     if failed := _list_unfinished(table, ["failed"]):
         blocks.append(BulletList(failed))
     return _render_short(blocks, whole, width)
@@ -78,7 +77,7 @@ def render_text(table: Table, whole: Path, width: int = 120) -> str:
 
 
 def _render_short(blocks: Sequence[Block], whole: Path, width: int) -> str:
-    return to_text([short for block in blocks for short in shorten_block(block, MOST_PRINTED, str(whole))], width)
+    return to_text([short for block in blocks for short in shorten_block(block, 60, str(whole))], width)
 
 
 def render_brief(table: Table) -> str:
@@ -92,7 +91,7 @@ def render_brief(table: Table) -> str:
     if column := table.columns_by_key.get(table.primary or ""):
         caveats.append(f"Primary outcome: {column.title}; the other columns are exploratory.")
     caveats.append(f"All columns, tests and notes: {DETAILS}; lit-lazy report --from FOLDER makes it.")
-    opening = [_make_title(table), *_build_finding(table), *_build_warnings(table)]
+    opening = [_make_title(table), *build_finding(table), *_build_warnings(table)]
     blocks = [*opening, means, Paragraph(" ".join(caveats))]
     return to_markdown(blocks, math.inf)
 
@@ -131,7 +130,7 @@ def _make_title(table: Table) -> Heading:
 
 def _build_opening(table: Table) -> list[Block]:
     """The finding, of a question with a verdict what was declared, and the warnings."""
-    declared, found = table.declaration, _build_finding(table)
+    declared, found = table.declaration, build_finding(table)
     if declared is not None and table.verdict is not None:
         column = table.columns_by_key[declared.primary]
         where = f"in commit {declared.commit}" if declared.commit else "and not committed before its run"
@@ -169,7 +168,8 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
         blocks += _build_test_blocks(table, primary, primary, 3)
     tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
     if primary and tests:
-        tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
+        about = Paragraph("Not named beforehand: a star here raises a question, it does not answer one.")
+        tests = [Collapsible(Heading("Exploratory", 3), (about, *tests))]
     blocks += tests
     if table.contrasts or any(map(table.is_compared, table.columns)):
         blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
@@ -187,17 +187,14 @@ def _build_numbers(table: Table, means: Sequence[Block]) -> list[Block]:
     return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
 
 
-def _build_finding(table: Table) -> list[Block]:
-    """The finding; of a question, its verdict."""
-    declared = table.declaration
-    return [*map(Paragraph, describe_findings(table))] if declared is None else build_verdict(declared, table)
-
-
-def build_verdict(declared: Declaration, table: Table) -> list[Block]:
-    """What is known of a question: its verdict with contrasts and looks, or what the verdict still needs."""
-    verdict, dead = table.verdict, map(Paragraph, describe_unlearned(table))
+def build_finding(table: Table) -> list[Block]:
+    """The finding; of a question its verdict with contrasts and looks, or what the verdict still needs."""
+    declared, verdict = table.declaration, table.verdict
+    if declared is None:
+        return [*map(Paragraph, describe_findings(table))]
+    dead = map(Paragraph, describe_unlearned(table))
     if verdict is None:
-        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table.outcomes)}")]
     column = table.columns_by_key[declared.primary]
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
     earlier = [Paragraph(describe_earlier(declared))] if declared.after else []
@@ -231,8 +228,6 @@ _LEGEND = (
     "of one that is always at a bound: no spread was measured; – not defined; * differs from the baseline (p < 0.05 "
     "after Holm over the rows of the metric). ↓ lower, ↑ higher is better."
 )
-_SUMMARY_LEGEND = "p is adjusted for the number of comparisons (Holm), the 95 % interval after ± is not. * p < 0.05."
-_EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
 _DIFFERENCE_LEGEND = (
     "Differences: row minus baseline, seed by seed; mean over the seeds of both, ± half-width of the unadjusted 95 % "
     "interval; paired t test; p after Holm, none below three seeds. tie: exactly 0 in every seed; = the same "
@@ -287,7 +282,8 @@ def _build_means(
 
 
 def _build_contrasts(table: Table, columns: Sequence[Column]) -> Tabular:
-    cells = {row.name: [format_effect(row.metrics[c.key], c) for c in columns] for row in table.contrasts}
+    names = [contrast.name for contrast in table.contrasts]
+    cells = {name: [format_effect(table.effects[c.key][name], c) for c in columns] for name in names}
     return _build_effects("Contrast", columns, cells)
 
 
@@ -297,7 +293,7 @@ def _build_effects(first: str, columns: Sequence[Column], cells: Mapping[str, Se
 
 
 def _format_mean(table: Table, row: TableRow, column: Column) -> str:
-    m = row.metrics[column.key]
+    m = table.measures[column.key][row.variant]
     if m.mean is None and not row.n:
         return row.status
     text = format_estimate(m, column)
@@ -328,7 +324,8 @@ def _format_difference(table: Table, row: TableRow, column: Column) -> str:
         return "baseline"
     if not row.n:
         return row.status
-    return format_effect(row.metrics[column.key].difference, column, table.is_void(row.variant, column.key))
+    effect = table.measures[column.key][row.variant].difference
+    return format_effect(effect, column, table.is_void(row.variant, column.key))
 
 
 def format_effect(effect: Effect, column: Column, void: bool = False) -> str:
@@ -366,9 +363,9 @@ def _describe_column(table: Table, column: Column) -> str:
         same = [name for name in s.same if not table.is_void(name, column.key)]
         text += f"; {format_margin(column)}: {', '.join(same) or 'none'}"
     unit = format_unit(column)
-    for found in s.detectable:
-        text += f". Detectable at n = {found.n}: {column.format(found.mde)}{unit}; at Holm's first step: "
-        text += f"{column.format(found.mde_holm)}{unit}"
+    for n, (mde, mde_holm) in s.detectable.items():
+        text += f". Detectable at n = {n}: {column.format(mde)}{unit}; at Holm's first step: "
+        text += f"{column.format(mde_holm)}{unit}"
     return text + "."
 
 

@@ -1,15 +1,18 @@
 """Verdicts on the claim of a declared question.
 
-All functions are pure in the declaration and the values of a table, so table.json is enough to recompute a verdict.
+All functions are pure in the declaration and the values of a table, so table.json is enough to compute a verdict.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
 from lit_lazy.table.looks import (
     ALPHA,
+    Failures,
+    Outcomes,
     combine_statuses,
     compute_chances,
     compute_support_interval,
@@ -17,25 +20,17 @@ from lit_lazy.table.looks import (
     is_futile,
     judge_looks,
 )
-from lit_lazy.table.records import Column, Table
 from lit_lazy.table.statistics import drop_rounding
 
 
-def add_verdict(table: Table, declaration: Declaration | None) -> Table:
-    """The table with the declaration of its question, if any, and the verdict."""
-    verdict = None if declaration is None else judge(declaration, table)
-    return replace(table, declaration=declaration, verdict=verdict)
+def judge(declaration: Declaration, column: Column, outcomes: Outcomes, failures: Failures) -> Verdict | None:
+    """The verdict on outcomes; None while a row of a contrast lacks one in a seed of the first look.
 
-
-def judge(declaration: Declaration, table: Table) -> Verdict | None:
-    """The verdict of a table; None while a row of a contrast lacks the primary outcome in a seed of the first look."""
-    if declaration.primary not in table.columns_by_key or find_missing_seeds(declaration, table):
+    column: of the primary outcome.
+    """
+    if find_missing_seeds(declaration, outcomes):
         return None
-    column, seeds = table.columns_by_key[declaration.primary], set(map(str, declaration.seeds))
-    measures = table.collect_measures(column.key)
-    values = {name: {int(s): v for s, v in m.values.items() if s in seeds} for name, m in measures.items()}
-    failures = table.find_failures()
-    looks = judge_looks(declaration, values, failures)
+    looks = judge_looks(declaration, outcomes, failures)
     thresholds = _format_thresholds(declaration, column)
     looks = tuple(
         replace(look, parts=tuple(replace(part, why=part.why.format(**thresholds)) for part in look.parts))
@@ -44,8 +39,8 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     n, parts = looks[-1].n, looks[-1].parts
     verdict = Verdict(combine_statuses(parts), "", n, parts, declaration.exploratory, looks)
     if verdict.status == "undecided" and len(looks) < len(declaration.looks):
-        futile = is_futile(declaration, looks, values, failures)
-        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, values, failures))
+        futile = is_futile(declaration, looks, outcomes, failures)
+        verdict = replace(verdict, futile=futile, chances=compute_chances(declaration, looks, outcomes, failures))
     made, planned = len(looks), len(declaration.looks)
     at = f" at look {made} of {planned}" if planned > 1 else ""
     agreeing = sum(part.status == verdict.status for part in parts)
@@ -60,23 +55,22 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     return replace(verdict, sentence=text)
 
 
-def describe_missing(declaration: Declaration, table: Table) -> str:
-    """Describe what an absent verdict still needs."""
-    if declaration.primary not in table.columns_by_key:
+def describe_missing(declaration: Declaration, outcomes: Outcomes) -> str:
+    """Describe what an absent verdict still needs. outcomes: {} if no cell has measured any."""
+    if not outcomes:
         return f"No cell has measured its primary outcome, {declaration.primary}."
-    missing = find_missing_seeds(declaration, table)
+    missing = find_missing_seeds(declaration, outcomes)
     row, seeds = next(iter(missing.items()))
     others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
     needed = declaration.looks[0]
     return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
 
 
-def find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, list[int]]:
+def find_missing_seeds(declaration: Declaration, outcomes: Outcomes) -> dict[str, list[int]]:
     """Seeds without a primary outcome, by row, that the first look needs."""
-    known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
     seeds = declaration.seeds[: declaration.looks[0]]
     lacking = {
-        row: [seed for seed in seeds if str(seed) not in known.get(row, {})] for row in find_open_rows(declaration, ())
+        row: [seed for seed in seeds if seed not in outcomes.get(row, {})] for row in find_open_rows(declaration, ())
     }
     return {row: seeds for row, seeds in lacking.items() if seeds}
 

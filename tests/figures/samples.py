@@ -1,5 +1,6 @@
 """Arrays, tables and histories with made-up numbers, to be drawn."""
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,6 @@ import numpy as np
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
-from lit_lazy.table.verdicts import add_verdict
 
 Arrays = dict[str, np.ndarray]
 SPARSITIES = ("zero", "small", "block_64", "null")
@@ -133,7 +133,14 @@ def make_question(rule: str, rows: dict[str, list[float]], **changes: Any) -> Ta
         seeds=tuple(range(80)),
         **{"looks": (10, 20, 40, 80), "commit": "abc", "contrasts": contrasts} | changes,
     )
-    return add_verdict(tabulate(rows, (Column("loss", "loss", "lower", 3, "nats", scale=1),), "old"), declared)
+    return tabulate(rows, (Column("loss", "loss", "lower", 3, "nats", scale=1),), "old", declaration=declared)
+
+
+def override(table: Table, **derived: Any) -> Table:
+    """A table with other statistics, or another verdict, than follow from its values."""
+    changed = copy(table)
+    vars(changed).update(derived)
+    return changed
 
 
 def around(mean: float, sd: float, n: int) -> list[float]:

@@ -16,8 +16,7 @@ from legible import assert_legible
 from matplotlib.figure import Figure
 from samples import VARIANTS, Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
 
-from lit_lazy import figures
-from lit_lazy.figures import heads
+from lit_lazy.figures import ablation, effects, heads
 from lit_lazy.table.build import TableSpec, build_table, read_table
 from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
@@ -53,7 +52,7 @@ def read(name: str) -> Table:
 
 @functools.cache
 def draw_run() -> dict[str, Figure]:
-    return figures.draw_run_figures(ARRAYS, "lazy, seed 3")
+    return heads.draw_run_figures(ARRAYS, "lazy, seed 3")
 
 
 def make_masses(*mass: float) -> Arrays:
@@ -151,48 +150,44 @@ def make_trained() -> tuple[Table, dict]:
 ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0, 9.0), (1.0, 4.0))] + [{}]}
 UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
 OF_VARIANTS = {
-    "losses and sparsities": lambda: figures.loss_against_sparsity(make_study()),
-    "wide intervals": lambda: figures.loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
-    "intervals beyond a bound": lambda: figures.loss_against_sparsity(bounded()),
-    "bits per byte": lambda: figures.loss_against_sparsity(make_study(3, VARIANTS[:3], "loss/bits_per_byte")),
-    "tau over training": lambda: figures.parameter_over_training(*make_trained()),
-    "sinks over training": lambda: figures.sink_over_training(*make_trained()),
-    "a training that ended early": lambda: figures.parameter_over_training(make_study(), ENDED),
-    "a share that was undefined": lambda: figures.sink_over_training(make_study(), UNDEFINED),
-    "the 10 lowest of many": lambda: figures.loss_against_sparsity(read("rivals_rates-backcopy")),
-    "losses over training": lambda: figures.loss_over_training(*of_parts(**PARTS)),
-    "losses above the optimum": lambda: figures.loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
-    "colours of normalisers": lambda: figures.loss_against_sparsity(of_parts(**PARTS)[0]),
-    "colours of positions": lambda: figures.loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
+    "losses and sparsities": lambda: ablation.loss_against_sparsity(make_study()),
+    "wide intervals": lambda: ablation.loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
+    "intervals beyond a bound": lambda: ablation.loss_against_sparsity(bounded()),
+    "bits per byte": lambda: ablation.loss_against_sparsity(make_study(3, VARIANTS[:3], "loss/bits_per_byte")),
+    "tau over training": lambda: ablation.parameter_over_training(*make_trained()),
+    "sinks over training": lambda: ablation.sink_over_training(*make_trained()),
+    "a training that ended early": lambda: ablation.parameter_over_training(make_study(), ENDED),
+    "a share that was undefined": lambda: ablation.sink_over_training(make_study(), UNDEFINED),
+    "the 10 lowest of many": lambda: ablation.loss_against_sparsity(read("rivals_rates-backcopy")),
+    "losses over training": lambda: ablation.loss_over_training(*of_parts(**PARTS)),
+    "losses above the optimum": lambda: ablation.loss_over_training(make_study(), {"lazy": make_losses("val/excess")}),
+    "colours of normalisers": lambda: ablation.loss_against_sparsity(of_parts(**PARTS)[0]),
+    "colours of positions": lambda: ablation.loss_against_sparsity(of_parts(b=PARTS["b"], d=PARTS["d"])[0]),
 }
 
 
 def unlearned() -> Table:
-    """One row did not learn: its losses are beyond the mark."""
-    table = make_effects()
-    dead, measures = samples.EFFECTS[3], table.collect_measures("loss")
-    bound = 1 + max(max(m.values.values()) for name, m in measures.items() if m.n and name != dead)
-    beyond = replace(measures[dead], values=dict.fromkeys("01234", bound))
-    rows = [replace(r, metrics=r.metrics | {"loss": beyond}) if r.variant == dead else r for r in table.rows]
-    return replace(table, rows=tuple(rows), yardstick=Yardstick("loss", bound, {"chance": 2 * bound}))
+    """One row did not learn."""
+    table = replace(make_effects(), yardstick=Yardstick("loss", 1.0, {}))
+    return samples.override(table, unlearned={samples.EFFECTS[3]: "5 of 5"})
 
 
 def three(**values: tuple[float, float, float]) -> Figure:
-    return figures.effects_figure(tabulate(values, baseline="base"), ["loss"])
+    return effects.effects_figure(tabulate(values, baseline="base"), ["loss"])
 
 
 OF_EFFECTS = {
-    "effects": lambda: figures.effects_figure(make_effects(), ["recall", "loss"]),
-    "effects of one column": lambda: figures.effects_figure(
+    "effects": lambda: effects.effects_figure(make_effects(), ["recall", "loss"]),
+    "effects of one column": lambda: effects.effects_figure(
         make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), ["loss"]
     ),
-    "effects without a value": lambda: figures.effects_figure(make_effects(), ["loss", "recall", "sparsity"]),
-    "effects cut": lambda: figures.effects_figure(make_effects(n_seeds=2), ["loss"]),
-    "one row did not learn": lambda: figures.effects_figure(unlearned(), ["loss", "recall"]),
-    "no row learned": lambda: figures.effects_figure(
+    "effects without a value": lambda: effects.effects_figure(make_effects(), ["loss", "recall", "sparsity"]),
+    "effects cut": lambda: effects.effects_figure(make_effects(n_seeds=2), ["loss"]),
+    "one row did not learn": lambda: effects.effects_figure(unlearned(), ["loss", "recall"]),
+    "no row learned": lambda: effects.effects_figure(
         replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
     ),
-    "effects of the rivals": lambda: figures.effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
+    "effects of the rivals": lambda: effects.effects_figure(read("rivals-backcopy"), read("rivals-backcopy").compared),
     "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
     "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
 }
@@ -207,14 +202,14 @@ def far_apart() -> Table:
         for part, mean in zip(table.verdict.parts, (0.009, 0.01, 0.6, 0.343), strict=True)
     )
     look = replace(table.verdict.looks[0], parts=parts)
-    return replace(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
+    return samples.override(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
 
 
 def first_contrast(name: str) -> Table:
     table = read(name)
     assert table.verdict is not None
     looks = tuple(replace(look, parts=look.parts[:1]) for look in table.verdict.looks)
-    return replace(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
+    return samples.override(table, verdict=replace(table.verdict, parts=table.verdict.parts[:1], looks=looks))
 
 
 def most_contrasts() -> Table:
@@ -244,7 +239,7 @@ SCENES: dict[str, Callable[[], Figure | None]] = {
     **OF_HEADS,
     **OF_VARIANTS,
     **OF_EFFECTS,
-    **{f"verdict: {name}": lambda make=make: figures.verdict_figure(make()) for name, make in OF_VERDICTS.items()},
+    **{f"verdict: {name}": lambda make=make: effects.verdict_figure(make()) for name, make in OF_VERDICTS.items()},
 }
 
 

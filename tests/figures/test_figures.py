@@ -19,16 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
-from samples import VARIANTS, Arrays, make_arrays, make_effects, make_study, make_trainings, tabulate
+from samples import VARIANTS, Arrays, make_arrays, make_study, make_trainings, tabulate
 from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
 from flash_lazy import Rows
-from lit_lazy import figures
 from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
 from lit_lazy.attention.parts import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute, load_module
-from lit_lazy.figures import heads, palette
+from lit_lazy.figures import ablation, canvas, effects, heads, palette
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
 from lit_lazy.figures.effects import compute_limits
@@ -58,18 +57,18 @@ def test_nothing_is_drawn_of_nothing() -> None:
         assert getattr(heads, name)({}) is None
         assert getattr(heads, name)(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert {*RUN_FIGURES} - figures.draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
+    assert {*RUN_FIGURES} - heads.draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
     for columns, metrics in (
         ("loss/val sparsity/zero", {"loss/val": 1.0}),
         ("loss/val sparsity/zero", {"sparsity/zero": 0.5}),
         ("loss/val", {"loss/val": 1.0, "sparsity/zero": 0.5}),
     ):
         table = tabulate({"lazy": [metrics]}, [Column(key, key) for key in columns.split()])
-        assert figures.loss_against_sparsity(table) is None
-    assert figures.parameter_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
-    for draw in (figures.parameter_over_training, figures.sink_over_training, figures.loss_over_training):
+        assert ablation.loss_against_sparsity(table) is None
+    assert ablation.parameter_over_training(make_study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    for draw in (ablation.parameter_over_training, ablation.sink_over_training, ablation.loss_over_training):
         assert draw(make_study(), {"softmax": [{}], "lazy": []}) is None
-    assert figures.verdict_figure(read("table2-backcopy")) is None
+    assert effects.verdict_figure(read("table2-backcopy")) is None
 
 
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
@@ -98,7 +97,7 @@ def test_long_lines_are_means_over_bins() -> None:
 
 @pytest.mark.parametrize("n_seeds", [1, 5])
 def test_no_label_covers_a_marker_or_leaves_the_panel(n_seeds: int) -> None:
-    figure = figures.loss_against_sparsity(make_study(n_seeds))
+    figure = ablation.loss_against_sparsity(make_study(n_seeds))
     assert figure is not None
     assert_legible(figure)
     axes = figure.axes[0]
@@ -152,22 +151,15 @@ def test_of_many_rows_the_baseline_and_the_best_are_shown(
 ) -> None:
     monkeypatch.setattr(palette, "MOST_ROWS", 5)
     table, histories = many(better, 10)
-    effects, tau = figures.effects_figure(table, ["loss"]), figures.parameter_over_training(table, histories)
+    drawn, tau = effects.effects_figure(table, ["loss"]), ablation.parameter_over_training(table, histories)
     assert tau is not None
-    assert [label.get_text() for label in effects.axes[0].get_yticklabels()] == ["lazy", *kept]
+    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == ["lazy", *kept]
     assert [axes.get_title() for axes in tau.axes if axes.axison] == ["lazy", *kept]
-    for figure, count in ((effects, 11), (tau, 10)):
+    for figure, count in ((drawn, 11), (tau, 10)):
         said = f"; shown of {count}: the 5 with the {which} loss, baseline included"
         assert said in figure.get_suptitle().replace("\n", " ")
         assert_legible(figure)
-    assert figures.effects_figure(many("lower", 1000)[0], ["loss"]).bbox.height < WEBP_LIMIT
-
-
-def test_unknown_columns_are_named() -> None:
-    with pytest.raises(ValueError, match=r"columns: 'los' .* choose from loss, recall, sparsity"):
-        figures.effects_figure(make_effects(), ["los"])
-    with pytest.raises(ValueError, match="columns: none given"):
-        figures.effects_figure(make_effects(), [])
+    assert effects.effects_figure(many("lower", 1000)[0], ["loss"]).bbox.height < WEBP_LIMIT
 
 
 # Extremes
@@ -182,7 +174,7 @@ def undefine_first_layer(arrays: Arrays) -> Arrays:
 
 def draw_over_training(names: list[str], n_seeds: int) -> list[Figure | None]:
     table, trained = make_study(1, names, baseline=names[0]), make_trainings(names, n_seeds)
-    return [figures.parameter_over_training(table, trained), figures.sink_over_training(table, trained)]
+    return [ablation.parameter_over_training(table, trained), ablation.sink_over_training(table, trained)]
 
 
 def draw_search() -> list[Figure]:
@@ -200,17 +192,17 @@ def draw_search() -> list[Figure]:
 
 
 def draw_arrays(arrays: Arrays) -> list[Figure]:
-    return [*figures.draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
+    return [*heads.draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
 
 
 EXTREMES = {
     "one head, eight tokens": lambda: draw_arrays(make_arrays(layers=1, heads=1, maps=1, length=8, init=False)),
     "partly undefined": lambda: draw_arrays(undefine_first_layer(make_arrays(layers=3))),
     "deep": lambda: draw_arrays(make_arrays(layers=24, heads=16, length=300, maps=6, lengths=(600,))),
-    "one variant": lambda: [*draw_over_training(["lazy"], 1), figures.loss_against_sparsity(make_study(1, ["lazy"]))],
+    "one variant": lambda: [*draw_over_training(["lazy"], 1), ablation.loss_against_sparsity(make_study(1, ["lazy"]))],
     "long names": lambda: draw_over_training([f"a variant with a rather long name {i}" for i in range(17)], 5),
     "sixty rows": lambda: [
-        figures.parameter_over_training(*many("lower", 60)),
+        ablation.parameter_over_training(*many("lower", 60)),
     ],
     "a search": draw_search,
 }
@@ -283,13 +275,13 @@ def test_files_are_alike_whatever_the_users_own_style(tmp_path: Path) -> None:
     for folder, own in (("a", {}), ("b", {"font.size": 20.0, "axes.labelcolor": "red", "svg.hashsalt": "other"})):
         (tmp_path / folder).mkdir()
         with mpl.rc_context(own):
-            scatter = figures.loss_against_sparsity(table)
+            scatter = ablation.loss_against_sparsity(table)
             for name, figure in (
                 ("v1.5", heads.sink_heatmap(arrays)),
                 ("scatter", scatter),
             ):
                 assert figure is not None
-                figures.save_figure(figure, tmp_path / folder / name)
+                canvas.save_figure(figure, tmp_path / folder / name)
     written = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert written == ["scatter.png", "scatter.svg", "v1.5.png", "v1.5.svg"]
     for name in written:
@@ -312,7 +304,7 @@ def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
     np.testing.assert_allclose(mechanism.weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
     figure = mechanism.mechanism_figure()
     assert_legible(figure)
-    _, svg = figures.save_figure(figure, tmp_path / "mechanism")
+    _, svg = canvas.save_figure(figure, tmp_path / "mechanism")
     assert svg.read_text() == (ROOT / "docs" / "mechanism.svg").read_text()
 
 
@@ -321,11 +313,11 @@ def test_a_figure_is_laid_out_and_drawn_as_rarely_as_can_be(tmp_path: Path) -> N
     drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
     assert drawn is not None
     with count(Figure, "draw") as draws, count(ConstrainedLayoutEngine, "execute") as layouts:
-        figures.save_figure(drawn, tmp_path / "tau")
-        figures.render_image(drawn)
+        canvas.save_figure(drawn, tmp_path / "tau")
+        canvas.render_image(drawn)
     assert (draws.call_count, layouts.call_count) == (2, 1)
     with count(Axes, "set_ybound") as fits:
-        figures.parameter_over_training(*many("lower", 10))
+        ablation.parameter_over_training(*many("lower", 10))
     assert fits.call_count <= 2
 
 

@@ -384,7 +384,7 @@ def test_it_describes_a_grid_and_shows_its_primary_outcome(copied: Path, tmp_pat
     assert described[0].startswith(describe_findings(table)[0])
     key = table.main_columns[0].key
     shown = {name.removeprefix(f"{key}/"): value for name, value in run.data.metrics.items()}
-    means = {row.variant: row.metrics[key].mean for row in table.rows}
+    means = {name: measure.mean for name, measure in table.measures[key].items()}
     assert shown == {name: float(f"{mean:.4g}") for name, mean in means.items() if mean is not None}
     assert run.data.tags["mlflow.source.git.commit"] == run.data.tags["git_sha"]
     rows = ", ".join(f"lr={index / 7:.12g} tau_init=1.0" for index in range(900))

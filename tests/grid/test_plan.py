@@ -282,7 +282,7 @@ def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(starts, d
     rows = tuple(replace(row, seeds=(0, 1, 2)) for row in PLAN.rows)
     table = build_table(make_table_spec(replace(PLAN, rows=rows), observations, ()), observations)
     assert ("rows start at different tau" in render_markdown(table)) == differ
-    effect = table.collect_measures("init/sparsity/zero")["softmax"].difference
+    effect = table.measures["init/sparsity/zero"]["softmax"].difference
     assert effect.test == ("construction" if differ else "t")
     again = recompute_statistics(table, COLUMNS, PLAN.contrasts, PLAN.primary)
     assert again == table, "a table.json alone keeps what its cells said"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -30,7 +31,7 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import parse_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
-from lit_lazy.table.declaration import Chance
+from lit_lazy.table.declaration import Chance, Verdict
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.table.render import DETAILS, render_markdown
 from lit_lazy.tracking.store import default_uri
@@ -372,7 +373,7 @@ def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch)
     measured = {column.key for column in table.columns}
     assert {*ablation.primary, *own} <= measured
     used = {row for contrast in asked.contrasts for row in contrast.weights}
-    assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows if row.variant in used)
+    assert all(len(row.metrics[ablation.primary[0]]) == 1 for row in table.rows if row.variant in used)
 
 
 def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, capsys) -> None:
@@ -513,15 +514,19 @@ def test_a_resumed_question_equals_an_undisturbed_one(tmp_path, runs, run, capsy
 
 def check_next_look(table: Table) -> None:
     """Of a question that its first look left open: what stops it."""
+
+    def with_verdict(verdict: Verdict | None) -> SimpleNamespace:
+        return SimpleNamespace(declaration=table.declaration, verdict=verdict)
+
     assert table.verdict.chances[0] == Chance(4, 0.0, 0.0)
     assert find_next_look(table, None, 1) == 2
     assert find_next_look(table, 1, 1) is None
-    futile = replace(table, verdict=replace(table.verdict, futile=True))
+    futile = with_verdict(replace(table.verdict, futile=True))
     assert find_next_look(futile, None, 1) is None
     assert find_next_look(futile, 2, 1) == 2
-    decided = replace(table, verdict=replace(table.verdict, status="refuted"))
+    decided = with_verdict(replace(table.verdict, status="refuted"))
     assert find_next_look(decided, 2, 1) is None
-    assert find_next_look(replace(table, verdict=None), None, 0) is None
+    assert find_next_look(with_verdict(None), None, 0) is None
 
 
 @pytest.mark.long

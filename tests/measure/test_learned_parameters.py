@@ -20,7 +20,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.figures import list_learned
+from lit_lazy.figures.ablation import list_learned
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import (
     MOST_NUMBERS,

@@ -347,8 +347,7 @@ def test_cells_from_python_are_those_of_the_folder(store: Path) -> None:
     assert {name: lazy[f"model.attention.{name}"] for name in expected} == expected
     expected = {"model.tie_embeddings": True, "train.betas": [0.9, 0.95], "model.n_kv_heads": None}
     assert {name: lazy[name] for name in expected} == expected
-    (row,) = [row for row in found.table.rows if row.variant == ODD]
-    assert row.metrics["loss/excess"].mean == pytest.approx(cells.loc[[ODD], "loss/excess"].mean())
+    assert found.table.measures["loss/excess"][ODD].mean == pytest.approx(cells.loc[[ODD], "loss/excess"].mean())
 
 
 def test_the_examples_of_the_function_and_of_the_readme_run(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,4 +136,4 @@ def test_verdicts_follow_from_the_values_whatever_a_file_says(
     table["rows"].append(table["rows"][0])
     kept.write_text(json.dumps(table))
     assert main(["ablate", "verdicts", str(kept.parents[1])]) == 2
-    assert "there twice" in capsys.readouterr().err
+    assert "given twice" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from lit_lazy.table.declaration import Comparison, Declaration, Statement, Verdi
 from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
-from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, judge
+from lit_lazy.table.verdicts import describe_bounds, describe_contrasts
 
 LOOKS = (10, 20, 40, 80)
 LOSS = Column("loss", "loss", "lower", 3, "nats")
@@ -46,6 +46,10 @@ def table_of(declared: Declaration, rows: dict[str, list[float]]) -> Table:
         for seed, value in zip(declared.seeds, values, strict=False)
     ]
     return build_table(TableSpec("q", "base", next(iter(rows)), infos, [LOSS], [], "command"), cells)
+
+
+def judge(declared: Declaration, table: Table) -> Verdict | None:
+    return replace(table, declaration=declared).verdict
 
 
 def judge_rows(declared: Declaration, rows: dict[str, list[float]]) -> Verdict:
@@ -172,7 +176,7 @@ def test_a_look_whose_rows_did_not_learn_has_no_chance_to_tell() -> None:
 
     def describe(learned: float) -> list[str]:
         weighed = replace(table, yardstick=Yardstick("loss", learned, {}))
-        looked = add_verdict(weighed, declare("lower", margin=0.5))
+        looked = replace(weighed, declaration=declare("lower", margin=0.5))
         return [line.split(":")[0].strip() for line in describe_next_look(looked, grid, workers=1).splitlines()]
 
     assert describe(learned=2.0) == ["look 1 of 4", "c0", "Probability that it is decided", "look 2 of 4"]
@@ -213,10 +217,9 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> 
         (repeated, f"Second attempt, with other seeds. The first, q: {repeated.earlier}"),
         (renamed, "Asked with other seeds after q, whose claim reads otherwise: Undecided"),
     ):
-        table = add_verdict(table_of(declared, rows), declared)
+        table = replace(table_of(declared, rows), declaration=declared)
         again = parse_table(json.dumps(table.to_json()), "it")
         assert (again.declaration, again.verdict) == (declared, table.verdict)
-        assert judge(declared, again) == table.verdict
         assert said in render_markdown(table)
 
 
@@ -292,7 +295,7 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:
     table = table_of(DECLARED, OLD_AND_NEW)
 
     def write(**changes: object) -> list[str]:
-        return render_markdown(add_verdict(table, replace(DECLARED, **changes))).splitlines()
+        return render_markdown(replace(table, declaration=replace(DECLARED, **changes))).splitlines()
 
     done, needs = write(), "Not decided yet: New is lower than old. "
     assert done[2] == "Supported at look 1 of 4 (n = 10): New is lower than old."
@@ -302,7 +305,7 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs() -> None:
     lacks = "Its first look needs each of 11 seeds: new lacks 110 (2 rows lack some)."
     assert write(looks=(11, 80))[2] == needs + lacks
     assert write(primary="loss/nope")[2] == f"{needs}No cell has measured its primary outcome, loss/nope."
-    assert add_verdict(add_verdict(table, DECLARED), None).verdict is None, "a verdict without a declaration is none"
+    assert table.verdict is None, "a verdict without a declaration is none"
 
 
 def test_intervals_and_bounds_are_told_in_the_unit_of_the_column() -> None:

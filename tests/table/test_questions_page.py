@@ -142,9 +142,9 @@ def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repe
     assert "q_null" not in {answer.question for answer in collect_answers([again], RESULTS)}
     monkeypatch.setattr("lit_lazy.report.findings.find_words", lambda _: None)
     (answer,) = collect_answers([scale], tmp_path)
-    assert answer.claim == scale.declared.claim
-    assert answer.effect.startswith("slope of elastic - softmax: -0.0708 [")
-    assert answer.scope == "stdlib_small, 10 seeds"
+    assert answer.words.claim == scale.declared.claim
+    assert answer.words.effect.startswith("slope of elastic - softmax: -0.0708 [")
+    assert answer.words.scope == "stdlib_small, 10 seeds"
 
 
 def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_a_file_without_markers_is_left_as_it_is(tmp_path: Path, capsys: pytest.
     assert "README.md': cannot be read (No such file or directory); name a file with a pair" in capsys.readouterr().err
     for text, said in (
         ("<!-- verdicts -->", "--insert: the file lacks <!-- verdicts -->, <!-- findings -->"),
-        (f'{folder}/table.md "lasy: loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
+        (f'{folder}/table.md "lasy: validation loss"', "q_text_2: the table has no 'lasy'; it has softmax, "),
         (f'{folder}/table.md "lazy: Δ los"', "q_text_2: the table has no 'los'; it has validation loss, "),
         (f'{folder}/table.md "lazy: mass"', "q_text_2: table.md does not show 'mass'; link its table.json"),
         (f'{folder}/table.md "lazy: Δ sparsity"', "q_text_2: table.md does not show 'Δ sparsity'; link its table.json"),

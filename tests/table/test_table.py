@@ -26,7 +26,8 @@ from lit_lazy.table import render
 from lit_lazy.table.build import TableSpec, build_table, parse_table, read_table, recompute_statistics
 from lit_lazy.table.comparison import compare_tables, format_comparison
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import Column, Contrast, Measure, Observation, RowInfo, Table, Yardstick, format_csv
+from lit_lazy.table.measures import Measure
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.statistics import Effect, compute_contrast, minimum_detectable_effect
 
 PAGES = Path(__file__).parent / "pages"
@@ -71,7 +72,7 @@ def of_values(*columns: Column, seeds: int = 3, **values: Sequence[float | None]
 
 
 def measure(found: Table, variant: str, key: str = "loss") -> Measure:
-    return found.collect_measures(key)[variant]
+    return found.measures[key][variant]
 
 
 def make_kinds() -> Table:
@@ -254,7 +255,7 @@ def test_the_numbers_are_those_of_the_statistics() -> None:
     assert (found.baseline, found.git_sha, found.rows[1].n, found.rows[1].status) == ("lazy", SHA, 3, "complete")
     got, expected = measure(found, "b"), compute(b, a)
     assert (got.mean, got.ci95) == pytest.approx((np.mean(b), stats.t.isf(0.025, 2) * stats.sem(b)))
-    assert got.values == {"0": 1.7, "1": 1.9, "2": 2.0}
+    assert got.values == {0: 1.7, 1: 1.9, 2: 2.0}
     # Three rows of three seeds, one of them with the baseline's values, and one of too few.
     assert got.difference == replace(expected, p_adj=3 * expected.p, mde=minimum_detectable_effect(expected))
     assert measure(found, "c").difference.p_adj == pytest.approx(max(3 * expected.p, 2 * compute(c, a).p))
@@ -333,7 +334,7 @@ def test_the_order_of_the_observations_does_not_matter() -> None:
         (lambda: Contrast("c", {"lazy": 1.0, "b": -0.5}), "weights={'lazy': 1.0, 'b': -0.5}: must add up"),
         (lambda: Column("x", "x", "less"), "column 'x': better='less': must be one of lower, higher or None"),
         (lambda: Column("x", "x", digits=".3q"), "column 'x': digits='.3q': must be 0 to 20 decimals"),
-        (lambda: Column("x", "x", margin=0.0), "column 'x': margin=0.0: must be above 0"),
+        (lambda: Column("x", "x", margin=0.0), "column 'x': margin=0.0: must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:
@@ -370,7 +371,7 @@ def test_csv_is_tidy_and_exact(make: Callable[[], Table]) -> None:
     lines = {(line["variant"], line["metric"]): line for line in csv.DictReader(io.StringIO(found.to_csv()))}
     assert len(lines) == len(found.rows) * len(found.columns)
     for row in found.rows:
-        for key, of in row.metrics.items():
+        for key, of in ((key, measures[row.variant]) for key, measures in found.measures.items()):
             own, difference = vars(of), vars(of.difference)
             expected = {name: own[name] for name in ("mean", "ci95", "n", "undefined", "p_same")}
             expected |= {name: difference[name] for name in ("test", "p", "p_adj", "mde")}

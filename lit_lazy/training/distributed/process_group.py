@@ -13,16 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from lit_lazy.support.errors import UnfinishedError, describe_exception
@@ -153,30 +153,20 @@ class RankGroup:
             raise RankLostError(lost) from error
 
 
-class GroupEnvironment(ClusterEnvironment):
+class GroupEnvironment(LightningEnvironment):
     """Lightning's view of an existing group."""
 
     creates_processes_externally = True
-    main_address, main_port = LOCAL, 0
 
     def __init__(self, group: RankGroup) -> None:
+        super().__init__()
         self.group = group
-
-    @staticmethod
-    def detect() -> bool:
-        return False
 
     def world_size(self) -> int:
         return self.group.size
 
-    def set_world_size(self, size: int) -> None:
-        """No-op: the group is fixed."""
-
     def global_rank(self) -> int:
         return self.group.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """No-op: the group is fixed."""
 
     def local_rank(self) -> int:
         return self.group.local_rank
@@ -184,98 +174,81 @@ class GroupEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return self.group.rank // self.group.local_size
 
+    def teardown(self) -> None:
+        """No-op: Lightning's own removes a variable by which later runs find the group."""
+
+
+def join_torchrun() -> RankGroup | None:
+    """The group that torchrun, or `start_ranks`, assigned to this process, if any."""
+    return None if read_torchrun_size() is None else _meet()
+
 
 @cache
-def join_torchrun() -> RankGroup | None:
-    """The group that torchrun assigned to this process, if any."""
-    if read_torchrun_size() is None:
-        return None
+def _meet() -> RankGroup:
     store, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
     return RankGroup(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 @contextmanager
 def start_ranks(devices: int) -> Iterator[RankGroup | None]:
-    """Start the other ranks of a run; they end with the block. Yields the group, or None for one device."""
+    """Start the other ranks of a run; they end with the block. Yields the group, or None for one device.
+
+    They own no files or locks, so they may be killed at any time.
+    """
     if devices == 1 or read_torchrun_size():
         yield join_torchrun()
         return
-    _use_loopback()
-    with socket.create_server((LOCAL, 0)) as server, _ChildRanks(port := server.getsockname()[1], devices) as ranks:
-        store = distributed.TCPStore(
-            LOCAL, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=server.detach()
-        )
-        yield RankGroup(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=ranks.find_lost)
-
-
-class _ChildRanks:
-    """The ranks that rank 0 started. They own no files or locks, so they may be killed at any time."""
-
-    def __init__(self, port: int, size: int) -> None:
-        self._ended = threading.Event()
-        self._processes = [_start_rank(port, rank, size) for rank in range(1, size)]
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "_ChildRanks":
-        self._watcher.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._ended.set()
-        for process in self._processes:
-            if kind is None:
+    # gloo would use the address of the host name.
+    for loopback in [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    with socket.create_server((LOCAL, 0)) as server:
+        port, ended = server.getsockname()[1], threading.Event()
+        processes = [_start_rank(port, rank, devices) for rank in range(1, devices)]
+        watcher = threading.Thread(target=_end_with_ranks, args=(processes, ended), daemon=True)
+        watcher.start()
+        try:
+            store = distributed.TCPStore(
+                LOCAL, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=server.detach()
+            )
+            yield RankGroup(store, 0, devices, local_rank=0, local_size=devices, lost=partial(_find_lost, processes))
+            for process in processes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_SECONDS)
-            process.kill()
-            process.wait()
-            if process.stdin:
-                process.stdin.close()
-        self._watcher.join()
-
-    def find_lost(self, killed: bool) -> str:
-        """Describe a rank that failed or was killed, or with `killed` only one that was killed; "" for none."""
-        for rank, process in enumerate(self._processes, 1):
-            code = process.poll() or 0
-            if code < 0 or (code and not killed):
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-                return f"rank {rank} of {len(self._processes) + 1} {how}; the same command resumes"
-        return ""
-
-    def _watch(self) -> None:
-        """End this process if another rank is lost and the collectives do not fail within GRACE_SECONDS."""
-        while not self._ended.wait(POLL_SECONDS):
-            if (lost := self.find_lost(False)) and not self._ended.wait(GRACE_SECONDS):
-                log.error("%s", lost)
-                os._exit(1)
+        finally:
+            ended.set()
+            for process in processes:
+                with process:
+                    process.kill()
+            watcher.join()
 
 
 def _start_rank(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
-    """Start a rank, which waits for its `RunSpec` and ends when its standard input closes, even if rank 0 is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE],
-        stdin=subprocess.PIPE,
-        env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(torch.get_num_threads())),
-        start_new_session=True,
+    """Start a rank as torchrun would. It ends when its standard input closes, even if this process is killed."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), torch.get_num_threads())
+    group = {"MASTER_ADDR": LOCAL, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lit-lazy"}
+    group |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    env = os.environ | {name: str(value) for name, value in (threads | group).items()}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, env=env, start_new_session=True
     )
-    assert process.stdin
-    process.stdin.write(json.dumps({"port": port, "rank": rank, "size": size}).encode() + b"\n")
-    process.stdin.flush()
-    return process
 
 
-def connect_to_group(line: str) -> RankGroup:
-    """The group of a process started by `_start_rank`, from its line of input."""
-    _use_loopback()
-    fields = json.loads(line)
-    store = distributed.TCPStore(LOCAL, fields["port"], is_master=False, timeout=TIMEOUT)
-    return RankGroup(store, fields["rank"], fields["size"], fields["rank"], fields["size"])
+def _find_lost(processes: "Sequence[subprocess.Popen[bytes]]", killed: bool) -> str:
+    """Describe a rank that failed or was killed, or with `killed` only one that was killed; "" for none."""
+    for rank, process in enumerate(processes, 1):
+        code = process.poll() or 0
+        if code < 0 or (code and not killed):
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+            return f"rank {rank} of {len(processes) + 1} {how}; the same command resumes"
+    return ""
 
 
-def _use_loopback() -> None:
-    """Make gloo use the loopback interface instead of the address of the host name."""
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+def _end_with_ranks(processes: "Sequence[subprocess.Popen[bytes]]", ended: threading.Event) -> None:
+    """End this process if another rank is lost and the collectives do not fail within GRACE_SECONDS."""
+    while not ended.wait(POLL_SECONDS):
+        if (lost := _find_lost(processes, killed=False)) and not ended.wait(GRACE_SECONDS):
+            log.error("%s", lost)
+            os._exit(1)
 
 
 def exit_on_eof(pipe: int) -> None:

@@ -9,7 +9,7 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.callbacks import MissedValidation
-from lit_lazy.training.distributed.process_group import RankGroup, connect_to_group, exit_on_eof
+from lit_lazy.training.distributed.process_group import RankGroup, exit_on_eof, join_torchrun
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts
@@ -45,11 +45,12 @@ def _join_training(group: RankGroup) -> None:
 
 
 def main() -> int:
-    """Entry point of the processes that rank 0 starts. Reads port, rank and size from standard input."""
-    line = sys.stdin.readline()
+    """Entry point of the processes that rank 0 starts."""
     exit_on_eof(sys.stdin.fileno())
     try:
-        join_training(connect_to_group(line))
+        group = join_torchrun()
+        assert group
+        join_training(group)
     except UnfinishedError:
         return 1  # rank 0 has the same error
     except KeyboardInterrupt:

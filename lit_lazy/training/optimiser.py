@@ -1,7 +1,7 @@
 """What a training changes: the parameters that it trains, their groups and rates, and their average. Only torch."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,9 +45,15 @@ def freeze_others(model: nn.Module, patterns: Collection[str]) -> set[str]:
 def require_loaded(patterns: Collection[str], frozen: Collection[str], loaded: Collection[str]) -> None:
     """Raise a one-line ValueError if a parameter that the patterns freeze is not loaded: it would stay random."""
     new = sorted(set(frozen) - set(loaded))
-    names = ", ".join(new[:MOST_NAMED]) + (f", ... ({len(new)})" if len(new) > MOST_NAMED else "")
+    names = format_names(new, MOST_NAMED)
     fix = f"leaves {names} at their first values; add a pattern that trains them, or an init_from that has them"
     require(not new, "train.trainable", patterns, fix)
+
+
+def format_names(names: Sequence[str], most: int) -> str:
+    """The first names, and how many there are if that is not all."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, ... ({len(names)})" if len(names) > most else shown or "none"
 
 
 def lr_factor(step: int, cfg: TrainConfig) -> float:

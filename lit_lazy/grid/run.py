@@ -43,7 +43,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.tracking.store import default_uri, sqlite_file
-from lit_lazy.training.devices import find_missing_backend
+from lit_lazy.training.execution import find_missing_backend
 from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run_folder import (
     CELLS,

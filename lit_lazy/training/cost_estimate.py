@@ -18,8 +18,7 @@ from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.machine import measure_saved_bytes, measure_total_memory
-from lit_lazy.training.devices import find_missing_gpu, select_training_device
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import build_optimizer, find_block_matrices, freeze_others
 from lit_lazy.training.prepare import prepare_outline

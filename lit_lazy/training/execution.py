@@ -1,17 +1,27 @@
-"""How a run is executed: not part of its key, recorded with its result, and without effect beyond rounding."""
+"""How and where a run is executed: not part of its key, and without effect beyond rounding. Without Lightning."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
+from flash_lazy.cpu.library import find_obstacle, get_instruction_set
+from flash_lazy.fused import configurations
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import CheckedFields, PositiveInt, require
+from lit_lazy.support.machine import count_cores
 
 Strategy = Literal["ddp", "fsdp"]
+BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
+"""How long other processes are watched, and how many cores of those of the threads may be busy."""
+LOGGER_KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""The optional package that each logger needs."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +82,63 @@ class Execution(CheckedFields):
 
 ONE_DEVICE = Execution()
 """The default: one device, no memory options."""
+
+
+def select_training_device() -> torch.device:
+    """The current accelerator, chosen as by Lightning, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def find_missing_backend() -> str | None:
+    """Why training here lacks the compiled backend, with the fix; None if it has it or runs on an accelerator."""
+    return find_obstacle() if select_training_device().type == "cpu" else None
+
+
+def find_missing_gpu(backend: str) -> str | None:
+    """Why this machine cannot run a model's backend that needs a GPU, with the fix; None if it can."""
+    if backend != "triton" or torch.cuda.is_available() or configurations.INTERPRETED:
+        return None
+    return "needs a GPU, and this machine has none; leave it at auto, or give chunked"
+
+
+def describe_backend(label: str) -> str:
+    """A backend's label in tables; that of the compiled backend with its instruction set, as in `cpu (avx512)`."""
+    return f"{label} ({get_instruction_set()})" if label == "cpu" else label
+
+
+def find_busy_cores() -> str | None:
+    """That other processes use cores of this one's threads, which then wait for each other, with the fix; else None."""
+    threads, cores = torch.get_num_threads(), count_cores()
+    if threads == 1 or select_training_device().type != "cpu":
+        return None
+    busy = psutil.cpu_percent(BUSY_SECONDS) / 100 * cores
+    if busy + threads < cores + BUSY_CORES:
+        return None
+    return f"other work keeps {busy:.1f} of {cores} cores busy; a small model is faster beside it with --threads 1"
+
+
+def check_devices(devices: int) -> None:
+    """Raises ValueError if this machine has fewer devices."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
+    require(devices <= available, "--devices", devices, f"must be at most the {available} {kind} of this machine")
+
+
+def read_torchrun_size() -> int | None:
+    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def check_logger_kinds(kinds: Sequence[str], option: str = "--logger") -> None:
+    """Raise a one-line ValueError for a logger that is unknown, given twice, or whose package is missing.
+
+    option: the option's name in the message.
+    """
+    for i, kind in enumerate(kinds):
+        if kind not in list(LOGGER_KINDS):  # a list, because a kind may be unhashable
+            raise ValueError(f"{option} {kind}: unknown; there are {', '.join(LOGGER_KINDS)}")
+        if kind in kinds[:i]:
+            raise ValueError(f"{option} {kind}: is given twice; leave one out")
+        package = LOGGER_KINDS[kind]
+        if package is not None and find_spec(package) is None:
+            raise ValueError(f"{option} {kind}: needs the package {package}; pip install 'lit-lazy[{kind}]'")

@@ -32,9 +32,15 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
-from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution import (
+    ONE_DEVICE,
+    Execution,
+    describe_backend,
+    find_busy_cores,
+    find_missing_backend,
+    select_training_device,
+)
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.loggers import MetricFile, open_loggers

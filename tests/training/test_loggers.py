@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
 from lit_lazy.training import logger_kinds, loggers
-from lit_lazy.training.logger_kinds import check_logger_kinds
+from lit_lazy.training.execution import check_logger_kinds
 from lit_lazy.training.loggers import METRICS, MetricFile, open_loggers, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}

@@ -37,8 +37,7 @@ from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
 from lit_lazy.support.errors import BusyError
 from lit_lazy.training import devices, head_monitor
-from lit_lazy.training.devices import describe_backend
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import Execution, describe_backend
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult

@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from lit_lazy.support.errors import UnfinishedError, describe_exception
-from lit_lazy.training.devices import read_torchrun_size
+from lit_lazy.training.execution import read_torchrun_size
 
 MODULE = "lit_lazy.training.distributed.rank_process"
 """The module that the other ranks run."""

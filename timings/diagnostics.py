@@ -212,7 +212,7 @@ def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> T
         callbacks = [] if stopwatch is None else [stopwatch]
         trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False, execution=ONE_DEVICE)
         started, processor_started = time.perf_counter(), time.process_time()
-        fit(trainer, module, cfg, source, None)
+        fit(trainer, module, source, None)
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
         lines = read_lines(folder / METRICS)
     looks = sum(any(name.startswith("watch/") for name in line.metrics) for line in lines)

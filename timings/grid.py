@@ -138,7 +138,7 @@ def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     with clock.measure("measure"):
         measure_model(module, source, maps=None)
     with clock.measure("fit"):
-        fit(trainer, module, cfg, source, None)
+        fit(trainer, module, source, None)
     wall, cpu = time.perf_counter(), time.process_time()
     measure_model(module, source, STRONGEST)
     clock.wall["measure"][-1] += time.perf_counter() - wall

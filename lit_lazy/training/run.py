@@ -32,7 +32,7 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
-from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
+from lit_lazy.training.distributed.process_group import start_ranks
 from lit_lazy.training.execution import (
     ONE_DEVICE,
     Execution,
@@ -168,12 +168,14 @@ def _run(
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            settings = to_dict(cfg), asdict(execution), list_user_files(cfg), source.fingerprint
-            group.send_spec(RunSpec(*settings, folder, checkpoint, final))
+            settings = {"config": to_dict(cfg), "execution": asdict(execution), "files": list_user_files(cfg)}
+            group.send_spec(
+                **settings, fingerprint=source.fingerprint, folder=folder, checkpoint=checkpoint, final=final
+            )
         kept = time_monitor, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
         callbacks = (*kept, monitor, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group, interrupts)
-        module = fit(trainer, module, cfg, source, checkpoint, group, final)
+        module = fit(trainer, module, source, checkpoint, group, final)
         train_seconds = time_monitor.seconds
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU

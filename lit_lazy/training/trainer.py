@@ -45,11 +45,10 @@ def build_module(cfg: RunConfig, source: DataSource, execution: Execution) -> Li
 def fit(
     trainer: L.Trainer,
     module: LitLM,
-    cfg: RunConfig,
     source: DataSource,
-    checkpoint: Path | None,
+    checkpoint: Path | str | None,
     group: RankGroup | None = None,
-    final: Path | None = None,
+    final: Path | str | None = None,
 ) -> LitLM:
     """Train, resuming from `checkpoint` and together with the other ranks of `group`, if given.
 
@@ -57,9 +56,9 @@ def fit(
     KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
     """
     (interrupts,) = (part.interrupts for part in trainer.callbacks if isinstance(part, StopOnInterrupt))  # type: ignore[attr-defined]
-    batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
+    batch_size, share = module.cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # The loader reads global_step at its first batch, after the checkpoint was restored.
-    batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
+    batches = train_loader(source, batch_size, module.cfg.seed, lambda: module.trainer.global_step, share)
     validation = validation_loader(source, module.execution.evaluation_batch_size(batch_size))
     try:
         with interrupts.defer(), nullcontext() if group is None else group.join():

@@ -238,7 +238,7 @@ def peak():  # of this program; ru_maxrss includes the peak of the process it wa
 before = peak()
 module = build_module(cfg, source, execution)
 trainer = make_trainer(cfg, Path(sys.argv[2]), None, (), False, execution)
-fit(trainer, module, cfg, source, None)
+fit(trainer, module, source, None)
 print(json.dumps({"bytes": peak() - before, "step": trainer.global_step}))
 """
 

@@ -24,7 +24,7 @@ def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
     source = cfg.data.load()
     watched = StepProgress(Console(file=file, force_terminal=terminal, force_jupyter=notebook, width=200))
     trainer = make_trainer(cfg, folder, None, [watched], False, halves)
-    fit(trainer, build_module(cfg, source, halves), cfg, source, None)
+    fit(trainer, build_module(cfg, source, halves), source, None)
     return file.getvalue()
 
 

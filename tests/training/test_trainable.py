@@ -38,7 +38,7 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_pa
     source = prepare(cfg)
     module = build_module(cfg, source, ONE_DEVICE)
     before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
-    fit(make_trainer(cfg, tmp_path, None, (), False, ONE_DEVICE), module, cfg, source, None)
+    fit(make_trainer(cfg, tmp_path, None, (), False, ONE_DEVICE), module, source, None)
     after = dict(module.model.named_parameters())
     moved = {name for name in before if is_trained(name)}
     assert {name for name in before if not torch.equal(before[name], after[name])} == moved

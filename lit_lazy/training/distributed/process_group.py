@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ GRACE_SECONDS = 10.0
 """Time for a collective to fail after a rank has left it; with NCCL it may hang forever."""
 POLL_SECONDS = 0.2
 SPEC, FAILURE, HERE, STOP = "orders", "failure", "here", "stop"
-"""Keys in a group's store: the `RunSpec`, why a rank failed, the ranks that are ready to join, and the last step."""
+"""Keys in a group's store: the run, why a rank failed, the ranks that are ready to join, and the last step."""
 
 log = logging.getLogger("lit_lazy.training.distributed.process_group")
 
@@ -48,23 +47,6 @@ class RankLostError(UnfinishedError):
 
 class RankFailedError(UnfinishedError):
     """An exception in another process of the run."""
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """What the ranks of a run train, and how to execute it."""
-
-    config: dict[str, Any]
-    execution: dict[str, Any]
-    files: list[Path]
-    """Python files that define classes of the config."""
-    fingerprint: str
-    """Fingerprint of rank 0's data."""
-    folder: Path
-    checkpoint: Path | None
-    """Checkpoint to resume from."""
-    final: Path | None
-    """Path to save the trained model at."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +94,13 @@ class RankGroup:
             self._check_ranks()
             time.sleep(POLL_SECONDS)
 
-    def send_spec(self, spec: RunSpec) -> None:
-        """Start the other ranks' training."""
-        self.store.set(SPEC, json.dumps(asdict(spec), default=str))
+    def send_spec(self, **spec: Any) -> None:
+        """Start the other ranks' training (`rank_process`). spec: what JSON takes, and paths, which become texts."""
+        self.store.set(SPEC, json.dumps(spec, default=str))
 
-    def receive_spec(self) -> RunSpec:
-        """Wait for rank 0's `RunSpec`."""
-        fields = json.loads(self.store.get(SPEC))
-        paths = {name: fields[name] and Path(fields[name]) for name in ("folder", "checkpoint", "final")}
-        return RunSpec(**fields | paths | {"files": [Path(file) for file in fields["files"]]})
+    def receive_spec(self) -> dict[str, Any]:
+        """Wait for rank 0's spec."""
+        return json.loads(self.store.get(SPEC))
 
     def agree_to_stop(self, step: int, wanted: bool) -> bool:
         """Whether all ranks stop after this step, their number of finished steps; called by each rank at each step.

@@ -1,6 +1,8 @@
 """Process of a rank other than 0: trains on its share of a run's batches."""
 
 import sys
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -18,30 +20,38 @@ from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 
 def join_training(group: RankGroup) -> None:
-    """Train rank 0's `RunSpec`. Reports an error to rank 0."""
+    """Train what rank 0 sends. Reports an error to rank 0."""
     try:
-        _join_training(group)
+        _train(group, **group.receive_spec())
     except Exception as error:
         group.report_failure(error)
         raise
 
 
-def _join_training(group: RankGroup) -> None:
-    spec = group.receive_spec()
-    for file in spec.files:
-        load_module(file)
-    cfg, execution = from_dict(RunConfig, spec.config), Execution(**spec.execution)
+def _train(
+    group: RankGroup,
+    config: dict[str, Any],
+    execution: dict[str, Any],
+    files: list[str],
+    fingerprint: str,
+    folder: str,
+    **options: Any,
+) -> None:
+    """files: Python files that define classes of the config. fingerprint: of rank 0's data. options: of `fit`."""
+    for file in files:
+        load_module(Path(file))
+    cfg, how = from_dict(RunConfig, config), Execution(**execution)
     source = load_data(cfg.data)
-    if source.fingerprint != spec.fingerprint:
+    if source.fingerprint != fingerprint:
         raise ValueError(f"its data ({source.name}) differs from rank 0's; give it the same files")
     logger, callbacks = None, ()
-    if execution.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
+    if how.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
         logger, monitor = DummyLogger(), HeadMonitor(source)
         callbacks = (MissedValidation(source, monitor.losses), monitor)
-    module = build_module(cfg, source, execution)
+    module = build_module(cfg, source, how)
     with Interrupts() as interrupts, interrupts.allow():  # torchrun sends its signals to every rank
-        trainer = make_trainer(cfg, spec.folder, logger, callbacks, False, execution, group, interrupts)
-        fit(trainer, module, cfg, source, spec.checkpoint, group, spec.final)
+        trainer = make_trainer(cfg, Path(folder), logger, callbacks, False, how, group, interrupts)
+        fit(trainer, module, source, group=group, **options)
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from lit_lazy.tracking.active_run import ActiveRun
 from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.callbacks import AtStart
+from lit_lazy.training.callbacks import AtStart, StepProgress
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution, check_logger_kinds
 from lit_lazy.training.init_from import check_init_from
@@ -163,8 +163,7 @@ def train_tracked(
                     active.name,
                     loggers,
                     interrupts=interrupts,
-                    callbacks=[begin],
-                    show_progress=True,
+                    callbacks=[StepProgress(), begin],
                     keep_checkpoint=keep_checkpoint is not False,
                     execution=execution,
                     lock=lock,

@@ -48,7 +48,7 @@ from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 from lit_lazy.training.without_effect import list_ineffective
 
 log = logging.getLogger("lit_lazy.training.run")
@@ -62,7 +62,6 @@ def run(
     *,
     logger: Logger | None = None,
     callbacks: Sequence[Callback] = (),
-    show_progress: bool = False,
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
     execution: Execution = ONE_DEVICE,
@@ -97,7 +96,7 @@ def run(
             write_settings(folder, key, source.fingerprint, to_dict(cfg))
             if (result := _measure_known(cfg, key, source, folder)) is not None:
                 return result
-            settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
+            settings = logger, callbacks, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
     except Timeout:
         raise BusyError(f"another process works in {folder}") from None
@@ -150,7 +149,6 @@ def _run(
     folder: Path,
     logger: Logger | None,
     callbacks: Sequence[Callback],
-    show_progress: bool,
     keep_checkpoint: bool,
     execution: Execution,
     interrupts: Interrupts | None,
@@ -174,8 +172,7 @@ def _run(
             )
         kept = time_monitor, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
         callbacks = (*kept, monitor, *callbacks)
-        trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group, interrupts)
-        module = fit(trainer, module, source, checkpoint, group, final)
+        module = fit(module, source, folder, logger, callbacks, checkpoint, final, group, interrupts)
         train_seconds = time_monitor.seconds
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU

@@ -21,7 +21,6 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.data.sampler import Portion, train_loader, validation_loader
 from lit_lazy.model.decoder import gather_full_tensor
-from lit_lazy.training.callbacks import StepProgress
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.distributed.process_group import GroupEnvironment, RankGroup
 from lit_lazy.training.execution import Execution
@@ -43,19 +42,24 @@ def build_module(cfg: RunConfig, source: DataSource, execution: Execution) -> Li
 
 
 def fit(
-    trainer: L.Trainer,
     module: LitLM,
     source: DataSource,
-    checkpoint: Path | str | None,
-    group: RankGroup | None = None,
+    folder: Path,
+    logger: Logger | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Path | str | None = None,
     final: Path | str | None = None,
+    group: RankGroup | None = None,
+    interrupts: Interrupts | None = None,
 ) -> LitLM:
     """Train, resuming from `checkpoint` and together with the other ranks of `group`, if given.
 
-    Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at. Raises
-    KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
+    Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at.
+    interrupts: as of `run`. Raises KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
     """
-    (interrupts,) = (part.interrupts for part in trainer.callbacks if isinstance(part, StopOnInterrupt))  # type: ignore[attr-defined]
+    interrupts = interrupts or Interrupts()
+    stop = StopOnInterrupt(interrupts, folder / CHECKPOINTS / LAST, group)
+    trainer = _make_trainer(module, folder, logger, [*callbacks, stop], group)
     batch_size, share = module.cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # The loader reads global_step at its first batch, after the checkpoint was restored.
     batches = train_loader(source, batch_size, module.cfg.seed, lambda: module.trainer.global_step, share)
@@ -80,17 +84,10 @@ def fit(
         interrupts.set_handlers()
 
 
-def make_trainer(
-    cfg: RunConfig,
-    folder: Path,
-    logger: Logger | None,
-    callbacks: Sequence[Callback],
-    show_progress: bool,
-    execution: Execution,
-    group: RankGroup | None = None,
-    interrupts: Interrupts | None = None,
+def _make_trainer(
+    module: LitLM, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], group: RankGroup | None
 ) -> L.Trainer:
-    """Lightning's trainer, with every option that affects results set explicitly. interrupts: as of `run`.
+    """Lightning's trainer, with every option that affects results set explicitly.
 
     The queue handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
     and resume from any `hpc_ckpt_*` in its default folder; that folder therefore does not exist.
@@ -101,37 +98,31 @@ def make_trainer(
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
     # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    checkpoints = folder / CHECKPOINTS
-    every = cfg.train.checkpoint_every
-    checkpoint = ModelCheckpoint(checkpoints, save_last=True, save_top_k=0, every_n_train_steps=every)
+    train, execution = module.cfg.train, module.execution
+    every = train.checkpoint_every
+    checkpoint = ModelCheckpoint(folder / CHECKPOINTS, save_last=True, save_top_k=0, every_n_train_steps=every)
     strategy: Strategy | str = "auto"
     if group:
         strategy = DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
-    parts = execution.accumulation_steps(cfg.train.batch_size)
     return L.Trainer(
-        max_steps=cfg.train.steps,
+        max_steps=train.steps,
         max_epochs=-1,
         devices=group.local_size if group else 1,
         num_nodes=group.nodes if group else 1,
         strategy=strategy,
         use_distributed_sampler=False,
-        accumulate_grad_batches=parts,
-        precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
-        gradient_clip_val=cfg.train.clip_norm,
-        val_check_interval=cfg.train.val_every * parts,  # in batches
+        accumulate_grad_batches=module.parts,
+        precision="bf16-mixed" if train.precision == "bf16" else "32-true",
+        gradient_clip_val=train.clip_norm,
+        val_check_interval=train.val_every * module.parts,  # in batches
         check_val_every_n_epoch=None,
-        log_every_n_steps=cfg.train.log_every,
+        log_every_n_steps=train.log_every,
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
         # Never that of a batch system, even if its variables are set.
         plugins=[AtomicCheckpointIO(), GroupEnvironment(group) if group else LightningEnvironment()],
-        callbacks=[
-            *([StepProgress()] if show_progress else []),
-            *callbacks,
-            StopOnInterrupt(interrupts or Interrupts(), checkpoints / LAST, group),
-            checkpoint,
-        ],
+        callbacks=[*callbacks, checkpoint],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",

@@ -16,7 +16,7 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import load_data
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 
 
 def join_training(group: RankGroup) -> None:
@@ -50,8 +50,7 @@ def _train(
         callbacks = (MissedValidation(source, monitor.losses), monitor)
     module = build_module(cfg, source, how)
     with Interrupts() as interrupts, interrupts.allow():  # torchrun sends its signals to every rank
-        trainer = make_trainer(cfg, Path(folder), logger, callbacks, False, how, group, interrupts)
-        fit(trainer, module, source, group=group, **options)
+        fit(module, source, Path(folder), logger, callbacks, group=group, interrupts=interrupts, **options)
 
 
 def main() -> int:

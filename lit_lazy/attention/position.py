@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,8 @@ class _NoPosition(PositionModule):
 class RopeScaling(CheckedFields, ABC):
     """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
 
-    @property
-    def by_length(self) -> bool:
-        """Whether the frequencies depend on the text's length."""
-        return False
+    by_length: ClassVar[bool] = False
+    """Whether the frequencies depend on the text's length."""
 
     @abstractmethod
     def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
@@ -126,14 +124,12 @@ class Llama3Scaling(RopeScaling):
 class DynamicScaling(RopeScaling):
     """Raises the base for texts longer than the trained ones, by their length (NTK-aware, as in transformers)."""
 
+    by_length = True
+
     factor: PositiveFloat = 2.0
     """How much longer texts are to be read."""
     trained_length: PositiveInt = 8192
     """Length, in tokens, up to which the frequencies are as they are."""
-
-    @property
-    def by_length(self) -> bool:
-        return True
 
     def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
         if not length:

@@ -93,7 +93,7 @@ class HeadMonitor(AtStart):
     def _log_figures(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not isinstance(module, LitLM):
             return
-        with module.use_average():
+        with module.average.swap_in():
             attentions, learned = module.model.attentions, collect_learned(module.model)
             if learned := {name: average_by_head(x, attentions[0].n_heads) for name, x in learned.items()}:
                 self.learned[trainer.global_step] = {name: values.cpu() for name, values in learned.items()}

@@ -1,7 +1,7 @@
 """The LightningModule that trains a decoder language model, by itself or with a teacher."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class LitLM(L.LightningModule):
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
         self.frozen = freeze_others(self.model, self.cfg.train.trainable)
-        self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
+        self.average = WeightAverage(self.model, self.cfg.train.ema_decay)
         self.teacher: Teacher | None = None
         self.sources: dict[str, Any] = {}
         self._validating = ExitStack()
@@ -197,8 +197,7 @@ class LitLM(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Also update the average and scheduled parameters, before checkpoints and evaluations at this step."""
         super().optimizer_step(*args, **kwargs)
-        if self.average is not None:
-            self.average.update()
+        self.average.update()
         self.apply_schedules(self.global_step + 1)  # Lightning counts the step after this method
 
     def apply_schedules(self, step: int) -> None:
@@ -211,27 +210,16 @@ class LitLM(L.LightningModule):
         if self.teacher is not None:
             self.teacher.model.to(self.device)
 
-    def use_average(self) -> AbstractContextManager[None]:
-        """Replace the trained weights by their average, if one is computed, in the block."""
-        return nullcontext() if self.average is None else self.average.swap_in()
-
-    def apply_average(self) -> None:
-        """End training: replace the weights by their average, if one is computed, for good."""
-        if self.average is not None:
-            self.average.apply()
-            self.average = None
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[SOURCES] = self.sources
-        if self.average is not None:
+        if self.average.values:
             checkpoint[AVERAGE] = dict(self.average.values)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.average is not None and AVERAGE in checkpoint:
-            self.average.restore(checkpoint[AVERAGE])
+        self.average.restore(checkpoint.get(AVERAGE, {}))
 
     def on_validation_epoch_start(self) -> None:
-        self._validating.enter_context(self.use_average())
+        self._validating.enter_context(self.average.swap_in())
 
     def on_validation_epoch_end(self) -> None:
         self._validating.close()

@@ -110,10 +110,11 @@ class WeightAverage:
     """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, for trainable parameters.
 
     Parameters that are frozen or follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
+    Without a decay nothing is averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in model.named_parameters() if decay and p.requires_grad}
         self._update = get_ema_multi_avg_fn(decay)
         self.values: dict[str, Tensor] = {}
         """By parameter name; empty before the first step."""
@@ -133,16 +134,16 @@ class WeightAverage:
         """Restore the average from a checkpoint."""
         self.values = {name: value.clone() for name, value in values.items()}
 
-    @torch.no_grad()
     def apply(self) -> None:
-        """Replace the weights by their average for good."""
+        """Replace the weights by their average for good, and end averaging."""
         self._set_weights(self.values)
+        self._parameters, self.values = {}, {}
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Replace the weights by their average in the block."""
         weights = {name: self._parameters[name].detach().clone() for name in self.values}
-        self.apply()
+        self._set_weights(self.values)
         try:
             yield
         finally:

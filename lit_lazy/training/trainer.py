@@ -67,7 +67,7 @@ def fit(
     try:
         with interrupts.defer(), nullcontext() if group is None else group.join():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
-            module.apply_average()
+            module.average.apply()
             if final:
                 trainer.save_checkpoint(final)
             if module.execution.strategy == "ddp":

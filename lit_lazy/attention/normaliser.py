@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -207,8 +207,7 @@ class NormaliserModule(nn.Module, ABC):
 
     def _rule_backend(self, call: AttentionCall) -> str:
         if call.backend in ("cpu", "triton", "sdpa"):
-            lacks = f"backend is {call.backend!r}, for which {type(self).__name__} has no kernel"
-            raise ValueError(f"{lacks}; choose 'auto'")
+            raise ValueError(f"backend is {call.backend!r}, for which this rule has no kernel; choose 'auto'")
         return "reference" if call.backend == "reference" else "rules"
 
     def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
@@ -263,6 +262,30 @@ class Normaliser(Drawn, ABC):
 
     @abstractmethod
     def build(self, shape: LayerShape) -> NormaliserModule: ...
+
+
+class FixedRule(Normaliser, ABC):
+    """Settings of a rule without parameters and positions, which compute its weights themselves."""
+
+    can_zero: ClassVar[bool] = True
+
+    @abstractmethod
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:
+        """`NormaliserModule.weights` in a layer of this shape."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _FixedRule(self, shape)
+
+
+class _FixedRule(NormaliserModule):
+    relative = True
+
+    def __init__(self, spec: FixedRule, shape: LayerShape) -> None:
+        super().__init__()
+        self.spec, self.shape, self.can_zero = spec, shape, spec.can_zero
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return self.spec.compute(scores, rows, self.shape)
 
 
 @dataclass(frozen=True)

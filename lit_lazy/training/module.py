@@ -50,13 +50,10 @@ class Teacher:
     def _collect_mixed(self, model: DecoderLM) -> Iterator[list[Tensor]]:
         """What each layer's mixer adds in a pass in the block, `[B, L, d_model]`, if the term compares it."""
         found: list[Tensor] = []
-        mixers = model.mixers if self.term.reads_attention else []
-        hooks = [mixer.register_forward_hook(lambda _, __, out: found.append(out[0])) for mixer in mixers]
-        try:
+        with ExitStack() as hooks:
+            for mixer in model.mixers if self.term.reads_attention else []:
+                hooks.enter_context(mixer.register_forward_hook(lambda _, __, out: found.append(out[0])))
             yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def require_teacher(train: TrainConfig, teacher: DecoderLM, student: DecoderLM) -> None:

@@ -22,10 +22,10 @@ from lit_lazy.data import DataSource
 from lit_lazy.data.sampler import Portion, train_loader, validation_loader
 from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
-from lit_lazy.training.distributed.process_group import GroupEnvironment, RankGroup
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.ranks import GroupEnvironment, RankGroup
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
 log = logging.getLogger("lit_lazy.training.trainer")

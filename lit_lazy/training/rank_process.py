@@ -11,11 +11,11 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.callbacks import MissedValidation
-from lit_lazy.training.distributed.process_group import RankGroup, exit_on_eof, join_torchrun
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import load_data
+from lit_lazy.training.ranks import RankGroup, exit_on_eof, join_torchrun
 from lit_lazy.training.trainer import build_module, fit
 
 

@@ -27,7 +27,7 @@ from torch import distributed
 from lit_lazy.support.errors import UnfinishedError, describe_exception
 from lit_lazy.training.execution import read_torchrun_size
 
-MODULE = "lit_lazy.training.distributed.rank_process"
+MODULE = "lit_lazy.training.rank_process"
 """The module that the other ranks run."""
 LOCAL = "127.0.0.1"
 TIMEOUT = timedelta(hours=2)
@@ -38,7 +38,7 @@ POLL_SECONDS = 0.2
 SPEC, FAILURE, HERE, STOP = "orders", "failure", "here", "stop"
 """Keys in a group's store: the run, why a rank failed, the ranks that are ready to join, and the last step."""
 
-log = logging.getLogger("lit_lazy.training.distributed.process_group")
+log = logging.getLogger("lit_lazy.training.ranks")
 
 
 class RankLostError(UnfinishedError):
@@ -76,7 +76,11 @@ class RankGroup:
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = distributed.PrefixStore("group", self.store)
-        self._wait_for_ranks()
+        self.store.set(f"{HERE}{self.rank}", "")
+        keys = [f"{HERE}{rank}" for rank in range(self.size)]
+        while not self.store.check(keys):
+            self._check_ranks()  # `init_process_group` would wait for one that ended for hours
+            time.sleep(POLL_SECONDS)
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         try:
             yield
@@ -85,14 +89,6 @@ class RankGroup:
             raise
         finally:
             distributed.destroy_process_group()
-
-    def _wait_for_ranks(self) -> None:
-        """Wait for all ranks, and fail at the first that ends: `init_process_group` would wait for it for hours."""
-        self.store.set(f"{HERE}{self.rank}", "")
-        keys = [f"{HERE}{rank}" for rank in range(self.size)]
-        while not self.store.check(keys):
-            self._check_ranks()
-            time.sleep(POLL_SECONDS)
 
     def send_spec(self, **spec: Any) -> None:
         """Start the other ranks' training (`rank_process`). spec: what JSON takes, and paths, which become texts."""

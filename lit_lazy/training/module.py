@@ -124,10 +124,9 @@ class LitLM(L.LightningModule):
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (set by the strategy)
             for part in (*self.model.blocks, self.model):
                 fully_shard(part, mesh=mesh)
-            # Methods other than `forward` must gather the parameters too.
-            for name in ("compute_hidden", "compute_hidden_with_stats"):
-                register_fsdp_forward_method(self.model, name)
-            self._hidden, self._is_sharded = self.execution.prepare_forward(self.model), True
+            # A method other than `forward` must gather the parameters too, which then stay for norm and head.
+            register_fsdp_forward_method(self.model, "compute_residual")
+            self._is_sharded = True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         terms = self._compute_terms(batch, batch_index)

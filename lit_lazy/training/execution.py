@@ -1,19 +1,17 @@
 """How and where a run is executed: not part of its key, and without effect beyond rounding. Without Lightning."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
 import psutil
 import torch
-from torch import Tensor
 
 from flash_lazy.cpu.library import find_obstacle, get_instruction_set
 from flash_lazy.fused import configurations
 from lit_lazy.config.schema import TrainConfig
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import CheckedFields, PositiveInt, require
 from lit_lazy.support.machine import count_cores
 
@@ -73,11 +71,6 @@ class Execution(CheckedFields):
     def evaluation_batch_size(self, batch_size: int) -> int:
         """Sequences to evaluate at a time."""
         return self.micro_batch or batch_size // self.devices
-
-    def prepare_forward(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
-        """The training's forward pass, `DecoderLM.compute_hidden`: tokens, places and dropout keys to hidden states."""
-        model.checkpoint_activations = self.checkpoint_activations
-        return torch.compile(model.compute_hidden) if self.compile else model.compute_hidden
 
 
 ONE_DEVICE = Execution()

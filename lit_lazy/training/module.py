@@ -114,7 +114,8 @@ class LitLM(L.LightningModule):
     def set_execution(self, execution: Execution) -> None:
         """Use this execution from now on."""
         self.execution, self.parts = execution, execution.accumulation_steps(self.cfg.train.batch_size)
-        self._hidden = execution.prepare_forward(self.model)
+        self.model.checkpoint_activations = execution.checkpoint_activations
+        self._hidden = torch.compile(self.model.compute_hidden) if execution.compile else self.model.compute_hidden
         self._is_sharded = False
         self._means: dict[str, Tensor] = {}
 

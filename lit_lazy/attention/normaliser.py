@@ -295,10 +295,12 @@ class Softmax(Normaliser):
     colour = "#D55E00"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Softmax()
+        return SoftmaxModule()
 
 
-class _Softmax(NormaliserModule):
+class SoftmaxModule(NormaliserModule):
+    """Softmax of the scores."""
+
     relative = True
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002

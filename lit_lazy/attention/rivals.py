@@ -20,6 +20,7 @@ from lit_lazy.attention.normaliser import (
     LayerShape,
     Normaliser,
     NormaliserModule,
+    SoftmaxModule,
     attend_softmax,
     find_softmax_backend,
     fused_softmax,
@@ -343,21 +344,13 @@ class SSMax(Normaliser):
         return _SSMax(shape.n_heads, self.init)
 
 
-class _SSMax(NormaliserModule):
-    relative = True
-
+class _SSMax(SoftmaxModule):
     def __init__(self, n_heads: int, init: float) -> None:
         super().__init__()
         self.s = nn.Parameter(torch.full((n_heads,), init))
 
     def queries(self, call: AttentionCall) -> Tensor:
         return (call.q * (self.s[:, None, None] * call.n_seen.log())).to(call.q.dtype)
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        return scores.softmax(-1)
-
-    def fused(self, call: AttentionCall) -> Fused | None:
-        return fused_softmax(call)
 
 
 @dataclass(frozen=True)

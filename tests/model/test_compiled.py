@@ -22,7 +22,7 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
+from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
 from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
@@ -202,7 +202,7 @@ class Cosine(Softmax):
         return _Cosine()
 
 
-class _Cosine(_Softmax):
+class _Cosine(SoftmaxModule):
     unit_length = True
 
     def lazy_threshold(self) -> LazyThreshold:

@@ -15,7 +15,6 @@ from lit_lazy.config.schema import TrainConfig
 from lit_lazy.support.checks import CheckedFields, PositiveInt, require
 from lit_lazy.support.machine import count_cores
 
-Strategy = Literal["ddp", "fsdp"]
 BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
 """How long other processes are watched, and how many cores of those of the threads may be busy."""
 LOGGER_KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
@@ -28,7 +27,7 @@ class Execution(CheckedFields):
 
     devices: PositiveInt = 1
     """Processes that share every batch: one per GPU, or each with separate CPU threads."""
-    strategy: Strategy = "ddp"
+    strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each device holds the full model. fsdp: parameters and optimiser states are sharded over the devices."""
     micro_batch: PositiveInt | None = None
     """Sequences in a device's memory at a time; None for its full share of a batch."""

@@ -41,8 +41,8 @@ class HeadMonitor(AtStart):
     Logged values are means over heads. What every head has learned is stored in the trainer's checkpoints.
     """
 
-    def __init__(self, source: DataSource) -> None:
-        self.batch = source.validation.__getitems__(list(range(min(SEQUENCES, len(source.validation)))))
+    def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
+        self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
         self.learned_nats = compute_learned_nats(source.info)
         self.learned: History = {}
         self.losses: dict[int, float] = {}

@@ -381,20 +381,18 @@ class Elastic(Normaliser):
     steps."""
 
     def __post_init__(self) -> None:
-        if self.threshold == "constant" and self.tau_init >= 1:
-            given = f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant'"
-            problem = "no weight exceeds 1, so output and every gradient would stay zero"
-            raise ValueError(f"{given}: {problem}; give a value below 1, for example 0.01")
-        emits = self.threshold != "constant" or self.tau_ramp == 0 or self.tau_final < 1
-        fix = "must be below 1 with Elastic.threshold='constant'"
-        require(emits, "Elastic.tau_final", self.tau_final, fix)
+        ramps = self.tau_ramp > 0
+        why = "no weight exceeds 1, so output and every gradient would stay zero"
+        for name in ("tau_init", "tau_final") if ramps else ("tau_init",):
+            value, fix = getattr(self, name), f"must be below 1 with Elastic.threshold='constant', such as 0.01: {why}"
+            require(self.threshold != "constant" or value < 1, f"Elastic.{name}", value, fix)
         moves = self.tau_init != self.tau_final or self.learn_after_ramp
         other = f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp"
-        require(self.tau_ramp == 0 or moves, "Elastic.tau_ramp", self.tau_ramp, f"{other}; learn_tau=False freezes tau")
-        trained = self.learn_tau and (self.tau_ramp == 0 or self.learn_after_ramp)
+        require(not ramps or moves, "Elastic.tau_ramp", self.tau_ramp, f"{other}; learn_tau=False freezes tau")
+        trained = self.learn_tau and (not ramps or self.learn_after_ramp)
         for name, used, need in (
-            ("tau_final", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
-            ("learn_after_ramp", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
+            ("tau_final", ramps, "a ramp: Elastic.tau_ramp above 0"),
+            ("learn_after_ramp", ramps, "a ramp: Elastic.tau_ramp above 0"),
             ("learn_after_ramp", self.learn_tau, "Elastic.learn_tau=True"),
             ("tau_lr_scale", trained, "a tau that is trained"),
         ):

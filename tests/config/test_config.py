@@ -276,7 +276,7 @@ def test_a_value_that_a_users_file_does_not_declare_is_named(good):
         (lambda: Llama3Scaling(low=4.0), "Llama3Scaling.low=4.0: must be below high=4.0"),
         (
             lambda: Elastic(threshold="constant"),
-            "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds",
+            "Elastic.tau_init=1.0: must be below 1 with Elastic.threshold='constant', such as 0.01: no weight exceeds",
         ),
         (
             lambda: Elastic(0.0, "constant", tau_ramp=0.5),

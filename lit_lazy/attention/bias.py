@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import (
-    Bounds,
-    CheckedFields,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    check_value,
-    require,
-)
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 
 class BiasTerms(NamedTuple):
@@ -162,7 +154,10 @@ class T5Bias(Bias):
     """Distance from which all keys share the last bucket."""
 
     def __post_init__(self) -> None:
-        check_value("T5Bias.max_distance", self.max_distance, Annotated[int, Bounds(gt=self.n_buckets // 2)])
+        least = self.n_buckets // 2
+        require(
+            self.max_distance > least, "T5Bias.max_distance", self.max_distance, f"must be a whole number above {least}"
+        )
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         return _T5Bias(n_heads, self.n_buckets, self.max_distance)

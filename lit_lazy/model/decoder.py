@@ -177,6 +177,12 @@ class DecoderLM(nn.Module):
         return x, collected
 
 
+def build_empty(cfg: ModelConfig, vocab_size: int, context_length: int) -> DecoderLM:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        return DecoderLM(cfg, vocab_size, context_length, seed=None)
+
+
 def find_boundaries(place: Tensor) -> Tensor:
     """Boundaries of the documents in the concatenated sequences, from 0 to B * L: int32 `[n + 1]`.
 

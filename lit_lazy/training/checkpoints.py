@@ -19,7 +19,7 @@ from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.data.prompts import Prompts
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.support.checks import PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
@@ -213,8 +213,7 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
 
 def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
     """Raises a one-line ValueError as `load_matching_weights` does."""
-    with torch.device("meta"):
-        target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    target = build_empty(cfg.model, data.vocab_size, data.context_length)
     _load_matching(path, cfg, target, freeze_others(target, cfg.train.trainable))
 
 

@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
-from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
+from lit_lazy.model.decoder import Block, DecoderLM, build_empty, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
@@ -70,8 +70,7 @@ class Cost:
 def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     """Estimate the cost of `cfg`. Raises ValueError if its batch cannot be split over the devices."""
     parts = execution.accumulation_steps(cfg.train.batch_size)
-    with torch.device("meta"):
-        model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    model = build_empty(cfg.model, data.vocab_size, data.context_length)
     forward = flops_per_token(model, data.context_length) // 3
     freeze_others(model, cfg.train.trainable)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -12,7 +12,7 @@ from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.errors import describe_exception, naming, short_repr
@@ -163,10 +163,10 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
     taught = cfg.init_from is not None or not cfg.train.distillation.active
     require(taught, "train.distillation", type(cfg.train.distillation).__name__, teacher)
     if patterns := cfg.train.trainable:
-        frozen = freeze_others(_build_meta_model(cfg, data), patterns)
+        frozen = freeze_others(build_empty(cfg.model, data.vocab_size, data.context_length), patterns)
         require_loaded(patterns, frozen, () if cfg.init_from is None else frozen)
     if cfg.evaluations and data.sequences is not None:
-        check_evaluations(cfg, _build_meta_model(cfg, data))
+        check_evaluations(cfg, build_empty(cfg.model, data.vocab_size, data.context_length))
 
 
 def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
@@ -175,11 +175,6 @@ def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
         name = f"evaluations: {type(evaluation).__name__}"
         with _naming_user_errors(name), naming(name):
             evaluation.check(model, cfg.data)
-
-
-def _build_meta_model(cfg: RunConfig, data: Outline) -> DecoderLM:
-    with torch.device("meta"):
-        return DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
 
 
 def outline_loads(config: DataConfig) -> bool:

@@ -154,10 +154,8 @@ class T5Bias(Bias):
     """Distance from which all keys share the last bucket."""
 
     def __post_init__(self) -> None:
-        least = self.n_buckets // 2
-        require(
-            self.max_distance > least, "T5Bias.max_distance", self.max_distance, f"must be a whole number above {least}"
-        )
+        fix = f"must be a whole number above {self.n_buckets // 2}"
+        require(self.max_distance > self.n_buckets // 2, "T5Bias.max_distance", self.max_distance, fix)
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         return _T5Bias(n_heads, self.n_buckets, self.max_distance)

@@ -1,5 +1,6 @@
 """The folder of an exported model: supported settings, and its files."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,12 +15,25 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data.base import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export.sources import collect_sources
+from lit_lazy.support.checks import require
+
+FIELDS = {
+    *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "mlp_bias", "norm_eps", "tie_embeddings"),
+    *("attention", "position"),
+    *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
+    "mixer",  # attention only
+}
+"""Model settings that the export handles."""
 
 
 def collect_code(cfg: ModelConfig) -> dict[str, str]:
     """The Python files of an exported model, by name. Raises a one-line ValueError if it cannot be exported."""
     if not cfg.mixer.attends:
         raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file supports only attention")
+    for field in dataclasses.fields(cfg):
+        value, handled = getattr(cfg, field.name), field.name in FIELDS
+        fix = "not supported by the exported modelling file"
+        require(handled or value == field.default, f"model.{field.name}", value, fix)
     return collect_sources([*iter_classes(cfg.attention), *iter_classes(cfg.position)])
 
 

@@ -1,6 +1,7 @@
 """Process of a rank other than 0: trains on its share of a run's batches."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,27 @@ from lit_lazy.training.trainer import build_module, fit
 def join_training(group: RankGroup) -> None:
     """Train what rank 0 sends. Reports an error to rank 0."""
     try:
-        _train(group, **group.receive_spec())
+        _train(group, group.receive_spec())
     except Exception as error:
         group.report_failure(error)
         raise
 
 
-def _train(
-    group: RankGroup,
-    config: dict[str, Any],
-    execution: dict[str, Any],
-    files: list[str],
-    fingerprint: str,
-    folder: str,
-    **options: Any,
-) -> None:
-    """files: Python files that define classes of the config. fingerprint: of rank 0's data. options: of `fit`."""
-    for file in files:
+def _train(group: RankGroup, spec: Mapping[str, Any]) -> None:
+    for file in spec["files"]:  # which define classes of the config
         load_module(Path(file))
-    cfg, how = from_dict(RunConfig, config), Execution(**execution)
+    cfg, execution = from_dict(RunConfig, spec["config"]), Execution(**spec["execution"])
     source = load_data(cfg.data)
-    if source.fingerprint != fingerprint:
+    if source.fingerprint != spec["fingerprint"]:
         raise ValueError(f"its data ({source.name}) differs from rank 0's; give it the same files")
     logger, callbacks = None, ()
-    if how.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
+    if execution.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
         logger, monitor = DummyLogger(), HeadMonitor(source)
         callbacks = (MissedValidation(source, monitor.losses), monitor)
-    module = build_module(cfg, source, how)
+    module = build_module(cfg, source, execution)
     with Interrupts() as interrupts, interrupts.allow():  # torchrun sends its signals to every rank
-        fit(module, source, Path(folder), logger, callbacks, group=group, interrupts=interrupts, **options)
+        where = spec["checkpoint"], spec["final"]
+        fit(module, source, Path(spec["folder"]), logger, callbacks, *where, group, interrupts)
 
 
 def main() -> int:

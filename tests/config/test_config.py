@@ -207,7 +207,9 @@ class TestReplaceAt:
         changes = {f"{normaliser}.threshold": "constant", f"{normaliser}.tau_init": 0.02}
         for order in (changes, dict(reversed(changes.items()))):
             assert replace_at(BASE, order).model.attention.normaliser == Elastic(0.02, "constant")
-        with pytest.raises(ValueError, match=r"Elastic\.tau_init=1.0: must be below 1 with Elastic\.threshold='constant'"):
+        with pytest.raises(
+            ValueError, match=r"Elastic\.tau_init=1.0: must be below 1 with Elastic\.threshold='constant'"
+        ):
             replace_at(BASE, {f"{normaliser}.threshold": "constant"})
         changes = {"model.attention.bias": Fire(width=4), "model.attention.bias.length": 12}
         for order in (changes, dict(reversed(changes.items()))):

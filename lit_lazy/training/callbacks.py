@@ -1,4 +1,4 @@
-"""Callbacks of a training: what a run that resumes repeats, its backend, and its progress."""
+"""Callbacks of a training: what a run that resumes repeats, its backend, its time, and its progress."""
 
 import logging
 import time
@@ -56,6 +56,27 @@ class BackendMonitor(Callback):
             where = f"ran on {former} until the checkpoint and runs on {self.backend} now"
             effect = "the result is not bit-identical to that of an uninterrupted run"
             log.warning("the attention %s: %s", where, effect)
+
+
+class TimeMonitor(Callback):
+    """Counts the seconds of a training, from now and before the checkpoint that it resumes from."""
+
+    def __init__(self) -> None:
+        self._earlier, self._begun = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Those of this process and of those before it."""
+        return self._earlier + time.perf_counter() - self._begun
+
+    state_key = "Time"  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not called for checkpoints of earlier versions, which have no such state."""
+        self._earlier = state_dict["seconds"]
 
 
 class MissedValidation(AtStart):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from filelock import BaseFileLock, Timeout
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.evaluation import Evaluation
@@ -31,7 +31,7 @@ from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
-from lit_lazy.training.callbacks import BackendMonitor, MissedValidation
+from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
 from lit_lazy.training.execution import (
     ONE_DEVICE,
     Execution,
@@ -162,7 +162,7 @@ def _run(
             problem = "at the start no query after the first gives a key weight (mass 0)"
             effect = "the attention passes nothing and gets no gradient"
             log.warning("%s: %s; choose a lower threshold", problem, effect)
-        started, timer = time.perf_counter(), Timer()
+        started, time_monitor = time.perf_counter(), TimeMonitor()
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
@@ -170,9 +170,10 @@ def _run(
             group.send_spec(
                 **settings, fingerprint=source.fingerprint, folder=folder, checkpoint=checkpoint, final=final
             )
-        kept = timer, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
+        kept = time_monitor, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
         callbacks = (*kept, monitor, *callbacks)
         module = fit(module, source, folder, logger, callbacks, checkpoint, final, group, interrupts)
+        train_seconds = time_monitor.seconds
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
@@ -186,7 +187,7 @@ def _run(
         metrics=metrics | {name: value for found in evaluated.values() for name, value in found.items()},
         labels={"backend": backend},
         timings={
-            "train_seconds": timer.time_elapsed(),
+            "train_seconds": train_seconds,
             "evaluate_seconds": time.perf_counter() - trained,
             "tokens_per_second": tokens / (trained - started),
         },

@@ -79,7 +79,7 @@ def train(
     9
     """
     from lit_lazy.tracking.tracked_run import train_tracked
-    from lit_lazy.training.execution import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     if name is not None:
         check_name("name", name)

@@ -104,7 +104,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.training.execution import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     until = None if options.limit is None else time.time() + options.limit

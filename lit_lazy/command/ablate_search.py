@@ -39,7 +39,7 @@ def add_to(commands: Commands) -> None:
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console, text_width
-    from lit_lazy.training.execution import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     check_workers(options)

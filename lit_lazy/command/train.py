@@ -89,7 +89,7 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.training.execution import check_logger_kinds
+    from lit_lazy.training.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     from lit_lazy.config.overrides import apply_overrides

@@ -28,9 +28,10 @@ from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.callbacks import AtStart, StepProgress
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
-from lit_lazy.training.execution import ONE_DEVICE, Execution, check_logger_kinds
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.logger_kinds import check_logger_kinds
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
 from lit_lazy.training.run import read_finished, train_logged

@@ -1,9 +1,7 @@
-"""How and where a run is executed: not part of its key, and without effect beyond rounding. Without Lightning."""
+"""How and where a run is executed: not part of its key, and without effect beyond rounding."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
 import psutil
@@ -17,8 +15,6 @@ from lit_lazy.support.machine import count_cores
 
 BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
 """How long other processes are watched, and how many cores of those of the threads may be busy."""
-LOGGER_KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""The optional package that each logger needs."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +115,3 @@ def check_devices(devices: int) -> None:
 def read_torchrun_size() -> int | None:
     """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def check_logger_kinds(kinds: Sequence[str], option: str = "--logger") -> None:
-    """Raise a one-line ValueError for a logger that is unknown, given twice, or whose package is missing.
-
-    option: the option's name in the message.
-    """
-    for i, kind in enumerate(kinds):
-        if kind not in list(LOGGER_KINDS):  # a list, because a kind may be unhashable
-            raise ValueError(f"{option} {kind}: unknown; there are {', '.join(LOGGER_KINDS)}")
-        if kind in kinds[:i]:
-            raise ValueError(f"{option} {kind}: is given twice; leave one out")
-        package = LOGGER_KINDS[kind]
-        if package is not None and find_spec(package) is None:
-            raise ValueError(f"{option} {kind}: needs the package {package}; pip install 'lit-lazy[{kind}]'")

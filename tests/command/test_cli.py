@@ -65,7 +65,7 @@ MISSPELT = [
 
 def test_what_is_misspelt_is_said_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
-        "import sys\nimport lit_lazy.training.execution as kinds\nfrom lit_lazy.command.main import main\n"
+        "import sys\nimport lit_lazy.training.logger_kinds as kinds\nfrom lit_lazy.command.main import main\n"
         "kinds.find_spec = lambda package: None\n"
         "for line in sys.argv[1:]:\n"
         "    try: status = main(line.split())\n"

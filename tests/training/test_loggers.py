@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
-from lit_lazy.training import execution, loggers
-from lit_lazy.training.execution import check_logger_kinds
+from lit_lazy.training import logger_kinds, loggers
+from lit_lazy.training.logger_kinds import check_logger_kinds
 from lit_lazy.training.loggers import METRICS, MetricFile, open_loggers, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
@@ -143,7 +143,7 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Rec
     ],
 )
 def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(execution, "find_spec", lambda _: None)
+    monkeypatch.setattr(logger_kinds, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=message):
         check_logger_kinds(kinds)
 

@@ -257,7 +257,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "named", "fix"), REFUSED, ids=lambda value: " ".join(value))
 def test_a_dry_run_refuses_what_the_training_does(arguments, named, fix, capsys, monkeypatch) -> None:
     """And neither creates anything."""
-    monkeypatch.setattr("lit_lazy.training.execution.find_spec", lambda _package: None)
+    monkeypatch.setattr("lit_lazy.training.logger_kinds.find_spec", lambda _package: None)
     for more in ([], ["--dry-run"]):
         said = expect_refusal([*TRAIN, *arguments, *more], capsys)
         assert named in said

@@ -37,7 +37,7 @@ from lit_lazy.support.named_files import find, find_grids, find_python_file
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_brief
 from lit_lazy.training import checkpoints
-from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
 from lit_lazy.training.run_folder import read_lines

@@ -90,10 +90,9 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the other ranks of a run as forks of this process, which has done their imports."""
     import forked
 
-    from lit_lazy.training import run
-    from lit_lazy.training.distributed import process_group
+    from lit_lazy.training import ranks, run
 
-    monkeypatch.setattr(process_group, "subprocess", forked)
+    monkeypatch.setattr(ranks, "subprocess", forked)
     # A fork has the classes of users' files; importing them again would duplicate them.
     monkeypatch.setattr(run, "list_user_files", lambda _: [])
 

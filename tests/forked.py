@@ -81,15 +81,15 @@ def make_cheap() -> None:
     from lit_lazy.grid import run as grid
     from lit_lazy.grid.search import run as search  # noqa: F401
     from lit_lazy.report import page, publish  # noqa: F401
-    from lit_lazy.training import run as training
-    from lit_lazy.training.distributed import (
-        process_group,
+    from lit_lazy.training import (
         rank_process,  # noqa: F401
+        ranks,
     )
+    from lit_lazy.training import run as training
 
     torch.set_num_threads(1)
     start_fork_server()
-    process_group.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
+    ranks.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
     # A fork has the classes of users' files; importing them again would duplicate them.
     training.list_user_files = lambda _: []
     grid.POLL_SECONDS = 0.1

@@ -27,11 +27,10 @@ from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataSource
 from lit_lazy.measure.row_statistics import summarise
 from lit_lazy.support.named_files import find
-from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.trainer import fit, make_trainer
+from lit_lazy.training.trainer import fit
 from timings.measuring import Quartiles
 from timings.results import collect_provenance, format_provenance, format_row, format_spread, publish
 from timings.workload import use_one_thread
@@ -210,9 +209,8 @@ def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> T
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         callbacks = [] if stopwatch is None else [stopwatch]
-        trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False, execution=ONE_DEVICE)
         started, processor_started = time.perf_counter(), time.process_time()
-        fit(trainer, module, cfg, source, None)
+        fit(module, source, folder, MetricFile(folder), callbacks)
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
         lines = read_lines(folder / METRICS)
     looks = sum(any(name.startswith("watch/") for name in line.metrics) for line in lines)

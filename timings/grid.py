@@ -34,14 +34,14 @@ from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
-from lit_lazy.training.execution import ONE_DEVICE
+from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import STRONGEST, measure_model, run
 from lit_lazy.training.run_folder import locate_cell
-from lit_lazy.training.trainer import fit, make_trainer
+from lit_lazy.training.trainer import fit
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
 SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
@@ -134,12 +134,11 @@ def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     """`Trainer.fit` with checkpoints and no logger, and the measurements of every run before and after it."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
-    module.model.to(trainer.strategy.root_device)
+    module.model.to(select_training_device())
     with clock.measure("measure"):
         measure_model(module, source, maps=None)
     with clock.measure("fit"):
-        fit(trainer, module, cfg, source, None)
+        fit(module, source, folder)
     wall, cpu = time.perf_counter(), time.process_time()
     measure_model(module, source, STRONGEST)
     clock.wall["measure"][-1] += time.perf_counter() - wall

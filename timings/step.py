@@ -210,7 +210,7 @@ def _measure_survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     """
     length = ids.shape[1] - 1
     with torch.no_grad():
-        stats = model.compute_hidden_with_stats(ids[:, :-1])[1]
+        stats = model.compute_residual(ids[:, :-1], with_stats=True)[1]
         calls = zip(_capture_attention_inputs(model, ids), model.attentions, strict=True)
         masses = torch.cat([_compute_tile_masses(call, layer.normaliser.tau) for call, layer in calls])  # type: ignore[arg-type]
     rows = stats[0].zeros.numel() // length

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import (
-    Bounds,
-    CheckedFields,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    check_value,
-    require,
-)
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 
 class BiasTerms(NamedTuple):
@@ -76,12 +68,18 @@ class NoBias(Bias):
     """No bias."""
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
-        return _NoBias()
+        return _FixedBias(None)
 
 
-class _NoBias(BiasModule):
+class _FixedBias(BiasModule):
+    slopes: Tensor | None
+
+    def __init__(self, slopes: list[float] | None) -> None:
+        super().__init__()
+        self.register_buffer("slopes", None if slopes is None else torch.tensor(slopes), persistent=False)
+
     def forward(self, n_keys: int) -> BiasTerms:  # noqa: ARG002
-        return BiasTerms()
+        return BiasTerms(slopes=self.slopes)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Alibi(Bias):
         slopes = alibi_slopes(n_heads) if self.slopes is None else list(self.slopes)
         fix = f"has {len(slopes)} slopes; give one, or one per head (model.n_heads={n_heads})"
         require(len(slopes) in (1, n_heads), "Alibi.slopes", self.slopes, fix)
-        return _Alibi(slopes if len(slopes) == n_heads else slopes * n_heads)
+        return _FixedBias(slopes if len(slopes) == n_heads else slopes * n_heads)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -140,17 +138,6 @@ def alibi_slopes(n_heads: int) -> list[float]:
     if power == n_heads:
         return slopes
     return slopes + alibi_slopes(2 * power)[::2][: n_heads - power]
-
-
-class _Alibi(BiasModule):
-    slopes: Tensor
-
-    def __init__(self, slopes: list[float]) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
-
-    def forward(self, n_keys: int) -> BiasTerms:  # noqa: ARG002
-        return BiasTerms(slopes=self.slopes)
 
 
 @dataclass(frozen=True)
@@ -167,7 +154,8 @@ class T5Bias(Bias):
     """Distance from which all keys share the last bucket."""
 
     def __post_init__(self) -> None:
-        check_value("T5Bias.max_distance", self.max_distance, Annotated[int, Bounds(gt=self.n_buckets // 2)])
+        fix = f"must be a whole number above {self.n_buckets // 2}"
+        require(self.max_distance > self.n_buckets // 2, "T5Bias.max_distance", self.max_distance, fix)
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         return _T5Bias(n_heads, self.n_buckets, self.max_distance)

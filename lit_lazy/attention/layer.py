@@ -66,14 +66,14 @@ class OutputGate(Gate):
     per: Per = "element"
     """One gate per element of a head's output, or one per head."""
     starts_open: bool = False
-    """2 sigmoid(x W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
+    """A factor of 2, and W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
     def build(self, shape: LayerShape) -> GateModule:
         return _OutputGate(shape, self, shape.d_model)
 
 
 class _OutputGate(GateModule):
-    def __init__(self, shape: LayerShape, spec: "OutputGate | ValueGate", inputs: int) -> None:
+    def __init__(self, shape: LayerShape, spec: OutputGate, inputs: int) -> None:
         super().__init__()
         self.n_heads = shape.n_heads
         width = shape.head_dim if spec.per == "element" else 1
@@ -93,13 +93,8 @@ class _ZeroLinear(nn.Linear, SelfInitialised):
 
 
 @dataclass(frozen=True)
-class ValueGate(Gate):
+class ValueGate(OutputGate):
     """`sigmoid(v W)` on the output of each head, v the values of the query's own token (arXiv 2510.09017)."""
-
-    per: Per = "element"
-    """One gate per element of a head's output, or one per head."""
-    starts_open: bool = False
-    """2 sigmoid(v W) with W = 0 at first, which changes nothing: for a model that was trained without the gate."""
 
     def build(self, shape: LayerShape) -> GateModule:
         return _ValueGate(shape, self, shape.n_kv_heads * shape.head_dim)

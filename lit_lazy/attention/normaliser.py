@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -207,8 +207,7 @@ class NormaliserModule(nn.Module, ABC):
 
     def _rule_backend(self, call: AttentionCall) -> str:
         if call.backend in ("cpu", "triton", "sdpa"):
-            lacks = f"backend is {call.backend!r}, for which {type(self).__name__} has no kernel"
-            raise ValueError(f"{lacks}; choose 'auto'")
+            raise ValueError(f"backend is {call.backend!r}, for which this rule has no kernel; choose 'auto'")
         return "reference" if call.backend == "reference" else "rules"
 
     def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
@@ -265,6 +264,30 @@ class Normaliser(Drawn, ABC):
     def build(self, shape: LayerShape) -> NormaliserModule: ...
 
 
+class FixedRule(Normaliser, ABC):
+    """Settings of a rule without parameters and positions, which compute its weights themselves."""
+
+    can_zero: ClassVar[bool] = True
+
+    @abstractmethod
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:
+        """`NormaliserModule.weights` in a layer of this shape."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _FixedRule(self, shape)
+
+
+class _FixedRule(NormaliserModule):
+    relative = True
+
+    def __init__(self, spec: FixedRule, shape: LayerShape) -> None:
+        super().__init__()
+        self.spec, self.shape, self.can_zero = spec, shape, spec.can_zero
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return self.spec.compute(scores, rows, self.shape)
+
+
 @dataclass(frozen=True)
 class Softmax(Normaliser):
     """Softmax attention by `lazy_attention` at tau = 0, or PyTorch's SDPA without bias and window if faster."""
@@ -272,10 +295,12 @@ class Softmax(Normaliser):
     colour = "#D55E00"
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Softmax()
+        return SoftmaxModule()
 
 
-class _Softmax(NormaliserModule):
+class SoftmaxModule(NormaliserModule):
+    """Softmax of the scores."""
+
     relative = True
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
@@ -356,20 +381,18 @@ class Elastic(Normaliser):
     steps."""
 
     def __post_init__(self) -> None:
-        if self.threshold == "constant" and self.tau_init >= 1:
-            given = f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant'"
-            problem = "no weight exceeds 1, so output and every gradient would stay zero"
-            raise ValueError(f"{given}: {problem}; give a value below 1, for example 0.01")
-        emits = self.threshold != "constant" or self.tau_ramp == 0 or self.tau_final < 1
-        fix = "must be below 1 with Elastic.threshold='constant'"
-        require(emits, "Elastic.tau_final", self.tau_final, fix)
+        ramps = self.tau_ramp > 0
+        why = "no weight exceeds 1, so output and every gradient would stay zero"
+        for name in ("tau_init", "tau_final") if ramps else ("tau_init",):
+            value, fix = getattr(self, name), f"must be below 1 with Elastic.threshold='constant', such as 0.01: {why}"
+            require(self.threshold != "constant" or value < 1, f"Elastic.{name}", value, fix)
         moves = self.tau_init != self.tau_final or self.learn_after_ramp
         other = f"needs a tau_init other than tau_final={self.tau_final}, or learn_after_ramp"
-        require(self.tau_ramp == 0 or moves, "Elastic.tau_ramp", self.tau_ramp, f"{other}; learn_tau=False freezes tau")
-        trained = self.learn_tau and (self.tau_ramp == 0 or self.learn_after_ramp)
+        require(not ramps or moves, "Elastic.tau_ramp", self.tau_ramp, f"{other}; learn_tau=False freezes tau")
+        trained = self.learn_tau and (not ramps or self.learn_after_ramp)
         for name, used, need in (
-            ("tau_final", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
-            ("learn_after_ramp", self.tau_ramp > 0, "a ramp: Elastic.tau_ramp above 0"),
+            ("tau_final", ramps, "a ramp: Elastic.tau_ramp above 0"),
+            ("learn_after_ramp", ramps, "a ramp: Elastic.tau_ramp above 0"),
             ("learn_after_ramp", self.learn_tau, "Elastic.learn_tau=True"),
             ("tau_lr_scale", trained, "a tau that is trained"),
         ):

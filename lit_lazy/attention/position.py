@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from lit_lazy.attention.parts import Drawn, GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
+ENDLESS = 2**62
+"""Length of a text that is longer than any."""
+
 
 class PositionModule(nn.Module):
     """Adds positions to embeddings (`embed`) and rotates queries and keys (`rotation`); the default does neither.
@@ -71,11 +74,6 @@ class _NoPosition(PositionModule):
 class RopeScaling(CheckedFields, ABC):
     """Settings that slow the rotation down, so that a model reads longer texts than it was trained on."""
 
-    @property
-    def by_length(self) -> bool:
-        """Whether the frequencies depend on the text's length."""
-        return False
-
     @abstractmethod
     def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
         """The frequencies `[D / 2]` of a text of `length` tokens, 0 for a short one; in radians per token, float64."""
@@ -131,16 +129,12 @@ class DynamicScaling(RopeScaling):
     trained_length: PositiveInt = 8192
     """Length, in tokens, up to which the frequencies are as they are."""
 
-    @property
-    def by_length(self) -> bool:
-        return True
-
     def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
         if not length:
             return frequency
         growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
-        pairs = len(frequency)
-        return frequency * growth ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs - 1, 1))
+        pair = torch.arange(len(frequency), dtype=torch.float64, device=frequency.device)
+        return frequency * growth ** -(pair / max(len(frequency) - 1, 1))
 
 
 @dataclass(frozen=True)
@@ -153,10 +147,6 @@ class GivenFrequencies(RopeScaling):
     """Those of texts longer than trained_length; empty for the same."""
     trained_length: PositiveInt = 8192
     """Longest text, in tokens, that has the first frequencies."""
-
-    @property
-    def by_length(self) -> bool:
-        return bool(self.long)
 
     def scale(self, frequency: Tensor, length: int = 0) -> Tensor:
         given = self.long if self.long and length > self.trained_length else self.frequencies
@@ -195,10 +185,9 @@ class _Rope(PositionModule):
     def __init__(self, cfg: Rope, unscaled: Tensor) -> None:
         super().__init__()
         self.cfg, self.unscaled = cfg, unscaled
-        self.by_length = cfg.scaling.by_length
-        self.relative = not self.by_length
-        frequency = cfg.scaling.scale(unscaled).float()
-        self.register_buffer("frequency", frequency.to(torch.get_default_device()), persistent=False)
+        of_short, of_endless = (cfg.scaling.scale(unscaled, length) for length in (0, ENDLESS))
+        self.relative = torch.equal(of_short, of_endless)
+        self.register_buffer("frequency", of_short.float().to(torch.get_default_device()), persistent=False)
 
     def keeps_rotation(self, length: int) -> bool:
         shorter, longer = (self.cfg.scaling.scale(self.unscaled, n) for n in (length - 1, length))
@@ -214,13 +203,13 @@ class _Rope(PositionModule):
 
     def _turn(self, position: Tensor, length: int) -> Tensor:
         frequency = self.frequency
-        if self.by_length:
+        if not self.relative:
             frequency = self.cfg.scaling.scale(self.unscaled, length).float().to(frequency.device)
         return position[..., None].float() * frequency
 
     def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         position = torch.arange(offset, offset + length, device=self.frequency.device) if places is None else places
-        last = offset + length if places is None or not self.by_length else int(places.max()) + 1
+        last = offset + length if places is None or self.relative else int(places.max()) + 1
         angle = self._turn(position, last)
         cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), angle.sin()
         signed_sin = torch.cat((-sin, sin), dim=-1)

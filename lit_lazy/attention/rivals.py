@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.layer import HEAD_NORM_EPS
 from lit_lazy.attention.normaliser import (
     AttentionCall,
+    FixedRule,
     Fused,
     LayerShape,
     Normaliser,
     NormaliserModule,
+    SoftmaxModule,
     attend_softmax,
     find_softmax_backend,
     fused_softmax,
@@ -100,7 +102,7 @@ class _Sink(NormaliserModule):
 
 
 @dataclass(frozen=True)
-class ClippedSoftmax(Normaliser):
+class ClippedSoftmax(FixedRule):
     """`clip((1 + g) p - g, 0, 1)` of the softmax weight p (Bondarenko et al., arXiv 2306.12929)."""
 
     colour, spoken = "#E69F00", "clipped softmax"
@@ -111,37 +113,19 @@ class ClippedSoftmax(Normaliser):
     length: Literal["keys", "context"] = "keys"
     """g = alpha / (keys the query sees), or, as published, alpha / (training context length)."""
 
-    def build(self, shape: LayerShape) -> NormaliserModule:
-        return _ClippedSoftmax(self.alpha, shape.context_length if self.length == "context" else None)
-
-
-class _ClippedSoftmax(NormaliserModule):
-    can_zero = relative = True
-
-    def __init__(self, alpha: float, context_length: int | None) -> None:
-        super().__init__()
-        self.alpha, self.context_length = alpha, context_length
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
-        g = self.alpha / (rows.n if self.context_length is None else self.context_length)
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:
+        g = self.alpha / (rows.n if self.length == "keys" else shape.context_length)
         return ((1 + g) * scores.softmax(-1) - g).clamp(0, 1)
 
 
 @dataclass(frozen=True)
-class Softpick(Normaliser):
+class Softpick(FixedRule):
     """`relu(e^s - 1) / sum |e^s - 1|` (Zuhri et al., arXiv 2504.20966): scores of 0 or less get no weight."""
 
     colour = "#56B4E9"
+    EPS: ClassVar[float] = 1e-8
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Softpick()
-
-
-class _Softpick(NormaliserModule):
-    can_zero = relative = True
-    EPS = 1e-8
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
         # Divided by the exponential of the row's maximum, so that nothing overflows.
         top = scores.amax(-1, keepdim=True).clamp(min=0)
         e = ((scores - top).exp() - (-top).exp()).masked_fill(~rows.visible, 0)
@@ -149,36 +133,23 @@ class _Softpick(NormaliserModule):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Normaliser):
+class Sigmoid(FixedRule):
     """`sigmoid(s - ln n)` for n visible keys (Ramapuram et al., arXiv 2409.04431): keys do not compete."""
 
     colour = "#882255"
+    can_zero = False
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Sigmoid()
-
-
-class _Sigmoid(NormaliserModule):
-    relative = True
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
         return torch.sigmoid(scores - rows.n.log())
 
 
 @dataclass(frozen=True)
-class Relu(Normaliser):
+class Relu(FixedRule):
     """`relu(s) / n` for n visible keys (Wortsman et al., arXiv 2309.08586; division by n: Guo, 2410.13835)."""
 
     colour, spoken = "#117733", "ReLU/n"
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Relu()
-
-
-class _Relu(NormaliserModule):
-    can_zero = relative = True
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
         return scores.relu() / rows.n
 
 
@@ -253,65 +224,53 @@ class _ThresholdedDifferential(_Thresholded):
 
 
 @dataclass(frozen=True)
-class Entmax15(Normaliser):
+class Entmax15(FixedRule):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
     colour, spoken = "#B07AF5", "1.5-entmax"
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Entmax(power=2)
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
+        return entmax(scores, power=2)
 
 
 @dataclass(frozen=True)
-class Sparsemax(Normaliser):
+class Sparsemax(FixedRule):
     """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
 
     colour = "#332288"
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Entmax(power=1)
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
+        return entmax(scores, power=1)
 
 
 NEWTON_STEPS = 100
 """Limit of a row's steps to its threshold; scores as of a trained model take 5 to 10."""
 
 
-class _Entmax(NormaliserModule):
+def entmax(scores: Tensor, power: Literal[1, 2]) -> Tensor:
     """Weights `max(s / power - t, 0)^power`, power = 1 / (alpha - 1); their sum of 1 determines each row's t.
 
-    Newton's method from below finds t without sorting: the sum is convex in t, so that every step stays below.
+    Newton's method from below finds t without sorting: the sum is convex in t, so that every step stays below. A row
+    with a NaN has NaN.
     """
-
-    can_zero = relative = True
-
-    def __init__(self, power: Literal[1, 2]) -> None:
-        super().__init__()
-        self.power = power
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        x = (scores - scores.detach().amax(-1, keepdim=True)) / self.power
-        with torch.no_grad():
-            t = self._find_threshold(x)
-        # One more step carries the derivatives of t by the scores, those of an implicit function.
-        return torch.relu(x - t - self._step(x, t)) ** self.power
-
-    def _find_threshold(self, x: Tensor) -> Tensor:
-        """t of rows with a largest x of 0, `[..., 1]`; NaN for a row with a NaN."""
+    x = (scores - scores.detach().amax(-1, keepdim=True)) / power
+    with torch.no_grad():
         t = torch.full_like(x[..., :1], -1.0)
         for _ in range(NEWTON_STEPS):
-            step = self._step(x, t)
+            step = _newton_step(x, t, power)
             moves = step > 2 * torch.finfo(x.dtype).eps
             if not bool(moves.any()):
                 break
             t = torch.where(moves, t + step, t)  # a row's steps must not depend on other rows
-        return t
+    # One more step carries the derivatives of t by the scores, those of an implicit function.
+    return torch.relu(x - t - _newton_step(x, t, power)) ** power
 
-    def _step(self, x: Tensor, t: Tensor) -> Tensor:
-        """Newton's step of t towards a sum of 1."""
-        rest = torch.relu(x - t)
-        if self.power == 1:
-            return (rest.sum(-1, keepdim=True) - 1) / rest.sign().sum(-1, keepdim=True)
-        return (rest.square().sum(-1, keepdim=True) - 1) / (2 * rest.sum(-1, keepdim=True))
+
+def _newton_step(x: Tensor, t: Tensor, power: Literal[1, 2]) -> Tensor:
+    rest = torch.relu(x - t)
+    if power == 1:
+        return (rest.sum(-1, keepdim=True) - 1) / rest.sign().sum(-1, keepdim=True)
+    return (rest.square().sum(-1, keepdim=True) - 1) / (2 * rest.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -328,14 +287,19 @@ class ASEntmax(Normaliser):
         return _ASEntmax(shape)
 
 
-class _ASEntmax(_Entmax):
+class _ASEntmax(NormaliserModule):
+    can_zero = relative = True
+
     def __init__(self, shape: LayerShape) -> None:
-        super().__init__(power=2)
+        super().__init__()
         self.beta, self.gamma = (nn.Parameter(torch.zeros(shape.n_heads, shape.d_model)) for _ in range(2))
 
     def queries(self, call: AttentionCall) -> Tensor:
         beta, gamma = softplus(_read_input(call, self.beta)), 2 * torch.tanh(_read_input(call, self.gamma))
         return (call.q * (1 + beta * (call.n_seen + 1).log() ** gamma)).to(call.q.dtype)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        return entmax(scores, power=2)
 
 
 def _read_input(call: AttentionCall, weight: Tensor) -> Tensor:
@@ -347,7 +311,7 @@ def _read_input(call: AttentionCall, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TopK(Normaliser):
+class TopK(FixedRule):
     """Softmax over the largest scores of a row (Gupta et al., arXiv 2106.06899): sparse weights without a threshold.
 
     The number of keys is a share of those that the query sees, not a constant as published. Equal scores stay or go
@@ -359,18 +323,7 @@ class TopK(Normaliser):
     share: Annotated[float, Bounds(gt=0, le=1)] = 0.25
     """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
 
-    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _TopK(self.share)
-
-
-class _TopK(NormaliserModule):
-    can_zero = relative = True
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+    def compute(self, scores: Tensor, rows: Rows, shape: LayerShape) -> Tensor:  # noqa: ARG002
         # Rounded first, because 0.07 * 100 is above 7 in binary numbers.
         k = (self.share * rows.n.double()).round(decimals=6).ceil().long().clamp(1, scores.shape[-1])
         largest = scores.detach().topk(int(k.max())).values
@@ -391,21 +344,13 @@ class SSMax(Normaliser):
         return _SSMax(shape.n_heads, self.init)
 
 
-class _SSMax(NormaliserModule):
-    relative = True
-
+class _SSMax(SoftmaxModule):
     def __init__(self, n_heads: int, init: float) -> None:
         super().__init__()
         self.s = nn.Parameter(torch.full((n_heads,), init))
 
     def queries(self, call: AttentionCall) -> Tensor:
         return (call.q * (self.s[:, None, None] * call.n_seen.log())).to(call.q.dtype)
-
-    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        return scores.softmax(-1)
-
-    def fused(self, call: AttentionCall) -> Fused | None:
-        return fused_softmax(call)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.errors import explain, naming
     from lit_lazy.support.process import require_memory
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.execution import select_training_device
 
     evict = make_eviction(options)
     prepare_process(options)

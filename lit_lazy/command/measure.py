@@ -36,7 +36,7 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import measure, sample_validation
     from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.execution import select_training_device
     from lit_lazy.training.prepare import check_evaluations
 
     prepare_process(options)
@@ -138,7 +138,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.disk import check_writable_folder, write_text
     from lit_lazy.support.provenance import collect_environment
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.execution import select_training_device
 
     prepare_process(options)
     if options.out is not None:

@@ -328,8 +328,7 @@ def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[
 
 def make_execution(options: argparse.Namespace) -> "Execution":
     """The execution that the options and torchrun define. Raises ValueError if the machine lacks the devices."""
-    from lit_lazy.training.devices import check_devices, read_torchrun_size
-    from lit_lazy.training.execution import Execution
+    from lit_lazy.training.execution import Execution, check_devices, read_torchrun_size
 
     launched = read_torchrun_size()
     devices = options.devices or launched or 1

@@ -99,10 +99,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     # Mistakes are told before Lightning and MLflow are imported, which takes seconds, unless that would load the data.
     if not outline_loads(cfg.data):
         prepare_outline(cfg, execution)
-    from lit_lazy.training.distributed.process_group import join_torchrun
+    from lit_lazy.training.ranks import join_torchrun
 
     if (group := join_torchrun()) and group.rank:
-        from lit_lazy.training.distributed.rank_process import join_training
+        from lit_lazy.training.rank_process import join_training
 
         join_training(group)
         return 0

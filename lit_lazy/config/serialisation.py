@@ -73,7 +73,7 @@ def _iter_leaf_classes(base: type[T]) -> Iterator[type[T]]:
     _import_all_beside(base)
     for sub in base.__subclasses__():
         yield from _iter_leaf_classes(sub)
-        if dataclasses.is_dataclass(sub):
+        if dataclasses.is_dataclass(sub) and ABC not in sub.__bases__:
             yield sub
 
 

@@ -19,7 +19,7 @@ from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
 from lit_lazy.training.result import METRICS
-from lit_lazy.training.run_folder import read_last_lines
+from lit_lazy.training.run_folder import TAIL_BYTES, read_lines
 
 PLAIN_EVERY_SECONDS = 15.0
 QUIET_SECONDS = 60.0
@@ -106,7 +106,7 @@ def describe_training(folder: Path, steps: int | None = None) -> str:
     Ends in `reported 1:30 ago` after a minute without a report. steps: of the whole training; without them the time
     left is not told.
     """
-    records = read_last_lines(folder / METRICS)
+    records = read_lines(folder / METRICS, TAIL_BYTES)
     if not any(record.step for record in records):
         return ""
     last = max(records[-2:], key=lambda record: record.step)  # a step's means may be written after its validation

@@ -28,7 +28,7 @@ from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make
 from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
-from lit_lazy.training.devices import find_missing_backend
+from lit_lazy.training.execution import find_missing_backend
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell
 

@@ -25,9 +25,9 @@ from lit_lazy.support.errors import BusyError, UnfinishedError, describe_excepti
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.callbacks import AtStart, MissedValidation
-from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
+from lit_lazy.training.ranks import RankLostError
 from lit_lazy.training.run import train_logged
 from lit_lazy.training.run_folder import locate_cell, write_failure
 

@@ -37,24 +37,19 @@ def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tens
 def compute_hidden(
     model: DecoderLM, tokens: Tensor, place: Tensor | None = None, with_stats: bool = False
 ) -> tuple[Tensor, list[Stats]]:
-    """`DecoderLM.compute_hidden_with_stats` for evaluation, without stats unless requested."""
-    if (found := compute_residual(model, tokens, place, with_stats)) is not None:
-        residual, stats = found
-        return model.norm(residual), stats
-    if with_stats:
-        return model.compute_hidden_with_stats(tokens, place)
-    return model.compute_hidden(tokens, place), []
+    """Input of the head `[B, L, d_model]`, and each layer's `Stats` if requested."""
+    residual, stats = compute_residual(model, tokens, place, with_stats)
+    return model.norm(residual), stats
 
 
 def compute_residual(
     model: DecoderLM, tokens: Tensor, place: Tensor | None = None, with_stats: bool = False
-) -> tuple[Tensor, list[Stats]] | None:
-    """Residual stream after the last block `[B, L, d_model]`, and each layer's `Stats` if requested, without gradients.
-
-    None where gradients are enabled, or the compiled code does not know the model.
-    """
+) -> tuple[Tensor, list[Stats]]:
+    """`DecoderLM.compute_residual`, faster without gradients."""
     decoder = describe(model, tokens) if place is None and not torch.is_grad_enabled() else None
-    return None if decoder is None else decoder_residual(decoder, model.embed(tokens), with_stats)
+    if decoder is None:
+        return model.compute_residual(tokens, place, with_stats)
+    return decoder_residual(decoder, model.embed(tokens), with_stats)
 
 
 def describe(model: DecoderLM, tokens: Tensor) -> Decoder | None:

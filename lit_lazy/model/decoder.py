@@ -131,7 +131,7 @@ class DecoderLM(nn.Module):
         0-based position of each token in its document, to which attention is then restricted; without cache and
         key_mask.
         """
-        x = self._compute_hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
+        x = self.norm(self.compute_residual(tokens, place, cache=cache, key_mask=key_mask)[0])
         return self.head(x[:, -1:] if last_only else x)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -143,21 +143,18 @@ class DecoderLM(nn.Module):
 
         dropout_keys: int64 `[B]`, seeds of each sequence's dropout in training (`sequence_keys`); None for no dropout.
         """
-        return self._compute_hidden(tokens, None, with_stats=False, place=place, dropout_keys=dropout_keys)[0]
+        return self.norm(self.compute_residual(tokens, place, dropout_keys=dropout_keys)[0])
 
-    def compute_hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
-        """Input of the head, and each layer's `Stats` of `[B, H, L]`."""
-        return self._compute_hidden(tokens, None, with_stats=True, place=place)
-
-    def _compute_hidden(
+    def compute_residual(
         self,
         tokens: Tensor,
-        cache: Sequence[Cache] | None,
-        with_stats: bool,
-        key_mask: Tensor | None = None,
         place: Tensor | None = None,
+        with_stats: bool = False,
+        cache: Sequence[Cache] | None = None,
+        key_mask: Tensor | None = None,
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
+        """Residual stream after the last block `[B, L, d_model]`, and each layer's `Stats` `[B, H, L]` if requested."""
         new = tokens.shape[1]
         span, offset = cache[0].span(new) if cache else (new, 0)
         places = () if place is None else (place,)
@@ -177,7 +174,13 @@ class DecoderLM(nn.Module):
                 x, stats = block(x, layer_inputs)
             if stats is not None:
                 collected.append(stats)
-        return self.norm(x), collected
+        return x, collected
+
+
+def build_empty(cfg: ModelConfig, vocab_size: int, context_length: int) -> DecoderLM:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        return DecoderLM(cfg, vocab_size, context_length, seed=None)
 
 
 def find_boundaries(place: Tensor) -> Tensor:

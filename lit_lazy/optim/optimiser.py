@@ -15,8 +15,6 @@ from lit_lazy.support.checks import MOST_FACTOR, BelowOne, Bounds, CheckedFields
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` with their `lr` and `weight_decay`."""
-Adjustment = Literal["match_rms_adamw", "original"]
-MOST_ITERATIONS = 99
 
 
 class Optimiser(CheckedFields, ABC):
@@ -96,9 +94,9 @@ class Muon(Optimiser):
     """Decay factor of the mean of a matrix's gradients per step."""
     nesterov: bool = True
     """Use Nesterov momentum."""
-    iterations: Annotated[int, Bounds(ge=1, le=MOST_ITERATIONS)] = 5
+    iterations: Annotated[int, Bounds(ge=1, le=99)] = 5
     """Number of Newton-Schulz iterations."""
-    adjustment: Adjustment = "match_rms_adamw"
+    adjustment: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Size of a matrix's step: match_rms_adamw is 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates (Liu
     et al., arXiv 2502.16982); original is sqrt(max(1, rows / columns))."""
     lr_scale: Annotated[float, Bounds(gt=0, le=MOST_FACTOR)] = 1.0
@@ -163,9 +161,6 @@ def _select_parameters(groups: Sequence[Group], wanted: Callable[[Tensor], bool]
     return [group for group in parts if group["params"]]
 
 
-Decay = Literal["linear", "sqrt"]
-
-
 class Schedule(CheckedFields, ABC):
     """Settings of a schedule."""
 
@@ -194,7 +189,7 @@ class WSD(Schedule):
 
     decay_share: Annotated[float, Bounds(gt=0, le=1)] = 0.2
     """Share of the steps after the warm-up in which the rate decays."""
-    decay: Decay = "sqrt"
+    decay: Literal["linear", "sqrt"] = "sqrt"
     """Form of the decay: linear, or sqrt, 1 - sqrt(u) for the finished share u (Hägele et al., arXiv 2405.18392)."""
 
     def factor(self, progress: float, final: float) -> float:

@@ -200,7 +200,7 @@ def _describe_need(value: object, hint: Any) -> str:
 def _iter_leaves(base: type) -> typing.Iterator[str]:
     """Names of the dataclasses under a base, of those that are imported."""
     for sub in base.__subclasses__():
-        if dataclasses.is_dataclass(sub):
+        if dataclasses.is_dataclass(sub) and ABC not in sub.__bases__:
             yield sub.__name__
         yield from _iter_leaves(sub)
 

@@ -26,6 +26,7 @@ from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import INTERRUPTED, End, default_uri
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 from lit_lazy.tracking.views import build_run_views
+from lit_lazy.training.callbacks import StepProgress
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.init_from import check_init_from
@@ -127,6 +128,7 @@ def train_tracked(
     if is_locked(folder):
         log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
     begun: list[int] = []
+    begin = LambdaCallback(on_train_start=lambda trainer, _: begun.append(trainer.global_step))
     with (lock := make_lock(folder)):
         if read_finished(folder) and keep_checkpoint:
             require_checkpoint(folder)
@@ -138,8 +140,7 @@ def train_tracked(
                 run.name,
                 loggers,
                 interrupts=interrupts,
-                callbacks=[LambdaCallback(on_train_start=lambda trainer, _: begun.append(trainer.global_step))],
-                show_progress=True,
+                callbacks=[StepProgress(), begin],
                 keep_checkpoint=keep_checkpoint is not False,
                 execution=execution,
                 lock=lock,

@@ -98,7 +98,7 @@ class MissedValidation(AtStart):
             return
         metrics = {}
         batch_size = module.execution.evaluation_batch_size(module.cfg.train.batch_size)
-        with module.use_average():
+        with module.average.swap_in():
             for batch in iter_validation(module.model, self.source, batch_size):
                 with trainer.precision_plugin.forward_context():
                     metrics = module.update_validation(batch)

@@ -14,17 +14,17 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.overrides import apply_overrides
-from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.data.prompts import Prompts
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.support.checks import PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
-from lit_lazy.training.optimiser import freeze_others, require_loaded
+from lit_lazy.training.optimiser import format_names, freeze_others, require_loaded
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RunResult
 
@@ -138,10 +138,7 @@ def require_same_tokenizer(checkpoint: Path, trained: LitLM, data: DataConfig) -
 
 
 def change_settings(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The config of a trained model with other settings of its model or data, given as `--dotted.path=value`.
-
-    Raises a one-line ValueError for any other setting, which would have no effect.
-    """
+    """The config of a trained model with other settings of its model or data, given as `--dotted.path=value`."""
     changed, paths = apply_overrides(cfg, overrides)
     require_changeable(paths)
     return changed
@@ -181,7 +178,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     for name in matching:
         target[name].data = source[name]
     if new := sorted(parameters - matching):
-        names = _format_names(new)
+        names = format_names(new, MOST_NAMED)
         log.warning("untrained, at their initial values: %s; `init_from` starts a training of them", names)
     return changed
 
@@ -201,11 +198,8 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
     Raises a one-line ValueError if the checkpoint cannot be loaded, none of its weights matches, one that is not
     trained is missing, or an initial value would have no effect, as its parameters are loaded.
     """
-    loaded = load(path)
-    trained, target = loaded.model, module.model.state_dict()
-    matching = _select_matching(path, loaded, module.cfg.model, target)
-    require_loaded(module.cfg.train.trainable, module.frozen, matching)
-    require_teacher(module.cfg.train, trained, module.model)
+    target = module.model.state_dict()
+    trained, matching = _load_matching(path, module.cfg, module.model, module.frozen)
     module.model.load_state_dict(target | matching)
     if module.cfg.train.distillation.active:
         module.teacher = Teacher(trained, module.cfg.train.distillation)
@@ -213,44 +207,35 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
     new, unused = (sorted(names - matching.keys()) for names in (target.keys(), trained.state_dict().keys()))
     return (
         f"starts from {path}: {len(matching)} of {len(target)} tensors, {share:.1%} of the weights, are loaded; "
-        f"new: {_format_names(new)}; unused: {_format_names(unused)}"
+        f"new: {format_names(new, MOST_NAMED)}; unused: {format_names(unused, MOST_NAMED)}"
     )
 
 
 def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
     """Raises a one-line ValueError as `load_matching_weights` does."""
-    with torch.device("meta"):
-        target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
-    loaded, patterns = load(path), cfg.train.trainable
-    matching = _select_matching(path, loaded, cfg.model, target.state_dict())
-    require_teacher(cfg.train, loaded.model, target)
-    require_loaded(patterns, freeze_others(target, patterns), matching)
+    target = build_empty(cfg.model, data.vocab_size, data.context_length)
+    _load_matching(path, cfg, target, freeze_others(target, cfg.train.trainable))
 
 
-def _select_matching(
-    path: Path, loaded: LitLM, cfg: ModelConfig, target: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Weights of a loaded model that match one of `target`, a model of `cfg`, by name and shape.
-
-    Raises ValueError if none does, or if an initial value differs although all parameters of its part match.
-    """
-    source = loaded.model.state_dict()
+def _load_matching(
+    path: Path, cfg: RunConfig, model: DecoderLM, frozen: set[str]
+) -> tuple[DecoderLM, dict[str, torch.Tensor]]:
+    """The model of a checkpoint, and those of its weights that match one of `model`, of `cfg`, by name and shape."""
+    loaded = load(path)
+    source, target = loaded.model.state_dict(), model.state_dict()
     matching = {name: value for name, value in source.items() if name in target and target[name].shape == value.shape}
     if not matching:
         raise ValueError(f"init_from={str(path)!r}: none of its weights matches the model by name and shape; omit it")
     new = [f".{name}" for name in target.keys() - matching.keys()]
-    for setting, name, before, after in list_changes(loaded.cfg.model, cfg, "model"):
+    for setting, name, before, after in list_changes(loaded.cfg.model, cfg.model, "model"):
         part = setting.removeprefix("model").removesuffix(name)  # such as `.attention.bias.`, also in parameters' names
         if name in after.initial_values() and not any(part in parameter for parameter in new):
             was = getattr(before, name)
             fix = f"has no effect, as its parameters are loaded from {str(path)!r}, where it was {was!r}; give that"
             require(False, setting, getattr(after, name), fix)
-    return matching
-
-
-def _format_names(names: list[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMED])
-    return f"{shown}, ... ({len(names)})" if len(names) > MOST_NAMED else shown or "none"
+    require_loaded(cfg.train.trainable, frozen, matching)
+    require_teacher(cfg.train, loaded.model, model)
+    return loaded.model, matching
 
 
 def _build_module(content: dict[str, Any]) -> LitLM:
@@ -315,36 +300,25 @@ def _find_mismatch(content: dict[str, Any], module: LitLM) -> str:
     return ""
 
 
-def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
-    """The data that a checkpoint's model was trained on.
-
-    Raises a one-line ValueError if it cannot be loaded or has changed since. Changed content is noticed only with the
-    result in the checkpoint's folder; without one, only another size is.
-    """
-    require_same_tokenizer(checkpoint, module, module.cfg.data)
-    source = load_data(module.cfg.data)
-    for name in ("vocab_size", "context_length"):
-        trained, current = module.hparams[name], getattr(source, name)
-        if trained != current:
-            problem = f"was trained on data with {name}={trained}, which now has {name}={current}"
-            raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
-    result = RunResult.peek(checkpoint.parent)
-    if result is not None and result.fingerprint != source.fingerprint:
-        problem = f"its data ({source.name}) has changed since its training"
-        raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
-    return source
-
-
 def load_data_for(checkpoint: Path, trained: LitLM, data: DataConfig, option: str = "data") -> DataSource:
     """Data to measure a checkpoint's model on: those of its training, verified, or others with its vocabulary.
 
     option: what names the others, for messages. Raises a one-line ValueError if they cannot be loaded or do not fit.
+    Changed content of its own is noticed only with the result in the checkpoint's folder; without one, another size is.
     """
-    if data == trained.cfg.data:
-        return load_training_data(checkpoint, trained)
     require_same_tokenizer(checkpoint, trained, data)
     source, known = load_data(data), trained.hparams["vocab_size"]
-    if source.vocab_size != known:
+    if data != trained.cfg.data:
         problem = f"the model has a vocabulary of {known} tokens, these data have {source.vocab_size}"
-        raise ValueError(f"{option}: {problem}; name data with the same vocabulary")
+        if source.vocab_size != known:
+            raise ValueError(f"{option}: {problem}; name data with the same vocabulary")
+        return source
+    result, problem = RunResult.peek(checkpoint.parent), ""
+    if result is not None and result.fingerprint != source.fingerprint:
+        problem = f"its data ({source.name}) has changed since its training"
+    for name in ("vocab_size", "context_length"):
+        if (now := getattr(source, name)) != (before := trained.hparams[name]):
+            problem = f"was trained on data with {name}={before}, which now has {name}={now}"
+    if problem:
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: {problem}; restore the data, or train again")
     return source

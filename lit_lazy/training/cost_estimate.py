@@ -1,7 +1,6 @@
 """Estimates of a training's cost: parameters, tokens, FLOPs, memory by part, hours, disk."""
 
 import dataclasses
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -9,17 +8,17 @@ from itertools import chain
 
 import torch
 from rich.filesize import decimal
+from torch.utils.benchmark import Timer
 
 from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
-from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
+from lit_lazy.model.decoder import Block, DecoderLM, build_empty, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.process import measure_saved_bytes, measure_total_memory
-from lit_lazy.training.devices import find_missing_gpu, select_training_device
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import build_optimizer, find_block_matrices, freeze_others
 from lit_lazy.training.prepare import prepare_outline
@@ -33,7 +32,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 ASSUMED = "H200"
 """Without a known GPU on this machine."""
 PRODUCT_SECONDS = 0.2
-TIMED_STEPS, WARMUP_STEPS = 5, 2
+TIMED_STEPS = 5
 MOST_FLOPS_OF_A_TIMED_STEP = 3e11
 """About ten seconds on one core."""
 FP32_BYTES = 4
@@ -71,8 +70,7 @@ class Cost:
 def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     """Estimate the cost of `cfg`. Raises ValueError if its batch cannot be split over the devices."""
     parts = execution.accumulation_steps(cfg.train.batch_size)
-    with torch.device("meta"):
-        model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
+    model = build_empty(cfg.model, data.vocab_size, data.context_length)
     forward = flops_per_token(model, data.context_length) // 3
     freeze_others(model, cfg.train.trainable)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -175,14 +173,10 @@ def measure_cpu_flops() -> float:
 
     A training is slower: it does more than products of matrices.
     """
-    size, passes = 1024, 0
+    size = 1024
     a, b = torch.rand(2, size, size)
-    a @ b
-    started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < PRODUCT_SECONDS:
-        a @ b
-        passes += 1
-    return 2 * size**3 * passes / elapsed
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=PRODUCT_SECONDS).mean
 
 
 def estimate_seconds(cfg: RunConfig, data: Outline, cost: Cost, execution: Execution) -> tuple[float, str]:
@@ -203,18 +197,17 @@ def estimate_training_seconds(config: RunConfig, data: Outline) -> float:
     optimizer = build_optimizer(model, config.train)
     shape = 2, config.train.batch_size, data.context_length
     tokens, targets = torch.randint(data.vocab_size, shape, device=device)
-    started = 0.0
-    for step in range(WARMUP_STEPS + TIMED_STEPS):
-        if step == WARMUP_STEPS:
-            started = time.perf_counter()
+
+    def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
             loss = token_nll(model(tokens), targets).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loss.item()
-    per_step = (time.perf_counter() - started) / TIMED_STEPS
-    return per_step * config.train.steps
+
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return timer.timeit(TIMED_STEPS).mean * config.train.steps  # after two to warm up
 
 
 def format_dry_run(name: str, cfg: RunConfig, execution: Execution, gpu: str | None = None) -> list[str]:

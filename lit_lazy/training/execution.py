@@ -1,17 +1,20 @@
-"""How a run is executed: not part of its key, recorded with its result, and without effect beyond rounding."""
+"""How and where a run is executed: not part of its key, and without effect beyond rounding."""
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
-from torch import Tensor
 
+from flash_lazy.cpu.library import find_obstacle, get_instruction_set
+from flash_lazy.fused import configurations
 from lit_lazy.config.schema import TrainConfig
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import CheckedFields, PositiveInt, require
+from lit_lazy.support.process import count_cores
 
-Strategy = Literal["ddp", "fsdp"]
+BUSY_SECONDS, BUSY_CORES = 0.2, 0.5
+"""How long other processes are watched, and how many cores of those of the threads may be busy."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Execution(CheckedFields):
 
     devices: PositiveInt = 1
     """Processes that share every batch: one per GPU, or each with separate CPU threads."""
-    strategy: Strategy = "ddp"
+    strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each device holds the full model. fsdp: parameters and optimiser states are sharded over the devices."""
     micro_batch: PositiveInt | None = None
     """Sequences in a device's memory at a time; None for its full share of a batch."""
@@ -64,11 +67,51 @@ class Execution(CheckedFields):
         """Sequences to evaluate at a time."""
         return self.micro_batch or batch_size // self.devices
 
-    def prepare_forward(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
-        """The training's forward pass, `DecoderLM.compute_hidden`: tokens, places and dropout keys to hidden states."""
-        model.checkpoint_activations = self.checkpoint_activations
-        return torch.compile(model.compute_hidden) if self.compile else model.compute_hidden
-
 
 ONE_DEVICE = Execution()
 """The default: one device, no memory options."""
+
+
+def select_training_device() -> torch.device:
+    """The current accelerator, chosen as by Lightning, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def find_missing_backend() -> str | None:
+    """Why training here lacks the compiled backend, with the fix; None if it has it or runs on an accelerator."""
+    return find_obstacle() if select_training_device().type == "cpu" else None
+
+
+def find_missing_gpu(backend: str) -> str | None:
+    """Why this machine cannot run a model's backend that needs a GPU, with the fix; None if it can."""
+    if backend != "triton" or torch.cuda.is_available() or configurations.INTERPRETED:
+        return None
+    return "needs a GPU, and this machine has none; leave it at auto, or give chunked"
+
+
+def describe_backend(label: str) -> str:
+    """A backend's label in tables; that of the compiled backend with its instruction set, as in `cpu (avx512)`."""
+    return f"{label} ({get_instruction_set()})" if label == "cpu" else label
+
+
+def find_busy_cores() -> str | None:
+    """That other processes use cores of this one's threads, which then wait for each other, with the fix; else None."""
+    threads, cores = torch.get_num_threads(), count_cores()
+    if threads == 1 or select_training_device().type != "cpu":
+        return None
+    busy = psutil.cpu_percent(BUSY_SECONDS) / 100 * cores
+    if busy + threads < cores + BUSY_CORES:
+        return None
+    return f"other work keeps {busy:.1f} of {cores} cores busy; a small model is faster beside it with --threads 1"
+
+
+def check_devices(devices: int) -> None:
+    """Raises ValueError if this machine has fewer devices."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
+    require(devices <= available, "--devices", devices, f"must be at most the {available} {kind} of this machine")
+
+
+def read_torchrun_size() -> int | None:
+    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

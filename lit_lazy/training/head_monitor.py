@@ -13,7 +13,6 @@ from lit_lazy.data import DataSource
 from lit_lazy.data.facts import compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics, average_by_head, collect_learned
 from lit_lazy.measure.collapse import effective_rank, token_cosine
-from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.model.compiled import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.callbacks import AtStart
@@ -93,7 +92,7 @@ class HeadMonitor(AtStart):
     def _log_figures(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not isinstance(module, LitLM):
             return
-        with module.use_average():
+        with module.average.swap_in():
             attentions, learned = module.model.attentions, collect_learned(module.model)
             if learned := {name: average_by_head(x, attentions[0].n_heads) for name, x in learned.items()}:
                 self.learned[trainer.global_step] = {name: values.cpu() for name, values in learned.items()}
@@ -133,33 +132,22 @@ def _is_due(step: int) -> bool:
 @torch.no_grad()
 def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
     """Metrics `watch/...` of a batch of tokens `[B, L]`, without undefined ones. place: as in `DecoderLM.forward`."""
-    last, stats = _compute_last_layer(model, tokens, place)
+    was_training = model.training
+    try:
+        last, stats = compute_residual(model.eval(), tokens, place, with_stats=True)
+    finally:
+        model.train(was_training)
     attention = AttentionMetrics.of(model.attentions, device=model.device)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
-    measured["watch/cosine"] = token_cosine(last).mean().item()
-    measured["watch/effective_rank"] = effective_rank(last).mean().item()
+    measured["watch/cosine"] = token_cosine(last.float()).mean().item()
+    measured["watch/effective_rank"] = effective_rank(last.float()).mean().item()
     measured |= _compute_mass_metrics(stats)
     for name, values in collect_learned(model).items():
         measured |= {f"watch/{name}_layer_{layer}": value.mean().item() for layer, value in enumerate(values)}
         if values[0].numel() > 1:  # a layer's only number is also its minimum and maximum
             measured |= {f"watch/{name}_min": values.min().item(), f"watch/{name}_max": values.max().item()}
     return measured
-
-
-def _compute_last_layer(model: DecoderLM, tokens: Tensor, place: Tensor | None) -> tuple[Tensor, list[Stats]]:
-    """Residual stream after the last block `[B, L, d_model]`, float32, and each layer's stats."""
-    was_training = model.training
-    hidden: dict[int, Tensor] = {}
-    try:
-        model.eval()
-        if (found := compute_residual(model, tokens, place, with_stats=True)) is not None:
-            return found
-        with hook_layers(model, on_hidden=hidden.__setitem__):
-            _, stats = model.compute_hidden_with_stats(tokens, place)
-    finally:
-        model.train(was_training)
-    return hidden[len(model.blocks)].float(), stats
 
 
 def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:

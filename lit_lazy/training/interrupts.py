@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from lit_lazy.training.distributed.process_group import RankGroup
+from lit_lazy.training.ranks import RankGroup
 
 STDOUT, STDERR = 1, 2
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

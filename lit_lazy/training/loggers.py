@@ -112,13 +112,11 @@ def _start_logger(kind: str, folder: Path, project: str, name: str, config: Mapp
     try:
         logger = _make_logger(kind, folder, project, name)
         logger.log_hyperparams(flatten(config))
-        if is_new:
-            for line in read_lines(folder / METRICS):
-                logger.log_metrics(dict(line.metrics), line.step)
+        for line in read_lines(folder / METRICS) if is_new else ():
+            logger.log_metrics(dict(line.metrics), line.step)
     except Exception as error:  # a third-party package with its own account or server
-        raise ValueError(
-            f"--logger {kind}: cannot start ({describe_exception(error)}); leave it out, or set it up"
-        ) from error
+        why = f"cannot start ({describe_exception(error)}); leave it out, or set it up"
+        raise ValueError(f"--logger {kind}: {why}") from error
     return logger
 
 

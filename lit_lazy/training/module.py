@@ -1,7 +1,7 @@
 """The LightningModule that trains a decoder language model, by itself or with a teacher."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,13 +50,10 @@ class Teacher:
     def _collect_mixed(self, model: DecoderLM) -> Iterator[list[Tensor]]:
         """What each layer's mixer adds in a pass in the block, `[B, L, d_model]`, if the term compares it."""
         found: list[Tensor] = []
-        mixers = model.mixers if self.term.reads_attention else []
-        hooks = [mixer.register_forward_hook(lambda _, __, out: found.append(out[0])) for mixer in mixers]
-        try:
+        with ExitStack() as hooks:
+            for mixer in model.mixers if self.term.reads_attention else []:
+                hooks.enter_context(mixer.register_forward_hook(lambda _, __, out: found.append(out[0])))
             yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def require_teacher(train: TrainConfig, teacher: DecoderLM, student: DecoderLM) -> None:
@@ -102,7 +99,7 @@ class LitLM(L.LightningModule):
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
         self.frozen = freeze_others(self.model, self.cfg.train.trainable)
-        self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
+        self.average = WeightAverage(self.model, self.cfg.train.ema_decay)
         self.teacher: Teacher | None = None
         self.sources: dict[str, Any] = {}
         self._validating = ExitStack()
@@ -117,7 +114,8 @@ class LitLM(L.LightningModule):
     def set_execution(self, execution: Execution) -> None:
         """Use this execution from now on."""
         self.execution, self.parts = execution, execution.accumulation_steps(self.cfg.train.batch_size)
-        self._hidden = execution.prepare_forward(self.model)
+        self.model.checkpoint_activations = execution.checkpoint_activations
+        self._hidden = torch.compile(self.model.compute_hidden) if execution.compile else self.model.compute_hidden
         self._is_sharded = False
         self._means: dict[str, Tensor] = {}
 
@@ -127,10 +125,9 @@ class LitLM(L.LightningModule):
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (set by the strategy)
             for part in (*self.model.blocks, self.model):
                 fully_shard(part, mesh=mesh)
-            # Methods other than `forward` must gather the parameters too.
-            for name in ("compute_hidden", "compute_hidden_with_stats"):
-                register_fsdp_forward_method(self.model, name)
-            self._hidden, self._is_sharded = self.execution.prepare_forward(self.model), True
+            # A method other than `forward` must gather the parameters too, which then stay for norm and head.
+            register_fsdp_forward_method(self.model, "compute_residual")
+            self._is_sharded = True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         terms = self._compute_terms(batch, batch_index)
@@ -197,8 +194,7 @@ class LitLM(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Also update the average and scheduled parameters, before checkpoints and evaluations at this step."""
         super().optimizer_step(*args, **kwargs)
-        if self.average is not None:
-            self.average.update()
+        self.average.update()
         self.apply_schedules(self.global_step + 1)  # Lightning counts the step after this method
 
     def apply_schedules(self, step: int) -> None:
@@ -211,27 +207,16 @@ class LitLM(L.LightningModule):
         if self.teacher is not None:
             self.teacher.model.to(self.device)
 
-    def use_average(self) -> AbstractContextManager[None]:
-        """Replace the trained weights by their average, if one is computed, in the block."""
-        return nullcontext() if self.average is None else self.average.swap_in()
-
-    def apply_average(self) -> None:
-        """End training: replace the weights by their average, if one is computed, for good."""
-        if self.average is not None:
-            self.average.apply()
-            self.average = None
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[SOURCES] = self.sources
-        if self.average is not None:
+        if self.average.values:
             checkpoint[AVERAGE] = dict(self.average.values)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.average is not None and AVERAGE in checkpoint:
-            self.average.restore(checkpoint[AVERAGE])
+        self.average.restore(checkpoint.get(AVERAGE, {}))
 
     def on_validation_epoch_start(self) -> None:
-        self._validating.enter_context(self.use_average())
+        self._validating.enter_context(self.average.swap_in())
 
     def on_validation_epoch_end(self) -> None:
         self._validating.close()

@@ -1,7 +1,7 @@
 """What a training changes: the parameters that it trains, their groups and rates, and their average. Only torch."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,9 +45,15 @@ def freeze_others(model: nn.Module, patterns: Collection[str]) -> set[str]:
 def require_loaded(patterns: Collection[str], frozen: Collection[str], loaded: Collection[str]) -> None:
     """Raise a one-line ValueError if a parameter that the patterns freeze is not loaded: it would stay random."""
     new = sorted(set(frozen) - set(loaded))
-    names = ", ".join(new[:MOST_NAMED]) + (f", ... ({len(new)})" if len(new) > MOST_NAMED else "")
+    names = format_names(new, MOST_NAMED)
     fix = f"leaves {names} at their first values; add a pattern that trains them, or an init_from that has them"
     require(not new, "train.trainable", patterns, fix)
+
+
+def format_names(names: Sequence[str], most: int) -> str:
+    """The first names, and how many there are if that is not all."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, ... ({len(names)})" if len(names) > most else shown or "none"
 
 
 def lr_factor(step: int, cfg: TrainConfig) -> float:
@@ -104,10 +110,11 @@ class WeightAverage:
     """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, for trainable parameters.
 
     Parameters that are frozen or follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
+    Without a decay nothing is averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in model.named_parameters() if decay and p.requires_grad}
         self._update = get_ema_multi_avg_fn(decay)
         self.values: dict[str, Tensor] = {}
         """By parameter name; empty before the first step."""
@@ -127,16 +134,16 @@ class WeightAverage:
         """Restore the average from a checkpoint."""
         self.values = {name: value.clone() for name, value in values.items()}
 
-    @torch.no_grad()
     def apply(self) -> None:
-        """Replace the weights by their average for good."""
+        """Replace the weights by their average for good, and end averaging."""
         self._set_weights(self.values)
+        self._parameters, self.values = {}, {}
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Replace the weights by their average in the block."""
         weights = {name: self._parameters[name].detach().clone() for name in self.values}
-        self.apply()
+        self._set_weights(self.values)
         try:
             yield
         finally:

@@ -1,10 +1,9 @@
 """Checks of a run before anything is created."""
 
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -13,22 +12,18 @@ from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require
-from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.errors import describe_exception, naming, short_repr
 from lit_lazy.support.process import require_memory
-from lit_lazy.training.devices import find_missing_gpu, select_training_device
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.optimiser import freeze_others, require_loaded
 
-T = TypeVar("T")
 BYTES_PER_NUMBER = 4
 """Weights, gradients and moments are float32."""
 BYTES_PER_LAYER = 2**15
 """Size of a layer's module objects, without parameters."""
-MISTAKES = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
-"""Errors that a user's class may raise."""
 CHECKED_SEQUENCES = 64
 """Sequences whose tokens are checked; a corpus may exceed the memory."""
 
@@ -44,49 +39,49 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     if elsewhere:
         return
-    if missing := find_missing_gpu(cfg.backend):
-        raise ValueError(f"model.backend={cfg.backend!r}: {missing}")
-    try:
+    with naming(f"model.backend={cfg.backend!r}"):
+        if missing := find_missing_gpu(cfg.backend):
+            raise ValueError(missing)
         mixer.to(select_training_device()).backend_name(documents)
-    except ValueError as error:
-        raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
 def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
-    """Build the first layer's attention. Raises ValueError if that of any layer fails."""
+    """That of the first layer; the others' normalisers are built too."""
     shape = cfg.layer_shape(0, context_length)
-    try:
+    with _naming_user_errors("model.attention"):
         attention = Attention(cfg.attention, shape, cfg.backend)
         attention.normaliser.probe(shape.n_heads, shape.head_dim, shape.d_model, torch.device("cpu"))
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
         attention.compute_bias(context_length)
         attention.bias.probe(context_length)
-    except MISTAKES as error:
-        raise ValueError(f"model.attention: {_describe_user_error(error)}") from error
     return attention
 
 
 def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
-    """Build the first layer's mixer. Raises ValueError if that fails or its output has another shape."""
     name = f"model.mixer={type(cfg.mixer).__name__}"
     tokens = torch.zeros(1, 2, cfg.d_model)
-    try:
-        mixer, found = cfg.build_mixer(0, context_length), None
+    with _naming_user_errors(name):
+        mixer = cfg.build_mixer(0, context_length)
+        found: object = type(mixer).__name__
         if isinstance(mixer, MixerModule):
             found = mixer(tokens, PassInputs(lambda heads: heads))[0].shape
-    except MISTAKES as error:
-        raise ValueError(f"{name}: {_describe_user_error(error)}") from error
-    found = type(mixer).__name__ if found is None else found
     require(found == tokens.shape, name, found, f"let build return a MixerModule that gives {list(tokens.shape)} here")
     return mixer
 
 
-def _describe_user_error(error: BaseException) -> str:
-    """An error in a user's class, with its last line instead of a traceback."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    kind, _, text = describe_exception(error).partition(": ")
-    return f"{kind} ({Path(last.filename).name}, line {last.lineno}){text and ': '}{text}"
+@contextmanager
+def _naming_user_errors(what: str) -> Iterator[None]:
+    """Turn whatever a user's class raises into a one-line ValueError, with its last line instead of a traceback."""
+    try:
+        yield
+    except (ValueError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        kind, _, text = describe_exception(error).partition(": ")
+        where = f"{what}: {kind} ({Path(last.filename).name}, line {last.lineno})"
+        raise ValueError(f"{where}{text and ': '}{text}") from error
 
 
 def check_size(
@@ -168,27 +163,18 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
     taught = cfg.init_from is not None or not cfg.train.distillation.active
     require(taught, "train.distillation", type(cfg.train.distillation).__name__, teacher)
     if patterns := cfg.train.trainable:
-        frozen = freeze_others(_build_meta_model(cfg, data), patterns)
+        frozen = freeze_others(build_empty(cfg.model, data.vocab_size, data.context_length), patterns)
         require_loaded(patterns, frozen, () if cfg.init_from is None else frozen)
     if cfg.evaluations and data.sequences is not None:
-        check_evaluations(cfg, _build_meta_model(cfg, data))
+        check_evaluations(cfg, build_empty(cfg.model, data.vocab_size, data.context_length))
 
 
 def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
     """Raises a one-line ValueError if an evaluation does not support the model or its data."""
     for evaluation in cfg.evaluations:
-        try:
+        name = f"evaluations: {type(evaluation).__name__}"
+        with _naming_user_errors(name), naming(name):
             evaluation.check(model, cfg.data)
-        except ValueError as error:
-            raise ValueError(f"evaluations: {type(evaluation).__name__}: {one_line(error)}") from None
-        except MISTAKES as error:
-            raise ValueError(f"evaluations: {type(evaluation).__name__}: {_describe_user_error(error)}") from error
-
-
-def _build_meta_model(cfg: RunConfig, data: Outline) -> DecoderLM:
-    """The run's model without memory for its weights."""
-    with torch.device("meta"):
-        return DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
 
 
 def outline_loads(config: DataConfig) -> bool:
@@ -203,37 +189,30 @@ def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
     """
     if outline_loads(config):
         return load_data(config).outline
-    return _call_user_code(config, config.outline_elsewhere if elsewhere else config.outline)
-
-
-def _call_user_code(config: DataConfig, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except (ValueError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ValueError(f"data={type(config).__name__}: {_describe_user_error(error)}") from error
+    with _naming_user_errors(f"data={type(config).__name__}"):
+        return config.outline_elsewhere() if elsewhere else config.outline()
 
 
 def load_data(config: DataConfig) -> DataSource:
     """Load and check a data config's data. Raises a one-line ValueError if either fails."""
-    name, source = type(config).__name__, _call_user_code(config, config.load)
+    name = f"data={type(config).__name__}"
+    with _naming_user_errors(name):
+        source = config.load()
     if not isinstance(source, DataSource):
-        raise ValueError(f"data={name}: load() returned {short_repr(source)}; let it return a DataSource")
+        raise ValueError(f"{name}: load() returned {short_repr(source)}; let it return a DataSource")
     for attribute in ("vocab_size", "context_length"):
-        check_value(f"data={name}: {attribute}", getattr(source, attribute), PositiveInt)
+        check_value(f"{name}: {attribute}", getattr(source, attribute), PositiveInt)
     for attribute in ("name", "fingerprint"):
         text = getattr(source, attribute)
-        require(isinstance(text, str) and text.isprintable(), f"data={name}: {attribute}", text, "must be one line")
+        require(isinstance(text, str) and text.isprintable(), f"{name}: {attribute}", text, "must be one line")
     plain = isinstance(source.info, dict) and all(isinstance(fact, str | int | float) for fact in source.info.values())
-    require(plain, f"data={name}: info", source.info, "must be texts and numbers by name")
+    require(plain, f"{name}: info", source.info, "must be texts and numbers by name")
     for part in ("train", "validation"):
-        _check_sequences(f"data={name}: {part}", getattr(source, part), source)
+        _check_sequences(f"{name}: {part}", getattr(source, part), source)
     return source
 
 
 def _check_sequences(part: str, found: object, source: DataSource) -> None:
-    """Raises ValueError unless they are tokens of the vocabulary, one more per sequence than it has targets."""
     if not isinstance(found, TokenDataset):
         raise ValueError(f"{part}={short_repr(found)}: must be a TokenDataset")
     tokens, width = found.sequences, source.context_length + 1
@@ -257,7 +236,6 @@ def validates_on_training(source: DataSource) -> bool:
 
 
 def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:
-    """Raises ValueError unless explicit targets are tokens of the vocabulary, equally many in each sequence."""
     name, shape = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]
     fits = list(targets.shape) == shape and not targets.is_floating_point()
     require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {shape}")

@@ -32,17 +32,23 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
-from lit_lazy.training.devices import describe_backend, find_busy_cores, find_missing_backend, select_training_device
-from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution import (
+    ONE_DEVICE,
+    Execution,
+    describe_backend,
+    find_busy_cores,
+    find_missing_backend,
+    select_training_device,
+)
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare, validates_on_training
+from lit_lazy.training.ranks import start_ranks
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 from lit_lazy.training.without_effect import list_ineffective
 
 log = logging.getLogger("lit_lazy.training.run")
@@ -56,7 +62,6 @@ def run(
     *,
     logger: Logger | None = None,
     callbacks: Sequence[Callback] = (),
-    show_progress: bool = False,
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
     execution: Execution = ONE_DEVICE,
@@ -91,7 +96,7 @@ def run(
             write_settings(folder, key, source.fingerprint, to_dict(cfg))
             if (result := _measure_known(cfg, key, source, folder)) is not None:
                 return result
-            settings = logger, callbacks, show_progress, keep_checkpoint, execution, interrupts
+            settings = logger, callbacks, keep_checkpoint, execution, interrupts
             return _run(cfg, key, source, folder, *settings)
     except Timeout:
         raise BusyError(f"another process works in {folder}") from None
@@ -144,7 +149,6 @@ def _run(
     folder: Path,
     logger: Logger | None,
     callbacks: Sequence[Callback],
-    show_progress: bool,
     keep_checkpoint: bool,
     execution: Execution,
     interrupts: Interrupts | None,
@@ -162,12 +166,13 @@ def _run(
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            settings = to_dict(cfg), asdict(execution), list_user_files(cfg), source.fingerprint
-            group.send_spec(RunSpec(*settings, folder, checkpoint, final))
+            settings = {"config": to_dict(cfg), "execution": asdict(execution), "files": list_user_files(cfg)}
+            group.send_spec(
+                **settings, fingerprint=source.fingerprint, folder=folder, checkpoint=checkpoint, final=final
+            )
         kept = time_monitor, BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses)
         callbacks = (*kept, monitor, *callbacks)
-        trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group, interrupts)
-        module = fit(trainer, module, cfg, source, checkpoint, group, final)
+        module = fit(module, source, folder, logger, callbacks, checkpoint, final, group, interrupts)
         train_seconds = time_monitor.seconds
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU

@@ -27,6 +27,7 @@ FORMAT = 1
 """Format of both; raised when a field is added, removed or changes its meaning."""
 
 TAIL_BYTES = 2**16
+"""Bytes at the end of a metric file that hold its last records."""
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
@@ -136,23 +137,17 @@ class MetricRecord:
     metrics: Mapping[str, float]
 
 
-def read_lines(path: Path) -> list[MetricRecord]:
-    """The records of a metric file, without damaged lines and an unfinished last line."""
-    return _parse_lines(path.read_bytes()) if path.exists() else []
+def read_lines(path: Path, most: int | None = None) -> list[MetricRecord]:
+    """The records of a metric file, without damaged lines and an unfinished last line; [] without a file.
 
-
-def read_last_lines(path: Path) -> list[MetricRecord]:
-    """The records in the last 64 KiB of a metric file; [] without a file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return _parse_lines(file.read())
-    except FileNotFoundError:
+    most: only those in so many bytes at its end.
+    """
+    if not path.exists():
         return []
-
-
-def _parse_lines(content: bytes) -> list[MetricRecord]:
-    return [record for line in content.split(b"\n")[:-1] if (record := parse_line(line))]
+    with path.open("rb") as file:
+        file.seek(0 if most is None else max(0, file.seek(0, os.SEEK_END) - most))
+        lines = file.read().split(b"\n")[:-1]
+    return [record for line in lines if (record := parse_line(line))]
 
 
 def parse_line(line: bytes) -> MetricRecord | None:

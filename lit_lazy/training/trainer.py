@@ -5,23 +5,27 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.data.sampler import Portion, train_loader, validation_loader
-from lit_lazy.training.callbacks import StepProgress
+from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
-from lit_lazy.training.distributed.fsdp import ShardedStrategy
-from lit_lazy.training.distributed.process_group import GroupEnvironment, RankGroup
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.ranks import GroupEnvironment, RankGroup
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
 log = logging.getLogger("lit_lazy.training.trainer")
@@ -38,28 +42,32 @@ def build_module(cfg: RunConfig, source: DataSource, execution: Execution) -> Li
 
 
 def fit(
-    trainer: L.Trainer,
     module: LitLM,
-    cfg: RunConfig,
     source: DataSource,
-    checkpoint: Path | None,
+    folder: Path,
+    logger: Logger | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Path | str | None = None,
+    final: Path | str | None = None,
     group: RankGroup | None = None,
-    final: Path | None = None,
+    interrupts: Interrupts | None = None,
 ) -> LitLM:
     """Train, resuming from `checkpoint` and together with the other ranks of `group`, if given.
 
-    Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at. Raises
-    KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
+    Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at.
+    interrupts: as of `run`. Raises KeyboardInterrupt if an interrupt ends it, which Lightning turns into SystemExit.
     """
-    (interrupts,) = (part.interrupts for part in trainer.callbacks if isinstance(part, StopOnInterrupt))  # type: ignore[attr-defined]
-    batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
+    interrupts = interrupts or Interrupts()
+    stop = StopOnInterrupt(interrupts, folder / CHECKPOINTS / LAST, group)
+    trainer = _make_trainer(module, folder, logger, [*callbacks, stop], group)
+    batch_size, share = module.cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # The loader reads global_step at its first batch, after the checkpoint was restored.
-    batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
+    batches = train_loader(source, batch_size, module.cfg.seed, lambda: module.trainer.global_step, share)
     validation = validation_loader(source, module.execution.evaluation_batch_size(batch_size))
     try:
         with interrupts.defer(), nullcontext() if group is None else group.join():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
-            module.apply_average()
+            module.average.apply()
             if final:
                 trainer.save_checkpoint(final)
             if module.execution.strategy == "ddp":
@@ -76,17 +84,10 @@ def fit(
         interrupts.set_handlers()
 
 
-def make_trainer(
-    cfg: RunConfig,
-    folder: Path,
-    logger: Logger | None,
-    callbacks: Sequence[Callback],
-    show_progress: bool,
-    execution: Execution,
-    group: RankGroup | None = None,
-    interrupts: Interrupts | None = None,
+def _make_trainer(
+    module: LitLM, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], group: RankGroup | None
 ) -> L.Trainer:
-    """Lightning's trainer, with every option that affects results set explicitly. interrupts: as of `run`.
+    """Lightning's trainer, with every option that affects results set explicitly.
 
     The queue handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
     and resume from any `hpc_ckpt_*` in its default folder; that folder therefore does not exist.
@@ -97,38 +98,85 @@ def make_trainer(
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
     # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    checkpoints = folder / CHECKPOINTS
-    every = cfg.train.checkpoint_every
-    checkpoint = ModelCheckpoint(checkpoints, save_last=True, save_top_k=0, every_n_train_steps=every)
+    train, execution = module.cfg.train, module.execution
+    every = train.checkpoint_every
+    checkpoint = ModelCheckpoint(folder / CHECKPOINTS, save_last=True, save_top_k=0, every_n_train_steps=every)
     strategy: Strategy | str = "auto"
     if group:
         strategy = DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
-    parts = execution.accumulation_steps(cfg.train.batch_size)
     return L.Trainer(
-        max_steps=cfg.train.steps,
+        max_steps=train.steps,
         max_epochs=-1,
         devices=group.local_size if group else 1,
         num_nodes=group.nodes if group else 1,
         strategy=strategy,
         use_distributed_sampler=False,
-        accumulate_grad_batches=parts,
-        precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
-        gradient_clip_val=cfg.train.clip_norm,
-        val_check_interval=cfg.train.val_every * parts,  # in batches
+        accumulate_grad_batches=module.parts,
+        precision="bf16-mixed" if train.precision == "bf16" else "32-true",
+        gradient_clip_val=train.clip_norm,
+        val_check_interval=train.val_every * module.parts,  # in batches
         check_val_every_n_epoch=None,
-        log_every_n_steps=cfg.train.log_every,
+        log_every_n_steps=train.log_every,
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
         # Never that of a batch system, even if its variables are set.
         plugins=[AtomicCheckpointIO(), GroupEnvironment(group) if group else LightningEnvironment()],
-        callbacks=[
-            *([StepProgress()] if show_progress else []),
-            *callbacks,
-            StopOnInterrupt(interrupts or Interrupts(), checkpoints / LAST, group),
-            checkpoint,
-        ],
+        callbacks=[*callbacks, checkpoint],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """FSDP2. Rank 0 writes checkpoints of full tensors in one file, which any execution can resume.
+
+    Lightning's checkpoints number the optimiser's states in another order than the optimiser, and cannot load a tensor
+    whose rows do not divide evenly over the devices.
+    """
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All parameters on rank 0, else {}. A collective: all ranks must call it."""
+        assert self.model
+        return self._gather_state(self.model.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's full state on rank 0, else {}. A collective: all ranks must call it."""
+        return self._gather_state(optimizer.state_dict())
+
+    def _gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        def gather(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            found = gather_full_tensor(value)
+            return found.cpu() if self.is_global_zero else None
+
+        gathered = tree_map(gather, state)
+        return gathered if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load this device's shard of model and optimisers."""
+        assert self.model
+        content = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        full = content["state_dict"]
+        sharded = {name: _shard_tensor(full[name], value) for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(sharded)
+        for optimizer, state in zip(self.optimizers, content["optimizer_states"], strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parts = {
+                index: {name: _shard_tensor(value, parameters[index]) for name, value in values.items()}
+                for index, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": parts})
+        return content
+
+
+def _shard_tensor(value: Tensor, like: Tensor) -> Tensor:
+    """This device's shard of a full tensor, if `like` is sharded and has the same shape."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

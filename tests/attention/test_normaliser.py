@@ -74,7 +74,7 @@ class TestSoftmax:
         with pytest.raises(ValueError, match="backend is 'sdpa', which computes softmax attention alone"):
             Elastic().build(SHAPE)(call)
         for backend in ("sdpa", "cpu", "triton"):
-            with pytest.raises(ValueError, match=f"backend is '{backend}', for which _Relu has no kernel"):
+            with pytest.raises(ValueError, match=f"backend is '{backend}', for which this rule has no kernel"):
                 Relu().build(SHAPE)(call._replace(backend=backend))
 
 

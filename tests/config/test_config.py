@@ -207,7 +207,9 @@ class TestReplaceAt:
         changes = {f"{normaliser}.threshold": "constant", f"{normaliser}.tau_init": 0.02}
         for order in (changes, dict(reversed(changes.items()))):
             assert replace_at(BASE, order).model.attention.normaliser == Elastic(0.02, "constant")
-        with pytest.raises(ValueError, match=r"Elastic\.tau_init=1.0 with Elastic\.threshold='constant'"):
+        with pytest.raises(
+            ValueError, match=r"Elastic\.tau_init=1.0: must be below 1 with Elastic\.threshold='constant'"
+        ):
             replace_at(BASE, {f"{normaliser}.threshold": "constant"})
         changes = {"model.attention.bias": Fire(width=4), "model.attention.bias.length": 12}
         for order in (changes, dict(reversed(changes.items()))):
@@ -276,7 +278,7 @@ def test_a_value_that_a_users_file_does_not_declare_is_named(good):
         (lambda: Llama3Scaling(low=4.0), "Llama3Scaling.low=4.0: must be below high=4.0"),
         (
             lambda: Elastic(threshold="constant"),
-            "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds",
+            "Elastic.tau_init=1.0: must be below 1 with Elastic.threshold='constant', such as 0.01: no weight exceeds",
         ),
         (
             lambda: Elastic(0.0, "constant", tau_ramp=0.5),

@@ -29,7 +29,7 @@ from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.runs_folder import RunsEntry
 from lit_lazy.report.page import draw_table_figures
-from lit_lazy.training import devices
+from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RESULT, RunResult
@@ -101,7 +101,7 @@ def test_each_machine_trains_with_the_best_backend_it_has(lab: Lab, tmp_path: Pa
     monkeypatch.delenv(library.SWITCH, raising=False)
     said = []
     for seeds, instructions in (("0", None), ("0,1", "avx2")):
-        for module in (library, devices):
+        for module in (library, execution):
             monkeypatch.setattr(module, "get_instruction_set", lambda instructions=instructions: instructions)
         here = make_lab(tmp_path, lab.training, "--rows", "lazy", "--seeds", seeds)
         said.append(here.run().count("attention runs slower than it could: no compiled backend is installed"))

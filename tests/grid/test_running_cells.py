@@ -8,7 +8,7 @@ import pytest
 
 from lit_lazy.grid.progress import Progress, describe_training
 from lit_lazy.support.console import plain_console
-from lit_lazy.training.run_folder import TAIL_BYTES, read_last_lines, read_lines
+from lit_lazy.training.run_folder import TAIL_BYTES, read_lines
 
 
 def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> Path:
@@ -76,6 +76,6 @@ def test_a_log_says_each_minute_what_runs(monkeypatch: pytest.MonkeyPatch, capsy
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, 5000)
     assert path.stat().st_size > 3 * TAIL_BYTES
-    last, every = read_last_lines(path), read_lines(path)
+    last, every = read_lines(path, TAIL_BYTES), read_lines(path)
     assert 100 < len(last) < 1500
     assert last == every[-len(last) :]

@@ -266,9 +266,9 @@ def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position
     module, tokens = make(attention, position).double(), draw()["tokens"]
     model, rows = module.model, {"rare": tokens < 6, "other": tokens >= 6}
     whole, parts = (AttentionMetrics.of(model.attentions, tuple(rows)) for _ in range(2))
-    whole.update(model.compute_hidden_with_stats(tokens)[1], rows)
+    whole.update(model.compute_residual(tokens, with_stats=True)[1], rows)
     for part in torch.arange(SEQUENCES).split(2):
-        stats = model.compute_hidden_with_stats(tokens[part])[1]
+        stats = model.compute_residual(tokens[part], with_stats=True)[1]
         parts.update(stats, {name: mask[part] for name, mask in rows.items()})
     dense = Dense(module, tokens)
     w, mass = torch.stack(dense.w).transpose(2, 3), torch.stack(dense.mass).transpose(2, 3)  # [layer, B, T, H, ...]
@@ -536,7 +536,7 @@ def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], D
     model, batch = make(AttentionSpec(normaliser, LearnedBias(init_std=0.5)), n_kv_heads=4).model, draw()
     metrics = AttentionMetrics.of(model.attentions)
     with torch.no_grad():
-        stats = model.compute_hidden_with_stats(batch["tokens"])[1]
+        stats = model.compute_residual(batch["tokens"], with_stats=True)[1]
     metrics.update(stats, {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
     return model, metrics.compute(), measure(model, [batch])
 

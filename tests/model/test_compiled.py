@@ -22,7 +22,7 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, _Elastic, _Softmax
+from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
 from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
@@ -118,10 +118,10 @@ def test_the_step_errs_no_more_than_the_models_own(name):
 def test_the_forward_pass_equals_the_models_own(name):
     model, (tokens, _) = make_model(name), draw(get_length(name))
     with torch.no_grad():
-        assert compiled.compute_residual(model, tokens) is not None
+        assert compiled.describe(model, tokens) is not None
         hidden, stats = compiled.compute_hidden(model, tokens, with_stats=True)
-        expected, expected_stats = model.compute_hidden_with_stats(tokens)
-        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+        expected, expected_stats = model.compute_residual(tokens, with_stats=True)
+        torch.testing.assert_close(hidden, model.norm(expected), rtol=1e-4, atol=1e-5)
         for mine, own in zip(stats, expected_stats, strict=True):
             for field, (x, y) in zip(mine._fields, zip(mine, own, strict=True), strict=True):
                 # A score on the threshold may fall on either side.
@@ -202,7 +202,7 @@ class Cosine(Softmax):
         return _Cosine()
 
 
-class _Cosine(_Softmax):
+class _Cosine(SoftmaxModule):
     unit_length = True
 
     def lazy_threshold(self) -> LazyThreshold:
@@ -257,9 +257,12 @@ def test_changed_models_run_their_own_path(name):
 
 def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
     model, (tokens, _), x = make_model("elastic"), draw(), torch.zeros(BATCH, LENGTH)
-    assert compiled.compute_residual(model, tokens) is None  # gradients are enabled
+    monkeypatch.setattr(compiled, "decoder_residual", None)
+    compiled.compute_residual(model, tokens)  # gradients are enabled
     with torch.no_grad():
-        assert compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1)) is None
+        compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1))
+        with pytest.raises(TypeError, match="not callable"):
+            compiled.compute_residual(model, tokens)
     for context in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
         with context:
             assert compiled.describe(model, x) is None

@@ -79,11 +79,13 @@ def alone(made: DecoderLM, sequences: torch.Tensor):
     """Logits `[B, L, V]` and stats of each row and layer, computed per document."""
     logits, stats = [], []
     for row, lengths in zip(sequences, LENGTHS, strict=True):
-        hidden, found = zip(*(made.compute_hidden_with_stats(text[None]) for text in row.split(lengths)), strict=True)
+        hidden, found = zip(
+            *(made.compute_residual(text[None], with_stats=True) for text in row.split(lengths)), strict=True
+        )
         logits.append(torch.cat(hidden, 1))
         layers = zip(*found, strict=True)
         stats.append([[torch.cat(field, -1) for field in zip(*layer, strict=True)] for layer in layers])
-    return made.head(torch.cat(logits)), stats
+    return made.head(made.norm(torch.cat(logits))), stats
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -93,8 +95,8 @@ def test_packed_with_a_mask_is_each_document_alone(name):
     expected, by_row = alone(made, sequences)
     found = made(sequences, place=places())
     assert (found - expected).abs().max() < 1e-12
-    again, stats = made.compute_hidden_with_stats(sequences, places())
-    assert (made.head(again) - expected).abs().max() < 1e-12
+    again, stats = made.compute_residual(sequences, places(), with_stats=True)
+    assert (made.head(made.norm(again)) - expected).abs().max() < 1e-12
     for layer, found_stats in enumerate(stats):
         for row, wanted in enumerate(by_row):
             for x, y in zip(found_stats, wanted[layer], strict=True):

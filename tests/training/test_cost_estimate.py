@@ -228,7 +228,7 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.trainer import fit, make_trainer, build_module
+from lit_lazy.training.trainer import fit, build_module
 torch.set_num_threads(2)
 cfg = from_dict(RunConfig, json.loads(sys.argv[1]))
 source, execution = prepare(cfg), Execution(micro_batch=int(sys.argv[3]))
@@ -237,9 +237,8 @@ def peak():  # of this program; ru_maxrss includes the peak of the process it wa
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 before = peak()
 module = build_module(cfg, source, execution)
-trainer = make_trainer(cfg, Path(sys.argv[2]), None, (), False, execution)
-fit(trainer, module, cfg, source, None)
-print(json.dumps({"bytes": peak() - before, "step": trainer.global_step}))
+fit(module, source, Path(sys.argv[2]))
+print(json.dumps({"bytes": peak() - before, "step": module.trainer.global_step}))
 """
 
 

@@ -20,7 +20,7 @@ from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 
 TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
 KIND = {"ids": lambda term: type(term).__name__}
@@ -111,7 +111,7 @@ def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
         module = build_module(cfg, source, ONE_DEVICE)
         before = {name: value.clone() for name, value in module.teacher.model.state_dict().items()}
         names = module.state_dict().keys()
-        fit(make_trainer(cfg, folder, MetricFile(folder), (), False, ONE_DEVICE), module, cfg, source, None)
+        fit(module, source, folder, MetricFile(folder))
         logged = [line.metrics for line in read_lines(folder / METRICS) if "train/loss" in line.metrics]
         terms[weight] = [line["train/distillation"] / weight for line in logged]
         losses[weight] = [line["train/loss"] for line in logged]
@@ -149,8 +149,7 @@ def test_execution_changes_no_more_than_rounding(
     ends = []
     for number, chosen in enumerate((ONE_DEVICE, execution)):
         module, source = build_module(cfg, prepare(cfg), chosen), cfg.data.load()
-        trainer = make_trainer(cfg, tmp_path / str(number), None, (), False, chosen)
-        ends.append(fit(trainer, module, cfg, source, None).state_dict())
+        ends.append(fit(module, source, tmp_path / str(number)).state_dict())
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-5)
 
@@ -159,7 +158,7 @@ def test_only_what_is_trained_moves_towards_the_teacher(trained: str, tmp_path: 
     cfg = distilling(trained, Logits(), trainable=("*.tau", "*.table"))
     module, source = build_module(cfg, prepare(cfg), ONE_DEVICE), cfg.data.load()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    fit(make_trainer(cfg, tmp_path, None, (), False, ONE_DEVICE), module, cfg, source, None)
+    fit(module, source, tmp_path)
     changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
     assert {name.rsplit(".", 1)[-1] for name in changed} == {"tau", "table"}
 

@@ -22,11 +22,11 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
-from lit_lazy.training.distributed import process_group
-from lit_lazy.training.distributed.process_group import RankFailedError, RankLostError
+from lit_lazy.training import ranks
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
+from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
 
@@ -107,7 +107,7 @@ def test_no_more_than_rounding_changes(finished: Path, tmp_path: Path, execution
 @pytest.fixture
 def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (overrides it)
     """Start the other ranks as new processes: a fork would inherit torch's state of rank 0's shards."""
-    monkeypatch.setattr(process_group, "subprocess", subprocess)
+    monkeypatch.setattr(ranks, "subprocess", subprocess)
     monkeypatch.setattr("lit_lazy.training.run.list_user_files", list_user_files)
 
 
@@ -176,7 +176,7 @@ def test_what_goes_wrong_on_one_rank_ends_all(
 
 @pytest.mark.usefixtures("none_left")
 def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.training.distributed import rank_process
+    from lit_lazy.training import rank_process
 
     def unreadable(_config: object) -> None:
         raise ValueError("data.path='gone': cannot be read")

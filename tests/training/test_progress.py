@@ -12,7 +12,7 @@ from test_run import config
 from lit_lazy.training import callbacks
 from lit_lazy.training.callbacks import StepProgress
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
@@ -23,8 +23,7 @@ def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
     cfg, halves = config(steps=12), Execution(micro_batch=4)
     source = cfg.data.load()
     watched = StepProgress(Console(file=file, force_terminal=terminal, force_jupyter=notebook, width=200))
-    trainer = make_trainer(cfg, folder, None, [watched], False, halves)
-    fit(trainer, build_module(cfg, source, halves), cfg, source, None)
+    fit(build_module(cfg, source, halves), source, folder, callbacks=[watched])
     return file.getvalue()
 
 

@@ -21,7 +21,7 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 
 
 def trained(
@@ -29,8 +29,7 @@ def trained(
 ) -> dict[str, torch.Tensor]:
     """Final weights of a training without evaluation. Its curves are in the folder."""
     source = cfg.data.load()
-    trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, False, execution)
-    return fit(trainer, build_module(cfg, source, execution), cfg, source, None).state_dict()
+    return fit(build_module(cfg, source, execution), source, folder, MetricFile(folder), callbacks).state_dict()
 
 
 def test_each_choice_changes_the_training(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ class TestZLoss:
             cfg = config(z_loss=factor, log_every=1, steps=12, lr=1e-2)
             module, source = build_module(cfg, cfg.data.load(), ONE_DEVICE), cfg.data.load()
             folder = tmp_path / str(factor)
-            fit(make_trainer(cfg, folder, MetricFile(folder), (), False, ONE_DEVICE), module, cfg, source, None)
+            fit(module, source, folder, MetricFile(folder))
             losses.append([line.metrics["train/loss"] for line in lines(folder) if "train/loss" in line.metrics])
             with torch.no_grad():
                 log_zs.append(module.model(source.validation.sequences[:8, :-1].long()).logsumexp(-1).abs().mean())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from mistakes import expect_refusal
 
-from lit_lazy.training import devices
+from lit_lazy.training import execution
 
 SIZES = {"data.vocab_size": 16, "model.n_layers": 2, "train.batch_size": 8}
 TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logits"
@@ -49,7 +49,7 @@ def test_a_training_that_cannot_be_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "count_cores", lambda: 3)
+    monkeypatch.setattr(execution, "count_cores", lambda: 3)
     options = [f"{option}={trained}" if option == "--init-from" else option for option in given]
     sizes = [f"--{name}={size}" for name, size in SIZES.items() if f"--{name}=" not in " ".join(given)]
     assert message in expect_refusal(["train", "backcopy_tiny", *sizes, *options, *dry], capsys)

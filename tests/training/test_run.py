@@ -36,9 +36,8 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
 from lit_lazy.support.errors import BusyError
-from lit_lazy.training import devices, head_monitor
-from lit_lazy.training.devices import describe_backend
-from lit_lazy.training.execution import Execution
+from lit_lazy.training import execution, head_monitor
+from lit_lazy.training.execution import Execution, describe_backend
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
@@ -177,7 +176,7 @@ def test_a_run_that_resumes_on_another_backend_says_so(
     (label,) = RunResult.read(finished).labels.values()
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "backend_name", lambda *_: "cpu")
-        patch.setattr(devices, "get_instruction_set", lambda: "rvv")
+        patch.setattr(execution, "get_instruction_set", lambda: "rvv")
         run_until_killed(cfg, tmp_path / "same", step=11)
         for name in ("other", "earlier"):
             shutil.copytree(tmp_path / "same", tmp_path / name)
@@ -198,10 +197,10 @@ def test_a_run_that_resumes_on_another_backend_says_so(
     ("threads", "percent", "said"), [(1, 100.0, None), (2, 10.0, None), (2, 60.0, "keeps 1.2 of 2")]
 )
 def test_busy_cores_are_told(threads: int, percent: float, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "count_cores", lambda: 2)
+    monkeypatch.setattr(execution, "count_cores", lambda: 2)
     monkeypatch.setattr("psutil.cpu_percent", lambda _: percent)
     torch.set_num_threads(threads)
-    found = devices.find_busy_cores()
+    found = execution.find_busy_cores()
     assert found == (said and f"other work {said} cores busy; a small model is faster beside it with --threads 1")
 
 
@@ -216,7 +215,7 @@ def list_said(caplog: pytest.LogCaptureFixture, logger: str, level: int = loggin
 def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
     asked: str, obstacle: str | None, missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
-    monkeypatch.setattr(devices, "find_obstacle", lambda: obstacle)
+    monkeypatch.setattr(execution, "find_obstacle", lambda: obstacle)
     monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
         run(replace_at(config(steps=4), {"model.backend": asked}), tmp_path)

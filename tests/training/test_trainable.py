@@ -18,7 +18,7 @@ from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer, freeze_others
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.trainer import build_module, fit
 
 PATTERNS = ("blocks.*.attention.q.weight", "*.normaliser.tau", "*.bias.table", "*norm.weight")
 
@@ -38,7 +38,7 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_pa
     source = prepare(cfg)
     module = build_module(cfg, source, ONE_DEVICE)
     before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
-    fit(make_trainer(cfg, tmp_path, None, (), False, ONE_DEVICE), module, cfg, source, None)
+    fit(module, source, tmp_path)
     after = dict(module.model.named_parameters())
     moved = {name for name in before if is_trained(name)}
     assert {name for name in before if not torch.equal(before[name], after[name])} == moved

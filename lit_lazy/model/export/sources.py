@@ -74,12 +74,8 @@ class _File:
         return name in self.imports or name in self.definitions
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What an import of a copied file means: the name that the file defines, None for the file itself."""
-
-    file: _File
-    name: str | None
+Target = tuple[_File, str | None]
+"""What an import of a copied file means: the name that the file defines, None for the file itself."""
 
 
 class _Sources:
@@ -120,7 +116,7 @@ class _Sources:
         path = next((file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()), None)
         return None if path is None else self.open(path.resolve(), root, prefix)
 
-    def _resolve(self, file: _File, node: Import, alias: ast.alias) -> _Target | None:
+    def _resolve(self, file: _File, node: Import, alias: ast.alias) -> Target | None:
         """What a name that a file imports is; None if it is an installed module's."""
         if file.path == STAND_IN:
             return None
@@ -128,23 +124,23 @@ class _Sources:
             module = self._find(file, alias.name.split("."))
             if module is not None and "." in alias.name and alias.asname is None:
                 raise ValueError(f"{file.path.name}: `import {alias.name}` cannot be exported; give it a name by `as`")
-            return None if module is None else _Target(module, None)
+            return None if module is None else (module, None)
         package = file.path.parents[node.level - 1].relative_to(file.root).parts if node.level else ()
         parts = [*package, *(node.module.split(".") if node.module else [])]
         module = self._find(file, parts) if parts else None
         if module is not None and module.defines(alias.name):
             return self._trace(module, alias.name)
         if (submodule := self._find(file, [*parts, alias.name])) is not None:
-            return _Target(submodule, None)
+            return (submodule, None)
         if module is not None:
             raise _make_unknown_error(file, alias.name)
         return None
 
-    def _trace(self, file: _File, name: str) -> _Target:
+    def _trace(self, file: _File, name: str) -> Target:
         """Where a name is defined that a file has by an import."""
         if name in file.definitions:
-            return _Target(file, name)
-        return self._resolve(file, *file.imports[name]) or _Target(file, name)
+            return (file, name)
+        return self._resolve(file, *file.imports[name]) or (file, name)
 
     def _need(self, file: _File, name: str) -> None:
         if name in file.needed:
@@ -155,9 +151,9 @@ class _Sources:
         for statement in file.definitions.get(name, ()):
             self.need_statement(file, statement)
 
-    def _need_target(self, target: _Target | None) -> None:
+    def _need_target(self, target: Target | None) -> None:
         if target is not None:
-            self._need(target.file, target.name or "__name__")
+            self._need(target[0], target[1] or "__name__")
 
     def need_statement(self, file: _File, statement: ast.stmt) -> None:
         """Need a top-level statement and all that it uses."""
@@ -177,10 +173,10 @@ class _Sources:
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in file.imports:
                 target = self._resolve(file, *file.imports[node.value.id])
-                if target is not None and target.name is None:
-                    if not target.file.defines(node.attr):
+                if target is not None and target[1] is None:
+                    if not target[0].defines(node.attr):
                         raise _make_unknown_error(file, f"{node.value.id}.{node.attr}")
-                    self._need(target.file, node.attr)
+                    self._need(target[0], node.attr)
 
     def write(self, file: _File) -> str:
         """The copy of a file."""
@@ -216,12 +212,12 @@ class _Sources:
         lines, names = [], defaultdict(list)
         for alias in aliases:
             bound, target = _get_bound_name(alias), self._resolve(file, node, alias)
-            if target is not None and target.name is None:
-                names[f".{target.file.name}"].append("__name__ as _")  # transformers copies what such lines name
-                names["."].append(f"{target.file.name} as {bound}")
-            elif target is not None:
-                imported = target.name if target.name == bound else f"{target.name} as {bound}"
-                names[f".{target.file.name}"].append(imported)
+            if target is not None:
+                copy, name = target
+                if name is None:
+                    names["."].append(f"{copy.name} as {bound}")
+                    name, bound = "__name__", "_"  # transformers copies what such lines name
+                names[f".{copy.name}"].append(name if name == bound else f"{name} as {bound}")
             elif isinstance(node, ast.Import):
                 lines.append(ast.unparse(ast.Import([alias])))
             else:

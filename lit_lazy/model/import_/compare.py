@@ -1,7 +1,7 @@
 """Logits of an imported model beside those of transformers: what decides whether an import is right."""
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,15 +35,12 @@ def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
     """
     start = time.monotonic()
     _share_frequencies(theirs, ours)
-    generator = torch.Generator().manual_seed(0)
     trained = (getattr(theirs.config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
     lengths = sorted({ours.context_length, int(trained or ours.context_length)})
     named = getattr(theirs.config, "sliding_window", None), ours.cfg.attention.window
     windows = sorted({window for window in named if window and window < 2 * ours.context_length})
     reached = [window for window in windows if window + TOKENS <= LONGEST]
-    found = [_compare_padded(theirs, ours, generator)]
-    found += [_compare_far(theirs, ours, length, generator) for length in lengths]
-    found += [_compare_long(theirs, ours, window + TOKENS, generator) for window in reached[-1:]]
+    found = [measure_difference(*pair) for pair in _iter_logits(theirs, ours, lengths, reached[-1:])]
     worst = max(found, key=lambda part: part if part == part else float("inf"))
     name = type(theirs).__name__
     if not worst <= MOST:
@@ -64,10 +61,6 @@ def _share_frequencies(theirs: "PreTrainedModel", ours: DecoderLM) -> None:
             own.copy_(given)
 
 
-def _draw(ours: DecoderLM, rows: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
-
-
 def _compute_logits(theirs: "PreTrainedModel", tokens: Tensor, **options: Any) -> Tensor:
     rotary = getattr(theirs.base_model, "rotary_emb", None)
     if rotary is not None:
@@ -76,35 +69,35 @@ def _compute_logits(theirs: "PreTrainedModel", tokens: Tensor, **options: Any) -
         return theirs(tokens, use_cache=False, **options).logits
 
 
-def _compare_padded(theirs: "PreTrainedModel", ours: DecoderLM, generator: torch.Generator) -> float:
-    tokens = _draw(ours, 2, TOKENS, generator)
-    mask = torch.ones_like(tokens)
-    mask[1, : TOKENS // 3] = 0
-    expected = _compute_logits(theirs, tokens, attention_mask=mask)
-    real = mask.bool()
-    return measure_difference(ours(tokens, key_mask=real)[real], expected[real])
+def _iter_logits(
+    theirs: "PreTrainedModel", ours: DecoderLM, lengths: Iterable[int], windows: Iterable[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits of our model and of theirs, on a padded text, on both sides of each length, and beyond each window."""
+    generator = torch.Generator().manual_seed(0)
 
+    def draw(rows: int, length: int) -> Tensor:
+        return torch.randint(ours.embedding.num_embeddings, (rows, length), generator=generator)
 
-def _compare_far(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
-    """Positions from 0, and then on both sides of a length."""
+    tokens = draw(2, TOKENS)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    real[1, : TOKENS // 3] = False
+    yield ours(tokens, key_mask=real)[real], _compute_logits(theirs, tokens, attention_mask=real.long())[real]
     half = torch.arange(TOKENS // 2)
-    places = torch.cat((half, length - TOKENS // 4 + half)).clamp(min=0).unique()[None]
-    tokens = _draw(ours, 1, places.shape[1], generator)
-    mask = torch.ones_like(tokens)  # without it, transformers takes places for those of several texts
-    expected = _compute_logits(theirs, tokens, attention_mask=mask, position_ids=places)
-    return measure_difference(ours(tokens, place=places), expected)
-
-
-def _compare_long(theirs: "PreTrainedModel", ours: DecoderLM, length: int, generator: torch.Generator) -> float:
-    """The end of a long text, in all layers, or in a large model in the first layer of each window."""
-    kept = set(range(len(ours.blocks)))
-    if length * sum(weight.numel() for weight in ours.blocks.parameters()) > MOST_PRODUCTS:
-        kept = set({mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)])}.values())
-    tokens, base = _draw(ours, 1, length, generator), cast(Any, theirs.base_model)
-    with _only(kept, base.layers, lambda x, *_, **__: x), _only(kept, ours.blocks, lambda x, _: (x, None)):
-        expected = _compute_logits(theirs, tokens, logits_to_keep=TOKENS)
-        found = ours.head(ours.compute_hidden(tokens)[:, -TOKENS:])
-    return measure_difference(found, expected)
+    for length in lengths:
+        places = torch.cat((half, length - TOKENS // 4 + half)).clamp(min=0).unique()[None]
+        tokens = draw(1, places.shape[1])
+        mask = torch.ones_like(tokens)  # without it, transformers takes places for those of several texts
+        expected = _compute_logits(theirs, tokens, attention_mask=mask, position_ids=places)
+        yield ours(tokens, place=places), expected
+    base, kept = cast(Any, theirs.base_model), set(range(len(ours.blocks)))
+    for window in windows:
+        tokens = draw(1, window + TOKENS)
+        if tokens.numel() * sum(weight.numel() for weight in ours.blocks.parameters()) > MOST_PRODUCTS:
+            # The first layer of each window is enough.
+            kept = set({mixer.window: layer for layer, mixer in reversed([*enumerate(ours.attentions)])}.values())
+        with _only(kept, base.layers, lambda x, *_, **__: x), _only(kept, ours.blocks, lambda x, _: (x, None)):
+            expected = _compute_logits(theirs, tokens, logits_to_keep=TOKENS)
+            yield ours.head(ours.compute_hidden(tokens)[:, -TOKENS:]), expected
 
 
 @contextmanager

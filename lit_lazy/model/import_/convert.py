@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lit_lazy.attention import AttentionSpec, NoPosition, Position, Rope
 from lit_lazy.attention.position import DynamicScaling, GivenFrequencies, RopeScaling
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.support.errors import describe_exception
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ def find_parts(model: "PreTrainedModel") -> dict[str, list[str]]:
         parts[name] = [f"{block}{ours}.{kind}" for ours in PARTS.get(part, "").split()]
     ours = {name for found in parts.values() for name in found}
     layers = 1 + max((int(name.split(".")[1]) for name in ours if name.startswith("blocks.")), default=0)
-    with torch.device("meta"):
-        small = ModelConfig(d_model=2, n_layers=layers, d_ff=2, **_find_options(ours))
-        expected = DecoderLM(small, 1, 1, seed=None).state_dict()
+    small = ModelConfig(d_model=2, n_layers=layers, d_ff=2, **_find_options(ours))
+    expected = build_empty(small, 1, 1).state_dict()
     kind = type(model).__name__
     if surplus := [name for name, found in parts.items() if not (found and expected.keys() >= set(found))]:
         raise ValueError(f"{surplus[0]}: has no place in this decoder, one of {len(surplus)} tensors of {kind}")
@@ -139,8 +138,7 @@ def _convert(model: "PreTrainedModel", parts: dict[str, list[str]]) -> DecoderLM
 
 def build(cfg: ModelConfig, state: dict[str, Tensor], context_length: int) -> DecoderLM:
     """The decoder on these tensors themselves."""
-    with torch.device("meta"):
-        model = DecoderLM(cfg, len(state["embedding.weight"]), context_length, seed=None)
+    model = build_empty(cfg, len(state["embedding.weight"]), context_length)
     model.load_state_dict(state, assign=True)
     model.position = cfg.position.build(cfg.d_model, model.mixers[0].rotary_dim, context_length)
     return model.eval()

@@ -12,28 +12,12 @@ from gguf.constants import GGUFValueType, TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.tokeniser import build_bpe
+from lit_lazy.model.import_.convert import PARTS
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.process import require_memory
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 """Architectures, and whether the file's queries and keys are ordered for a rotation of neighbouring dimensions."""
-PARTS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""Part of a tensor's name -> that of transformers."""
 ABOUT = ("general.", "tokenizer.", "quantize.", "GGUF.")
 """Beginnings of the names of fields that are not the model's settings."""
 BLOCK_NUMBERS = 2**22
@@ -92,7 +76,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
     require_memory({"numbers": numbers}, 4 * numbers)
     try:
         settings, tokenizer = make_settings(kind, fields), make_tokenizer(fields)
-        weights = dict(read_weight(path, tensor, settings, PAIRED[kind]) for tensor in reader.tensors)
+        names = _list_names(kind, min(settings["num_hidden_layers"], len(reader.tensors)))
+        weights = dict(read_weight(path, tensor, names, settings) for tensor in reader.tensors)
     except KeyError as error:
         raise ValueError(f"has no field {error}; convert the model again with llama.cpp") from None
     except (TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError) as error:
@@ -139,17 +124,26 @@ def _widen(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def read_weight(path: Path, tensor: ReaderTensor, settings: Mapping[str, Any], paired: bool) -> tuple[str, Tensor]:
+def _list_names(kind: str, layers: int) -> dict[str, str]:
+    """The names of transformers by those of a file, both without `weight` or `bias`."""
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], layers)
+    blocks = ("", "model.", *(f"model.layers.{layer}." for layer in range(layers)))
+    names = [block + part for block in blocks for part, ours in PARTS.items() if " " not in ours]  # no fused ones
+    return {found: name for name in names if (found := known.get_name(name))}
+
+
+def read_weight(
+    path: Path, tensor: ReaderTensor, names: Mapping[str, str], settings: Mapping[str, Any]
+) -> tuple[str, Tensor]:
     """A tensor by the name of transformers; an unknown name is kept, so that transformers refuses it."""
     stem, _, kind = tensor.name.rpartition(".")
-    block, index, part = ("", "", stem) if not stem.startswith("blk.") else stem.split(".", 2)
-    name = f"{'model.layers.' if block else ''}{index}{'.' if block else ''}{PARTS.get(part, stem)}.{kind}"
+    name, part = f"{names.get(stem, stem)}.{kind}", stem.rpartition(".")[2]
     read, done = torch.empty([int(size) for size in reversed(tensor.shape)]), 0
     for rows in _read_blocks(path, tensor):
         read[done : done + len(rows)] = rows
         done += len(rows)
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part) if paired else None
-    if heads is None:
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+    if heads is None or not PAIRED[settings["model_type"]]:
         return name, read
     # Rows (2i, 2i + 1) of each head as (i, i + D / 2).
     return name, read.unflatten(0, (settings[heads], -1, 2)).transpose(1, 2).reshape(read.shape)

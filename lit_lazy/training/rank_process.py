@@ -1,6 +1,9 @@
 """Process of a rank other than 0: trains on its share of a run's batches."""
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -9,30 +12,29 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.callbacks import MissedValidation
-from lit_lazy.training.distributed.process_group import RankGroup, connect_to_group, exit_on_eof
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import load_data
-from lit_lazy.training.trainer import build_module, fit, make_trainer
+from lit_lazy.training.ranks import RankGroup, exit_on_eof, join_torchrun
+from lit_lazy.training.trainer import build_module, fit
 
 
 def join_training(group: RankGroup) -> None:
-    """Train rank 0's `RunSpec`. Reports an error to rank 0."""
+    """Train what rank 0 sends. Reports an error to rank 0."""
     try:
-        _join_training(group)
+        _train(group, group.receive_spec())
     except Exception as error:
         group.report_failure(error)
         raise
 
 
-def _join_training(group: RankGroup) -> None:
-    spec = group.receive_spec()
-    for file in spec.files:
-        load_module(file)
-    cfg, execution = from_dict(RunConfig, spec.config), Execution(**spec.execution)
+def _train(group: RankGroup, spec: Mapping[str, Any]) -> None:
+    for file in spec["files"]:  # which define classes of the config
+        load_module(Path(file))
+    cfg, execution = from_dict(RunConfig, spec["config"]), Execution(**spec["execution"])
     source = load_data(cfg.data)
-    if source.fingerprint != spec.fingerprint:
+    if source.fingerprint != spec["fingerprint"]:
         raise ValueError(f"its data ({source.name}) differs from rank 0's; give it the same files")
     logger, callbacks = None, ()
     if execution.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
@@ -40,16 +42,17 @@ def _join_training(group: RankGroup) -> None:
         callbacks = (MissedValidation(source, monitor.losses), monitor)
     module = build_module(cfg, source, execution)
     with Interrupts() as interrupts, interrupts.allow():  # torchrun sends its signals to every rank
-        trainer = make_trainer(cfg, spec.folder, logger, callbacks, False, execution, group, interrupts)
-        fit(trainer, module, cfg, source, spec.checkpoint, group, spec.final)
+        where = spec["checkpoint"], spec["final"]
+        fit(module, source, Path(spec["folder"]), logger, callbacks, *where, group, interrupts)
 
 
 def main() -> int:
-    """Entry point of the processes that rank 0 starts. Reads port, rank and size from standard input."""
-    line = sys.stdin.readline()
+    """Entry point of the processes that rank 0 starts."""
     exit_on_eof(sys.stdin.fileno())
     try:
-        join_training(connect_to_group(line))
+        group = join_torchrun()
+        assert group
+        join_training(group)
     except UnfinishedError:
         return 1  # rank 0 has the same error
     except KeyboardInterrupt:

@@ -1,1 +1,0 @@
-"""Distributed training: process group, rank process, sharded parameters."""

@@ -2,7 +2,6 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -43,6 +42,8 @@ class SyntheticTask(DataConfig, ABC):
 
     row_contrast: ClassVar[tuple[str, str] | None] = None
     """As of `DataSource`."""
+    streams: ClassVar[int] = 0
+    """Number of random streams before those of the splits."""
 
     @property
     def train_sequences(self) -> int: ...
@@ -59,11 +60,31 @@ class SyntheticTask(DataConfig, ABC):
         return None
 
     @abstractmethod
+    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+        """n sequences with their row groups."""
+
+    @abstractmethod
     def draw(self) -> tuple[Splits, dict[str, float]]:
         """The sequences, and facts about the validation's: the losses of weak predictors, `chance_nats` first."""
 
+    def draw_splits(self) -> Splits:
+        """Each split from its own random stream: neither split's size affects the other."""
+        seeds = np.random.SeedSequence(self.task_seed).spawn(self.streams + 2)
+        train, validation = (np.random.default_rng(seed) for seed in seeds[-2:])
+        return self.draw_split(self.train_sequences, train), self.draw_split(self.validation_sequences, validation)
+
     def load(self) -> DataSource:
         return _build_source(self)
+
+    def check_memory(self, bytes_per_sequence: int, *sizes: str) -> None:
+        """Raises a one-line ValueError, which names the options `sizes`, if the sequences do not fit in memory."""
+        names = ("train_sequences", "validation_sequences", *sizes)
+        n = self.train_sequences + self.validation_sequences
+        require_memory({f"data.{name}": getattr(self, name) for name in names}, n * bytes_per_sequence)
+
+    def make_ignored_targets(self, n: int) -> np.ndarray:
+        """int32 `[n, L]`, every target ignored."""
+        return np.full((n, self.context_length), IGNORED, dtype=np.int32)
 
 
 @functools.cache
@@ -88,27 +109,6 @@ def _build_source(task: SyntheticTask) -> DataSource:
         row_contrast=task.row_contrast,
         watched_key=task.watched_key,
     )
-
-
-AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
-
-
-def check_memory(task: SyntheticTask, bytes_per_sequence: int, *sizes: str) -> None:
-    """Raises a one-line ValueError, which names the options `sizes`, if the sequences do not fit in memory."""
-    names = ("train_sequences", "validation_sequences", *sizes)
-    n = task.train_sequences + task.validation_sequences
-    require_memory({f"data.{name}": getattr(task, name) for name in names}, n * bytes_per_sequence)
-
-
-def draw_splits(task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]) -> Splits:
-    """Each split from its own random stream: neither split's size affects the other."""
-    train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
-    return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)
-
-
-def make_ignored_targets(n: int, length: int) -> np.ndarray:
-    """int32 `[n, length]`, every target ignored."""
-    return np.full((n, length), IGNORED, dtype=np.int32)
 
 
 def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:

@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
-from lit_lazy.data.pipeline.documents import Files
-from lit_lazy.data.pipeline.hub import Hub
+from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once
@@ -138,12 +137,12 @@ class Packages(Text):
         spec = super()._spec
         return replace(spec, name=str(make_corpus() / TOKENIZER)) if self.tokenizer == "packages" else spec
 
-    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
+    def _sources(self) -> Sequence[Source]:
         if self.path or self.hub:
             return super()._sources()
         folder = make_corpus()
         train, documents, apart = (tuple(sorted(folder.glob(f"{part}-*.jsonl"))) for part in PARTS)
-        return Files("data", "the packages", train, "text"), Files("data", "the packages", documents + apart, "text")
+        return [Files("data", "the packages", files, "text") for files in (train, documents + apart)]
 
     def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
         if self.path or self.hub:

@@ -331,7 +331,7 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
     monkeypatch.setattr(shards, "encode_documents", die)
     with pytest.raises(UnfinishedError, match=r"died \(status 9\), .* fewer --processes"):
-        config._tokenise(cache / config._key(*sources), *sources, 2)
+        config._tokenise(cache / config._key(sources), sources, 2)
     assert not any(cache.glob("*"))
 
 

@@ -142,7 +142,7 @@ def test_folders_and_globs_select_the_same_files_each_once(tmp_path, capfd):
     (root / "broken.txt").symlink_to(root / "nowhere")
     left_out = "1 .csv, 1 empty, 2 hidden, 4 linked again, 1 unreadable"
     for given in (root, f"{root}/**/*", f"{root}/**", f"{tmp_path}/do*/**/*"):
-        train, _ = small(path=str(given))._sources()
+        (train,) = small(path=str(given))._sources()
         found = [content.decode() for _, content in train.documents()]
         assert found == ["upper", "mark", "deep", "deeper", "line", "linked"]
         assert train.left_out == left_out

@@ -56,6 +56,11 @@ class Source(ABC):
         def column(self) -> str: ...
 
     @property
+    def left_out(self) -> str:
+        """What of the given folder or glob is not read, in words."""
+        return ""
+
+    @property
     def size(self) -> int:
         """Total size of its files in bytes."""
         return UNKNOWN_SIZE
@@ -82,7 +87,6 @@ class Files(Source):
     paths: tuple[Path, ...]
     column: str
     left_out: str = ""
-    """What of the given folder or glob is not read, in words."""
     span: tuple[float, float] = (0.0, 1.0)
     """Where each document is read from and to, as shares of its length."""
 

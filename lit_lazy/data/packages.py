@@ -142,7 +142,7 @@ class Packages(Text):
             return super()._sources()
         folder = make_corpus()
         train, documents, apart = (tuple(sorted(folder.glob(f"{part}-*.jsonl"))) for part in PARTS)
-        return [Files("data", "the packages", files, "text") for files in (train, documents + apart)]
+        return [Files("data", "the packages", "text", files) for files in (train, documents + apart)]
 
     def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
         if self.path or self.hub:

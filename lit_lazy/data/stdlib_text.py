@@ -32,4 +32,4 @@ class StdlibText(Text):
         parts = (
             tuple(file for path, file in files.items() if is_validation(path) is held_out) for held_out in (False, True)
         )
-        return [Files("data.path", "the standard library", part, self.column) for part in parts]
+        return [Files("data.path", "the standard library", self.column, part) for part in parts]

@@ -148,11 +148,12 @@ class Text(DataConfig):
             return [self._find_files(f"data.{name}", text) for name, text in given.items() if text]
         require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
         splits = [self.split, self.validation] if self.validation else [self.split]
-        return [Hub(self.hub, self.hub_config, self.revision, name, self.column, self.stream) for name in splits]
+        options = self.hub_config, self.revision
+        return [Hub("data.hub", self.hub, self.column, *options, name, self.stream) for name in splits]
 
     def _find_files(self, field: str, given: str) -> Files:
         paths, left_out = find_files(field, given)
-        return Files(field, given, paths, self.column, left_out)
+        return Files(field, given, self.column, paths, left_out)
 
     def _key(self, sources: Sequence[Source]) -> str:
         """Digest of all that the tokens depend on; files count by size and modification time, without reading them."""
@@ -178,7 +179,8 @@ class Text(DataConfig):
         # Read the first documents before creating anything.
         parts = [require_documents(source) for source in sources]
         train, given = sources[0], [f"{source.field}={short_repr(source.given)}" for source in sources]
-        lines = [f"{text}: left out {x.left_out}" for text, x in zip(given, sources, strict=True) if x.left_out]
+        left_out = [source.left_out if isinstance(source, Files) else "" for source in sources]
+        lines = [f"{text}: left out {names}" for text, names in zip(given, left_out, strict=True) if names]
         if isinstance(train, Files) and len(sources) == 1:
             count, middle = len([*itertools.islice(train.documents(), FEW_DOCUMENTS)]), 1 - self.validation_share
             if count < FEW_DOCUMENTS:

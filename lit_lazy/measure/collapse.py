@@ -3,11 +3,10 @@
 The functions take hidden states `[..., T, d]` and return fp64 `[...]`, one value per sequence, computed in fp64.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lit_lazy.measure.attention_metrics import States
 
 MASSIVE_ABS = 100.0
 """A massive activation is larger than this (Sun et al., arXiv 2402.17762) ..."""
@@ -90,7 +89,7 @@ def repeated_gap(y: Tensor, y_repeated: Tensor) -> Tensor:
     return (last - repeated).norm(dim=-1) / last.norm(dim=-1)
 
 
-class Collapse(Metric):
+class Collapse(States):
     """Collapse and outliers of the hidden states of one layer, over the counted tokens of all sequences.
 
     Means over the sequences on which the value is defined:
@@ -108,21 +107,13 @@ class Collapse(Metric):
     Every value is NaN without a counted token or if a counted hidden state is not finite.
     """
 
-    full_state_update = False
-    higher_is_better = None
     MEANS = ("cosine", "effective_rank", "rank_residual", "median_abs", "max_over_median")
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self) -> None:
         super().__init__()
         n = len(self.MEANS)
-        for name, shape in (("sums", n), ("sequences", n), ("powers", 4), ("entries", ()), ("massive", ())):
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-        for name in ("max_abs", "max_norm"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
+        self.add_states({"sums": [n], "sequences": [n], "powers": [4], "entries": (), "massive": ()})
+        self.add_states({"max_abs": (), "max_norm": ()}, reduce="max")
 
     def update(self, hidden: Tensor, counted: Tensor | None = None) -> None:
         """Add hidden states `[B, T, d]`. counted: bool `[B, T]`, False at padding; None counts all."""

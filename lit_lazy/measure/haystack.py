@@ -55,6 +55,20 @@ class Hiding(NamedTuple):
     """Digits of a key in text; symbols of a key in other data."""
     seed: int
 
+    @property
+    def keys(self) -> int:
+        """Keys in each sequence."""
+        return 1 + self.distractors
+
+    @property
+    def width(self) -> int:
+        """Symbols of a marker and its key."""
+        return 1 + self.digits
+
+    def count_slots(self, length: int) -> int:
+        """Places for a marker and its key, between the first token and the question."""
+        return (length - self.width) // self.width
+
 
 class _Puzzle(NamedTuple):
     opening: str
@@ -112,11 +126,10 @@ def _require_places(hiding: Hiding, length: int, last: int, describe: Callable[[
 def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle]:
     """The puzzles of all depths, depth by depth."""
     rng = np.random.default_rng((hiding.seed, length))
-    count = 1 + hiding.distractors
     drawn = []
     for _ in range(hiding.sequences):
-        names = rng.choice(NAMES, count, replace=False)
-        keys = rng.integers(10 ** (hiding.digits - 1), 10**hiding.digits, count)
+        names = rng.choice(NAMES, hiding.keys, replace=False)
+        keys = rng.integers(10 ** (hiding.digits - 1), 10**hiding.digits, hiding.keys)
         drawn.append(([*zip(names, keys, strict=True)], rng.random(hiding.distractors)))
     return [
         _Puzzle(
@@ -166,15 +179,14 @@ def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
     sequence's markers are replaced. Raises a one-line ValueError if a sequence is too short, no key can be hidden, or
     two depths would be the same place.
     """
-    validation, width = source.validation, 1 + hiding.digits
+    validation, width, count = source.validation, hiding.width, hiding.keys
     batch = validation.__getitems__(pick_evenly(len(validation), min(hiding.sequences, len(validation))).tolist())
     sampled, targets = (batch[name].numpy() for name in ("tokens", "targets"))
     markers = np.unique(sampled[:, 1:][targets[:, 1:] != IGNORED])
     symbols = np.intersect1d(targets[targets != IGNORED], sampled)
-    count = 1 + hiding.distractors
     few = min(len(markers) - 1, len(symbols))
     require(few > count, f"data={source.name}", few, f"has too few symbols to hide {count} keys")
-    room = _count_slots(source.context_length, hiding)
+    room = hiding.count_slots(source.context_length)
     require(room >= count, "lengths", source.context_length, f"has no room for {count} keys; choose a greater length")
     _require_places(hiding, source.context_length, room - 1, lambda last: str((last + 2) * width))
     rng = np.random.default_rng((hiding.seed, source.context_length))
@@ -186,17 +198,11 @@ def hide_in_symbols(source: DataSource, hiding: Hiding) -> Batch:
     return {"tokens": sequences[:, :-1], "targets": asked}
 
 
-def _count_slots(length: int, hiding: Hiding) -> int:
-    """Places for a marker and its key, between the first token and the question."""
-    width = 1 + hiding.digits
-    return (length - width) // width
-
-
 def _hide_keys(
     sequence: np.ndarray, markers: np.ndarray, symbols: np.ndarray, hiding: Hiding, rng: np.random.Generator
 ) -> np.ndarray:
     """The sequence `[L]` with keys and question, and the last target, for every depth: `[depths, L + 1]`."""
-    count, width, slots = 1 + hiding.distractors, 1 + hiding.digits, _count_slots(len(sequence), hiding)
+    count, width, slots = hiding.keys, hiding.width, hiding.count_slots(len(sequence))
     chosen = rng.choice(np.setdiff1d(markers, sequence[0]), count, replace=False)
     filler, marked = np.append(sequence, 0), np.append(np.isin(sequence, chosen), False)
     filler[marked] = rng.choice(np.setdiff1d(markers, chosen), marked.sum())

@@ -7,12 +7,12 @@ optional dependency and takes seconds to import, so only functions that run or l
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
@@ -41,19 +41,25 @@ TASKS = {
 """Tasks of the usual tables -> their folders in the harness, which has 14,000 files in total."""
 
 
-@dataclass(frozen=True)
-class BenchmarkColumn:
+class BenchmarkColumn(NamedTuple):
     """A column of the usual tables."""
 
     title: str
     task: str
     metric: str
-    is_accuracy: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task, self.metric
+
+    @property
+    def is_accuracy(self) -> bool:
+        return "perplexity" not in self.metric
 
 
 COLUMNS = (
-    BenchmarkColumn("Wiki ppl", "wikitext", "word_perplexity", is_accuracy=False),
-    BenchmarkColumn("LMB ppl", "lambada_openai", "perplexity", is_accuracy=False),
+    BenchmarkColumn("Wiki ppl", "wikitext", "word_perplexity"),
+    BenchmarkColumn("LMB ppl", "lambada_openai", "perplexity"),
     BenchmarkColumn("LMB", "lambada_openai", "acc"),
     BenchmarkColumn("PIQA", "piqa", "acc"),
     BenchmarkColumn("Hella", "hellaswag", "acc_norm"),
@@ -64,12 +70,6 @@ COLUMNS = (
     BenchmarkColumn("BoolQ", "boolq", "acc"),
 )
 """In the usual order. Perplexities are by word: for WikiText per word of the text, for LAMBADA of the last word."""
-
-
-def average_accuracy(scores: Mapping[tuple[str, str], float]) -> float | None:
-    """Mean of the eight accuracies in scores by (task, metric); None if one is missing."""
-    keys = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
-    return sum(scores[key] for key in keys) / len(keys) if all(key in scores for key in keys) else None
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class BenchmarkResults:
     @property
     def average(self) -> float | None:
         """Mean of the eight accuracies; None unless all were measured."""
-        return average_accuracy(self.scores)
+        keys = [column.key for column in COLUMNS if column.is_accuracy]
+        return sum(self.scores[key] for key in keys) / len(keys) if self.scores.keys() >= {*keys} else None
 
     def standard_error(self, column: BenchmarkColumn) -> float | None:
         """Standard error of an accuracy by its number of questions; None for a perplexity."""
-        n, p = self.samples.get(column.task, 0), self.scores.get((column.task, column.metric))
+        n, p = self.samples.get(column.task, 0), self.scores.get(column.key)
         return math.sqrt(p * (1 - p) / (n - 1)) if column.is_accuracy and p is not None and n > 1 else None
 
     def columns(self) -> list[tuple[BenchmarkColumn, float]]:
         """The measured columns of the usual tables, and their values."""
-        found = ((column, self.scores.get((column.task, column.metric))) for column in COLUMNS)
-        return [(column, value) for column, value in found if value is not None]
+        return [(column, self.scores[column.key]) for column in COLUMNS if column.key in self.scores]
 
     def metrics(self) -> dict[str, float]:
         """Metrics under the names that a run logs."""
@@ -116,8 +116,7 @@ class BenchmarkResults:
             for task, version in self.versions.items()
         }
         columns = [
-            {"title": column.title, "task": column.task, "metric": column.metric, "value": value}
-            | {"standard_error": self.standard_error(column)}
+            {**column._asdict(), "value": value, "standard_error": self.standard_error(column)}
             for column, value in self.columns()
         ]
         return {"columns": columns, "average": self.average, "tasks": tasks, **self.facts}

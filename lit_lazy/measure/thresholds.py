@@ -1,7 +1,7 @@
 """A threshold for each head of a trained model, as high as a given rise of the loss allows."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
             parameter.requires_grad_(any(parameter is tau for tau in taus))
         with evaluation_mode(model):
             on_device = {name: part.to(model.device) for name, part in batch.items()}
-            return _raise(_Loss(model, on_device, taus), rise, largest)
+            own = torch.stack([tau.detach().clone() for tau in taus])
+            return _raise(_make_loss(model, on_device, taus), own, rise, largest)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)
@@ -52,26 +53,25 @@ def _get_tau(normaliser: nn.Module) -> nn.Parameter:
     return tau
 
 
-class _Loss:
-    """The mean loss of a batch as a function of all taus, `[layers, H]`."""
+Loss = Callable[[Tensor], tuple[float, Tensor]]
+"""The mean loss of a batch at all taus `[layers, H]`, which are left in the model, and its gradient `[layers, H]`."""
 
-    def __init__(self, model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> None:
-        self.model, self.batch, self.taus = model, batch, taus
-        self.zeros = torch.zeros(len(taus), len(taus[0]), device=model.device)
 
-    def measure(self, at: Tensor) -> tuple[float, Tensor]:
-        """The loss, and its gradient `[layers, H]`. Leaves the taus in the model."""
-        for tau, value in zip(self.taus, at, strict=True):
+def _make_loss(model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> Loss:
+    def measure(at: Tensor) -> tuple[float, Tensor]:
+        for tau, value in zip(taus, at, strict=True):
             tau.data = value.clone()  # not in place: another model may share the tensor
-        hidden = self.model.compute_hidden(self.batch["tokens"], self.batch.get("place"))
-        loss = mean_nll(head_nll(hidden, self.model.head.weight, self.batch["targets"]), self.batch["targets"])
-        return loss.item(), torch.stack(torch.autograd.grad(loss, self.taus))
+        hidden = model.compute_hidden(batch["tokens"], batch.get("place"))
+        loss = mean_nll(head_nll(hidden, model.head.weight, batch["targets"]), batch["targets"])
+        return loss.item(), torch.stack(torch.autograd.grad(loss, taus))
+
+    return measure
 
 
-def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
-    with_own, _ = loss.measure(torch.stack([tau.detach().clone() for tau in loss.taus]))
-    at = loss.zeros
-    start, slope = loss.measure(at)
+def _raise(measure: Loss, own: Tensor, rise: float, largest: float) -> Tensor:
+    with_own, _ = measure(own)
+    at = torch.zeros_like(own)
+    start, slope = measure(at)
     if with_own < start - rise:  # from 0 on, no rise is one over the model
         problem = f"thresholds rise from 0, where the loss is {start:.4f}; with its own the model has {with_own:.4f}"
         fix = "give a model that was trained without"
@@ -81,9 +81,9 @@ def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
     for _ in range(MOST_PARTS):
         added = torch.where(slope > 0, torch.minimum(share / slope, step), step)
         following = (at + added).clamp(max=largest)
-        now, slope = loss.measure(following)
+        now, slope = measure(following)
         if now - start > rise:
-            return _bisect(loss, at, following, start + rise)
+            return _bisect(measure, at, following, start + rise)
         at = following
     count = f"{int((at == largest).sum())} of {at.numel()}"
     reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {largest:g}"
@@ -91,10 +91,10 @@ def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
     return at
 
 
-def _bisect(loss: _Loss, low: Tensor, high: Tensor, limit: float) -> Tensor:
+def _bisect(measure: Loss, low: Tensor, high: Tensor, limit: float) -> Tensor:
     """The taus nearest to `high` between two vectors that keep the loss at or below the limit."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if loss.measure(middle)[0] > limit else (middle, high)
-    loss.measure(low)
+        low, high = (low, middle) if measure(middle)[0] > limit else (middle, high)
+    measure(low)
     return low

@@ -134,7 +134,7 @@ def _is_due(step: int) -> bool:
 def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
     """Metrics `watch/...` of a batch of tokens `[B, L]`, without undefined ones. place: as in `DecoderLM.forward`."""
     last, stats = _compute_last_layer(model, tokens, place)
-    attention = AttentionMetrics.of(model.attentions, device=model.device)
+    attention = AttentionMetrics(model.attentions)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()

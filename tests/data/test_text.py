@@ -49,7 +49,7 @@ WITHOUT_A_SPACE = [pytest.param(b"x" * n + c.encode() * 100_000, id=f"{n}{c}") f
 
 
 def pieces(path: Path) -> list[bytes]:
-    return [piece for _, piece in documents.Files("data.path", "", (path,), "text").documents()]
+    return [piece for _, piece in documents.Files("data.path", "", "text", (path,)).documents()]
 
 
 def tokens_of(config: Text, dtype: type = np.uint16) -> np.ndarray:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.checks import require
@@ -43,22 +43,13 @@ class Document(NamedTuple):
     text: bytes
 
 
+@dataclass(frozen=True)
 class Source(ABC):
     """Source of documents, named by an option: `field` with the value `given`. column: that with the text."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def field(self) -> str: ...
-        @property
-        def given(self) -> str: ...
-        @property
-        def column(self) -> str: ...
-
-    @property
-    def left_out(self) -> str:
-        """What of the given folder or glob is not read, in words."""
-        return ""
+    field: str
+    given: str
+    column: str
 
     @property
     def size(self) -> int:
@@ -82,11 +73,9 @@ class Source(ABC):
 class Files(Source):
     """Local files, read in the order of their paths."""
 
-    field: str
-    given: str
     paths: tuple[Path, ...]
-    column: str
     left_out: str = ""
+    """What of the given folder or glob is not read, in words."""
     span: tuple[float, float] = (0.0, 1.0)
     """Where each document is read from and to, as shares of its length."""
 

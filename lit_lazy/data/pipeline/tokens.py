@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -62,13 +62,12 @@ class BlockCheck:
         first, last = starts // self.per_block, (starts + length - 1) // self.per_block
         for block in {number for span in zip(first, last, strict=True) for number in range(span[0], span[1] + 1)}:
             if self.unchecked[block]:
-                self._check_block(block)
+                content = self.tokens[block * self.per_block : (block + 1) * self.per_block]
+                if hashlib.sha256(content.tobytes()).digest() != self.digests[block].tobytes():
+                    self._refuse(block)
                 self.unchecked[block] = False
 
-    def _check_block(self, block: int) -> None:
-        content = self.tokens[block * self.per_block : (block + 1) * self.per_block]
-        if hashlib.sha256(content.tobytes()).digest() == self.digests[block].tobytes():
-            return
+    def _refuse(self, block: int) -> NoReturn:
         with contextlib.suppress(FileNotFoundError):  # another process found it too
             quarantine(self.folder, f"block {block} of its tokens differs from its digest")
         fix = "run again to tokenise it anew"

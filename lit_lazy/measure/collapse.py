@@ -80,11 +80,8 @@ def repeated_gap(y: Tensor, y_repeated: Tensor) -> Tensor:
     """`|y_T - y*_{T+1}| / |y_T|`, Euclidean norms (Barbero et al., arXiv 2406.04267, theorem 4.2).
 
     y: hidden states `[..., T, d]` of sequences; y_repeated: `[..., T+1, d]`, of the same sequences with their last
-    token repeated. Raises ValueError if the shapes differ otherwise.
+    token repeated.
     """
-    longer = (*y.shape[:-2], y.shape[-2] + 1, y.shape[-1])
-    if y_repeated.shape != longer:
-        raise ValueError(f"y_repeated of shape {list(y_repeated.shape)}: must be {list(longer)}, one token more than y")
     last, repeated = y[..., -1, :].double(), y_repeated[..., -1, :].double()
     return (last - repeated).norm(dim=-1) / last.norm(dim=-1)
 

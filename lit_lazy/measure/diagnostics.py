@@ -118,6 +118,13 @@ def measure(
     return Diagnostics(arrays)
 
 
+def iter_parts(model: DecoderLM, batch: Batch) -> Iterator[Batch]:
+    """Parts of a batch on the model's device, each of at most TOKENS_AT_ONCE tokens or a single sequence."""
+    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
+    for start in range(0, len(batch["tokens"]), step):
+        yield {name: x[start : start + step].to(model.device) for name, x in batch.items()}
+
+
 def limit_tokens(model: DecoderLM) -> int:
     """Tokens whose logits are computed in one pass: fewer if the vocabulary is large."""
     return min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.embedding.num_embeddings)

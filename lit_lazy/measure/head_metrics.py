@@ -34,11 +34,6 @@ class HeadMetric(States):
         sizes = {"H": n_heads, "T": length, "K": self.first_keys, "S": len(TILES)}
         self.add_states({name: [sizes[axis] for axis in axes] for name, axes in self.SUMS.items()})
 
-    def _check_length(self, length: int) -> None:
-        if length > self.length:
-            fix = f"give a length of at least {length}"
-            raise ValueError(f"a batch has {length} rows, and {type(self).__name__}.length={self.length}; {fix}")
-
     def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
         # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.
         wrapped = super()._wrap_compute(lambda: SimpleNamespace(arrays=compute()))
@@ -66,7 +61,6 @@ class Sink(HeadMetric):
 
     def update(self, summary: RowSummary) -> None:
         length = summary.total.shape[-1]
-        self._check_length(length)
         keys = min(self.first_keys, length)
         rows = reverse_cumsum(summary.counted.double())[:, None, :keys]
         weight = summary.first.double().sum(2)
@@ -109,7 +103,6 @@ class Mass(HeadMetric):
 
     def update(self, summary: RowSummary) -> None:
         length = summary.mass.shape[-1]
-        self._check_length(length)
         mass, total = summary.mass.double(), summary.total.double()
         # Renormalised weights are w / mass; mass / total reverts that, and is 1 otherwise.
         first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
@@ -234,7 +227,6 @@ class ValueNorms(HeadMetric):
 
     def update(self, v: Tensor, counted: Tensor | None = None) -> None:
         """v `[B, Hkv, T, D]`; counted bool `[B, T]`, False at padding."""
-        self._check_length(v.shape[2])
         counts = torch.ones_like(v[:, 0, :, 0], dtype=torch.bool) if counted is None else counted
         norm = v.double().norm(dim=-1).repeat_interleave(self.n_heads // v.shape[1], 1)
         norm = torch.where(counts[:, None], norm, 0)

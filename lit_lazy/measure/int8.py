@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import Batch
-from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, evaluation_mode, hook_inputs, sample_validation
+from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_inputs, iter_parts, sample_validation
 from lit_lazy.measure.lengths import make_loss_metrics
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
@@ -25,18 +25,6 @@ def quantise(x: Tensor, largest: Tensor) -> Tensor:
     """x rounded to whole multiples of largest / 127, and clipped to +- largest `[]`; 0 if largest is 0."""
     scale = (largest / LARGEST).clamp(min=torch.finfo(x.dtype).tiny)
     return (x / scale).round().clamp(-LARGEST, LARGEST) * scale
-
-
-@contextmanager
-def record_largest_inputs(layers: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
-    """Yields the largest absolute input `[]` of each layer so far, in the order of the layers; 0 for a layer unused."""
-    largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
-
-    def read(index: int, x: Tensor) -> None:
-        largest[index] = torch.maximum(largest[index], x.abs().max())
-
-    with hook_inputs((layer, partial(read, index)) for index, layer in enumerate(layers)):
-        yield largest
 
 
 @contextmanager
@@ -74,8 +62,13 @@ class Int8(Evaluation):
         (batch,) = sample_validation(source, self.sequences)
         # Embedding, head and norms keep their precision.
         layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+        largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
+
+        def read(index: int, x: Tensor) -> None:
+            largest[index] = torch.maximum(largest[index], x.abs().max())
+
         with evaluation_mode(model):
-            with record_largest_inputs(layers) as largest:
+            with hook_inputs((layer, partial(read, index)) for index, layer in enumerate(layers)):
                 exact = compute_mean_loss(model, batch)
             with quantise_layers(layers, () if self.weights_only else largest):
                 loss = compute_mean_loss(model, batch)
@@ -85,10 +78,8 @@ class Int8(Evaluation):
 
 def compute_mean_loss(model: DecoderLM, batch: Batch) -> Tensor:
     """Mean loss in nats over the targets of a batch `[B, T]`, fp64 `[]`."""
-    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
     losses = []
-    for start in range(0, len(batch["tokens"]), step):
-        part = {name: x[start : start + step].to(model.device) for name, x in batch.items()}
+    for part in iter_parts(model, batch):
         hidden = model.compute_hidden(part["tokens"], part.get("place"))
         losses.append(head_nll(hidden, model.head.weight, part["targets"]).double().cpu())
     return mean_nll(torch.cat(losses), batch["targets"])

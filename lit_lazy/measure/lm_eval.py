@@ -18,6 +18,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
+from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import Bounds, PositiveInt, require
 from lit_lazy.support.errors import iter_causes, one_line
@@ -221,12 +222,9 @@ def benchmark(
 
 def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
     """Tokenizer of the data. Raises ValueError if the data has none or its vocabulary size differs from the model's."""
-    tokenizer = data.load_tokenizer()
+    tokenizer = Prompts(data, vocab_size).tokenizer
     if tokenizer is None:
         raise ValueError(f"its data ({type(data).__name__}) is not text; give a model that was trained on text")
-    if tokenizer.vocab_size != vocab_size:
-        now = f"has a vocabulary of {vocab_size} tokens, but its tokenizer now has {tokenizer.vocab_size}"
-        raise ValueError(f"{now}; restore the training's tokenizer")
     return tokenizer
 
 

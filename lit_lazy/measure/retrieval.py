@@ -12,7 +12,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch
 from lit_lazy.data.prompts import Prompts
-from lit_lazy.measure.diagnostics import TOKENS_AT_ONCE, evaluation_mode
+from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts
 from lit_lazy.measure.haystack import NAMES, NEEDLE, PASSKEY, Hiding, Wording, hide_in_symbols, hide_in_text
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, Share, require
@@ -29,13 +29,12 @@ def score_answers(model: DecoderLM, batch: Batch) -> tuple[Tensor, Tensor]:
 
     batch: `tokens` and `targets` `[B, T]`; each sequence has a target. Only the logits at targets are computed.
     """
-    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
     losses, hits = [], []
     with evaluation_mode(model):
-        for tokens, targets in zip(batch["tokens"].split(step), batch["targets"].split(step), strict=True):
-            answered = (targets != IGNORED).to(model.device)
-            wanted = targets.to(model.device)[answered]
-            logits = model.head(model.compute_hidden(tokens.to(model.device))[answered])
+        for part in iter_parts(model, batch):
+            answered = part["targets"] != IGNORED
+            wanted = part["targets"][answered]
+            logits = model.head(model.compute_hidden(part["tokens"])[answered])
             loss, hit = torch.zeros(2, *answered.shape, dtype=torch.float64, device=model.device)
             loss[answered] = F.cross_entropy(logits.float(), wanted, reduction="none").double()
             hit[answered] = (logits.argmax(-1) == wanted).double()

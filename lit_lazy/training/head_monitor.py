@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Stats
-from lit_lazy.data import DataSource
-from lit_lazy.data.facts import compute_learned_nats
+from lit_lazy.data import DataSource, compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics, average_by_head, collect_learned
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers

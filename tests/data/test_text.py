@@ -38,7 +38,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data.facts import list_doubts
+from lit_lazy.data import list_doubts
 from lit_lazy.data.pipeline import documents
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.text import Text

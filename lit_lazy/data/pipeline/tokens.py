@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lit_lazy.data.facts import list_doubts
+from lit_lazy.data import list_doubts
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import format_count, plain_console

@@ -56,7 +56,6 @@ class Distractors(SyntheticTask):
 
     @property
     def context_length(self) -> int:
-        """Tokens per sequence."""
         return (self.lags + 1) * self.queries
 
     def outline(self) -> Outline:

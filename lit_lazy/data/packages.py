@@ -102,8 +102,6 @@ TOKENIZER_SHARE = 0.25
 
 
 class PackageFile(NamedTuple):
-    """A file of a package."""
-
     package: str
     path: str
     text: bytes
@@ -167,7 +165,6 @@ def make_corpus() -> Path:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write the documents, the tokenizer and the counts of files into a folder."""
     counts: Counter[str] = Counter()
     known = KnownText()
     parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}

@@ -60,7 +60,6 @@ class Recall(SyntheticTask):
 
     @property
     def context_length(self) -> int:
-        """Tokens per sequence."""
         return self.pairs + self.queries
 
     def outline(self) -> Outline:

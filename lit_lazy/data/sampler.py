@@ -21,7 +21,6 @@ class Portion:
 
     @property
     def n(self) -> int:
-        """Number of parts in a batch."""
         return self.devices * self.parts
 
     @property

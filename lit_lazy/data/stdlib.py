@@ -121,7 +121,6 @@ def read_sources(root: Path) -> dict[str, bytes]:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file or folder with this name is part of the text."""
     return name not in SKIPPED_FOLDERS and not name.startswith(BUILD_PREFIXES)
 
 

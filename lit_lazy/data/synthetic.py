@@ -25,7 +25,6 @@ class AnsweredSequences(NamedTuple):
     oracle_nll: np.ndarray | None = None
 
     def make_dataset(self) -> TokenDataset:
-        """Dataset with the row groups and `oracle_nll`."""
         groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
         certain = torch.zeros(()).expand(len(self.sequences), self.sequences.shape[1] - 1)
         positions = groups | {"oracle_nll": certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)}

@@ -101,7 +101,6 @@ class Diagnostics:
             return cls({name: archive[name] for name in archive.files})
 
     def save(self, path: Path) -> None:
-        """Write an npz file atomically."""
         # Array names are not identifiers, so numpy's keyword arguments are passed as a dict.
         contents: dict[str, Any] = self.arrays
         write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **contents))

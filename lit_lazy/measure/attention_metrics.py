@@ -49,7 +49,6 @@ class RatioOfSums(States):
         self.denominator += torch.as_tensor(denominator, dtype=torch.float64).sum().to(self.denominator.device)
 
     def compute(self) -> Tensor:
-        """The ratio, fp64 scalar."""
         if self.denominator <= self.minimum:
             return self.denominator.new_full((), float("nan"))
         return self.numerator / self.denominator
@@ -116,13 +115,12 @@ class AttentionMetrics(Ratios):
                 seen = position + 1 if attention.window is None else (position + 1).clamp(max=attention.window)
                 self.add("sparsity/zero", layer.zeros, seen[:, None].expand_as(layer.zeros))
 
-    def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
-        """Add a batch's weights `[B, H, L]` per layer on the key at 1-based position `key`; rows as in `update`."""
-        for layer in weights:
-            position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
-            for group, suffix in self.suffixes.items():
-                late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(layer)
-                self.add(f"sink/fixed_key_weight{suffix}", layer[late], late)
+    def update_watched_key(self, weights: Tensor, key: int, rows: Mapping[str, Tensor]) -> None:
+        """Add a layer's weights `[B, H, L]` on the key at 1-based position `key`; rows as in `update`."""
+        position = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
+        for group, suffix in self.suffixes.items():
+            late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(weights)
+            self.add(f"sink/fixed_key_weight{suffix}", weights[late], late)
 
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""

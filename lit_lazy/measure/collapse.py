@@ -135,7 +135,6 @@ class Collapse(States):
         self.max_norm = torch.maximum(self.max_norm, x.norm(dim=-1).max())
 
     def compute(self) -> dict[str, Tensor]:
-        """fp64 scalars by name."""
         mean, second, third, fourth = self.powers / self.entries
         variance = second - mean**2
         central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4

@@ -102,7 +102,6 @@ class Costs(Evaluation):
 
 
 def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
-    """Median over rounds of own / other."""
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
@@ -127,7 +126,6 @@ def record_attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
 
 
 def attend(calls: Sequence[Attended]) -> None:
-    """Forward and backward pass of every layer's attention."""
     for attention, call in calls:
         out, _ = attention.normaliser(call)
         torch.autograd.grad(out.square().sum(), (call.q, call.k, call.v))

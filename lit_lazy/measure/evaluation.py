@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,19 +33,19 @@ ELSEWHERE = ("mass/empty_rows", "mass/dead_heads")
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
     """Final metrics on the full validation set, on the model's device, without undefined ones."""
     attention, losses_and_hits = AttentionMetrics(model.attentions, source.row_groups), Ratios()
-    on_key: list[Tensor] = []
 
-    def watch(_: int, layer: Attention, call: AttentionCall) -> None:
-        if source.watched_key is not None:
-            on_key.append(layer.normaliser.compute_key_weight(call, source.watched_key))
+    def watch(rows: Mapping[str, Tensor], _: int, layer: Attention, call: AttentionCall) -> None:
+        if (key := source.watched_key) is not None:
+            attention.update_watched_key(layer.normaliser.compute_key_weight(call, key), key, rows)
 
     def add(name: str, values: Tensor, counted: Tensor) -> None:
         losses_and_hits.add(name, values[counted], counted)
 
     for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
-        on_key.clear()
-        with autocast, hook_layers(model, watch):
+        rows = {group: batch[group] for group in source.row_groups}
+        rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
+        with autocast, hook_layers(model, partial(watch, rows)):
             hidden, stats = compute_hidden(model, batch["tokens"], batch.get("place"), with_stats=True)
             losses = compute_losses(model, hidden, batch)
             logits = model.head(hidden) if "excess" in losses else None
@@ -56,11 +57,7 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
             for group in source.row_groups:
                 add(f"loss/excess_{group}", losses["excess"], batch[group])
                 add(f"accuracy/{group}", hit, batch[group])
-        rows = {group: batch[group] for group in source.row_groups}
-        rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
-        if source.watched_key is not None:
-            attention.update_watched_key(on_key, source.watched_key, rows)
     measured = losses_and_hits.compute()
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / math.log(2) / float(source.info["bytes_per_token"])

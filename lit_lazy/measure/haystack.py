@@ -124,7 +124,6 @@ def _require_places(hiding: Hiding, length: int, last: int, describe: Callable[[
 
 
 def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle]:
-    """The puzzles of all depths, depth by depth."""
     rng = np.random.default_rng((hiding.seed, length))
     drawn = []
     for _ in range(hiding.sequences):

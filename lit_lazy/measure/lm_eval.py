@@ -43,8 +43,6 @@ TASKS = {
 
 
 class BenchmarkColumn(NamedTuple):
-    """A column of the usual tables."""
-
     title: str
     task: str
     metric: str
@@ -102,12 +100,10 @@ class BenchmarkResults:
         return [(column, self.scores[column.key]) for column in COLUMNS if column.key in self.scores]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics under the names that a run logs."""
         found = {f"lm-eval/{task}/{metric}": value for (task, metric), value in self.scores.items()}
         return found if self.average is None else found | {"lm-eval/average": self.average}
 
     def to_json(self) -> dict[str, Any]:
-        """All results as plain JSON data."""
         tasks = {
             task: {
                 "version": version,

@@ -128,7 +128,7 @@ class TestWatchedKey:
         position = torch.arange(1, LENGTH + 1.0).expand(BATCH, HEADS, LENGTH)
         for key in (2, 11):
             metrics = AttentionMetrics([layer()])
-            metrics.update_watched_key([position / LENGTH], key, {"all": ALL})
+            metrics.update_watched_key(position / LENGTH, key, {"all": ALL})
             rows = range(max(key, FIRST), LENGTH + 1)
             expected = sum(rows) / len(rows) / LENGTH
             assert metrics.compute() == pytest.approx({"sink/fixed_key_weight": expected})

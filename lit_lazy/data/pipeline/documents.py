@@ -213,7 +213,6 @@ def extract_documents(tables: Iterator[Any], column: str, where: str) -> Iterato
 
 
 def format_names(names: Collection[str]) -> str:
-    """The first MAX_NAMES names, for an error message."""
     return ", ".join([*itertools.islice(names, MAX_NAMES), *["..."][: len(names) - MAX_NAMES]]) or "no columns"
 
 

@@ -53,7 +53,6 @@ class FileJob:
 
     @property
     def name(self) -> str:
-        """Name of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
         parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
@@ -77,7 +76,6 @@ class Shard:
 
     @classmethod
     def find(cls, folder: Path, name: str) -> "Shard | None":
-        """Finished shard of this name, or None."""
         try:
             return cls(folder / f"{name}.bin", **json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -96,7 +94,6 @@ class Shard:
         return None
 
     def remove(self) -> None:
-        """Remove the shard from the cache."""
         self.path.with_suffix(".json").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
@@ -141,7 +138,6 @@ def select_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
 
 
 def find_or_make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
-    """Shard of a job, made if missing."""
     with lock(folder / f"{job.name}.lock"):
         return Shard.find(folder, job.name) or _make_shard(job, folder, count)
 

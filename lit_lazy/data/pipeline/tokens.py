@@ -58,7 +58,6 @@ class BlockCheck:
         self.unchecked = np.ones(len(self.digests), bool)
 
     def check(self, starts: np.ndarray, length: int) -> None:
-        """As `Corpus.check`."""
         first, last = starts // self.per_block, (starts + length - 1) // self.per_block
         for block in {number for span in zip(first, last, strict=True) for number in range(span[0], span[1] + 1)}:
             if self.unchecked[block]:
@@ -175,7 +174,6 @@ def _digest_file(path: Path, prefix: bytes = b"") -> str:
 
 
 def make_fingerprint(vocab_size: int, digests: Sequence[str]) -> str:
-    """Fingerprint of a corpus whose parts have these digests."""
     return hashlib.sha256(" ".join([str(vocab_size), *digests]).encode()).hexdigest()[:16]
 
 
@@ -409,7 +407,6 @@ class _Meter:
             self.progress.update(self.task, completed=done, total=total if done else None, description=shown)
 
     def count_file(self) -> None:
-        """Add a finished file."""
         with self.lock:
             self.joined += 1
 

@@ -13,17 +13,19 @@ from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.checks import PositiveFloat, check_value
 
 log = logging.getLogger("lit_lazy.measure.thresholds")
+LARGEST = 4.0
+"""Largest tau."""
 PARTS, MOST_PARTS = 8, 32
 """The rise is spent in parts, each by the gradients where the former ended; more than planned if they were too high."""
 HALVINGS = 6
 """Bisections of the part that goes beyond the rise."""
 
 
-def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float = 4.0) -> Tensor:
+def raise_thresholds(model: DecoderLM, batch: Batch, rise: float) -> Tensor:
     """Raise tau of each head from 0 until the mean loss of the batch is `rise` nats above that at 0: `[layers, H]`.
 
     In each part every head spends the same rise, by the gradient of the loss with respect to its tau; a tau whose
-    gradient is not above 0 rises by largest / PARTS. No tau exceeds `largest`: a warning says so if the loss then rises
+    gradient is not above 0 rises by LARGEST / PARTS. No tau exceeds LARGEST: a warning says so if the loss then rises
     by less. They are left in the model.
 
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
@@ -38,7 +40,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
         with evaluation_mode(model):
             on_device = {name: part.to(model.device) for name, part in batch.items()}
             own = torch.stack([tau.detach().clone() for tau in taus])
-            return _raise(_make_loss(model, on_device, taus), own, rise, largest)
+            return _raise(_make_loss(model, on_device, taus), own, rise)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)
@@ -68,7 +70,7 @@ def _make_loss(model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> 
     return measure
 
 
-def _raise(measure: Loss, own: Tensor, rise: float, largest: float) -> Tensor:
+def _raise(measure: Loss, own: Tensor, rise: float) -> Tensor:
     with_own, _ = measure(own)
     at = torch.zeros_like(own)
     start, slope = measure(at)
@@ -77,16 +79,16 @@ def _raise(measure: Loss, own: Tensor, rise: float, largest: float) -> Tensor:
         fix = "give a model that was trained without"
         raise ValueError(f"rise={rise:g}: {problem}, so it was trained with them; {fix}")
     now = start
-    share, step = rise / PARTS / at.numel(), torch.full_like(at, largest / PARTS)
+    share, step = rise / PARTS / at.numel(), torch.full_like(at, LARGEST / PARTS)
     for _ in range(MOST_PARTS):
         added = torch.where(slope > 0, torch.minimum(share / slope, step), step)
-        following = (at + added).clamp(max=largest)
+        following = (at + added).clamp(max=LARGEST)
         now, slope = measure(following)
         if now - start > rise:
             return _bisect(measure, at, following, start + rise)
         at = following
-    count = f"{int((at == largest).sum())} of {at.numel()}"
-    reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {largest:g}"
+    count = f"{int((at == LARGEST).sum())} of {at.numel()}"
+    reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {LARGEST:g}"
     log.warning("rise=%g: not reached; %s", rise, reached)
     return at
 

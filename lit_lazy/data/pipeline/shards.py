@@ -54,7 +54,8 @@ class FileJob:
     @property
     def name(self) -> str:
         limits = None if self.limit is None else [self.limit, self.share]
-        parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
+        boundaries = [self.tokenizer.begin_of_text, self.tokenizer.end_of_text]
+        parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, boundaries, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 

@@ -67,11 +67,6 @@ class TokenizerSpec:
     """Whether documents may contain control tokens, see `Tokenizer.encode`."""
 
     @property
-    def special_tokens(self) -> list[str | None]:
-        """Begin and end token as configured; None where the default applies."""
-        return [self.begin_of_text, self.end_of_text]
-
-    @property
     def digest(self) -> str:
         """Digest of the file and the version of the library that reads it."""
         content = self.hash_file()
@@ -83,7 +78,7 @@ class TokenizerSpec:
 
     def build(self) -> "ByteTokenizer | FileTokenizer":
         """Raises a one-line ValueError if the tokeniser cannot be loaded."""
-        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self.name, *self.special_tokens)
+        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self.name, self.begin_of_text, self.end_of_text)
 
 
 def read_file(name: str) -> bytes:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -177,10 +177,15 @@ def write_corpus(folder: Path) -> None:
             else:
                 held_out = DOCUMENTS if hash_document(text) < HELD_OUT_SHARE * 2**64 else TRAIN
                 parts[APART if package in HELD_OUT else held_out].append(PackageFile(package, path, text))
-    require_digest("sources", digest_sources(parts), DIGEST, "install the versions of requirements.txt anew")
+    digest = hashlib.sha256()
     for part, sources in parts.items():
+        for source in sources:
+            names = f"{part} {source.package} {source.path} {len(source.text)}\n"
+            digest.update(names.encode() + source.text)
         write_part(folder, part, sources)
         counts[f"{part} files"], counts[f"{part} bytes"] = len(sources), sum(len(source.text) for source in sources)
+    found = digest.hexdigest()[:16]
+    require_digest("sources", found, DIGEST, "install the versions of requirements.txt anew")
     tokenizer = train_tokenizer(parts[TRAIN])
     found = hashlib.sha256(tokenizer.encode()).hexdigest()[:16]
     require_digest("tokenizer", found, TOKENIZER_DIGEST, "install tokenizers as in requirements.txt")
@@ -242,16 +247,6 @@ def hash_shingles(text: bytes) -> set[int]:
     last = max(1, len(lines) - SHINGLE + 1)
     hashes = (hash_document(b"\n".join(lines[start : start + SHINGLE])) for start in range(last))
     return {number for number in hashes if number % ONE_IN == 0}
-
-
-def digest_sources(parts: Mapping[str, Sequence[PackageFile]]) -> str:
-    """Digest of all documents with their packages and paths, in order."""
-    digest = hashlib.sha256()
-    for part, sources in parts.items():
-        for source in sources:
-            names = f"{part} {source.package} {source.path} {len(source.text)}\n"
-            digest.update(names.encode() + source.text)
-    return digest.hexdigest()[:16]
 
 
 def write_part(folder: Path, part: str, sources: Iterable[PackageFile]) -> None:

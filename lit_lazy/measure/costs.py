@@ -119,10 +119,9 @@ def record_attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
     calls: list[Attended] = []
     with evaluation_mode(model), hook_layers(model, lambda _, attention, call: calls.append((attention, call))):
         model(tokens)
-    return [
-        (attention, call._replace(**{name: getattr(call, name).requires_grad_() for name in ("q", "k", "v")}))
-        for attention, call in calls
-    ]
+    for x in (x for _, call in calls for x in (call.q, call.k, call.v)):
+        x.requires_grad_()
+    return calls
 
 
 def attend(calls: Sequence[Attended]) -> None:

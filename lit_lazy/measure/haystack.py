@@ -71,18 +71,19 @@ class Hiding(NamedTuple):
 
 
 class _Puzzle(NamedTuple):
-    opening: str
-    hidden: list[tuple[float, str]]
-    """Each hidden sentence with its depth."""
-    question: str
-    answer: str
+    named: list[tuple[str, int]]
+    """Things and their keys; the first is asked for."""
+    places: np.ndarray
+    """Depths of the others."""
 
-    def write(self, sentences: int) -> str:
-        """The text before the answer, a space included, with this number of sentences of filler."""
+    def write(self, wording: Wording, depth: float, sentences: int) -> tuple[str, str]:
+        """The text before the answer, a space included, with this number of sentences of filler; and the answer."""
         lines = [FILLER[i % len(FILLER)] for i in range(sentences)]
-        for depth, sentence in sorted(self.hidden, reverse=True):
-            lines.insert(round(depth * sentences), sentence)
-        return "\n".join((self.opening, " ".join(lines), f"{self.question} "))
+        hidden = [wording.hidden.format(name=name, key=key) for name, key in self.named]
+        for place, sentence in sorted(zip((depth, *self.places), hidden, strict=True), reverse=True):
+            lines.insert(round(place * sentences), sentence)
+        asked, answer = self.named[0]
+        return "\n".join((wording.opening, " ".join(lines), f"{wording.question.format(name=asked)} ")), str(answer)
 
 
 def hide_in_text(tokenizer: Tokenizer, wording: Wording, hiding: Hiding, length: int) -> Batch:
@@ -92,10 +93,12 @@ def hide_in_text(tokenizer: Tokenizer, wording: Wording, hiding: Hiding, length:
     begins with the tokenizer's begin token, if there is one. Raises a one-line ValueError if no filler would fit, or
     too little for as many places as depths.
     """
-    puzzles = _draw_puzzles(wording, hiding, length)
+    rng = np.random.default_rng((hiding.seed, length))
+    puzzles = [_draw_puzzle(hiding, rng) for _ in range(hiding.sequences)]
 
     def encode(sentences: int) -> list[tuple[list[int], int]]:
-        return _encode_answered(tokenizer, [(puzzle.write(sentences), puzzle.answer) for puzzle in puzzles])
+        texts = [puzzle.write(wording, depth, sentences) for depth in hiding.depths for puzzle in puzzles]
+        return _encode_answered(tokenizer, texts)
 
     def count_tokens(sentences: int) -> int:
         return max(len(tokens) for tokens, _ in encode(sentences)) - 1  # the last token is only a target
@@ -123,26 +126,10 @@ def _require_places(hiding: Hiding, length: int, last: int, describe: Callable[[
         require(False, "lengths", length, f"has distinct places for {places} of {depths} depths; {fix}")
 
 
-def _draw_puzzles(wording: Wording, hiding: Hiding, length: int) -> list[_Puzzle]:
-    rng = np.random.default_rng((hiding.seed, length))
-    drawn = []
-    for _ in range(hiding.sequences):
-        names = rng.choice(NAMES, hiding.keys, replace=False)
-        keys = rng.integers(10 ** (hiding.digits - 1), 10**hiding.digits, hiding.keys)
-        drawn.append(([*zip(names, keys, strict=True)], rng.random(hiding.distractors)))
-    return [
-        _Puzzle(
-            wording.opening,
-            [
-                (place, wording.hidden.format(name=name, key=key))
-                for place, (name, key) in zip((depth, *places), named, strict=True)
-            ],
-            wording.question.format(name=named[0][0]),
-            str(named[0][1]),
-        )
-        for depth in hiding.depths
-        for named, places in drawn
-    ]
+def _draw_puzzle(hiding: Hiding, rng: np.random.Generator) -> _Puzzle:
+    names = rng.choice(NAMES, hiding.keys, replace=False)
+    keys = rng.integers(10 ** (hiding.digits - 1), 10**hiding.digits, hiding.keys)
+    return _Puzzle([*zip(names, keys, strict=True)], rng.random(hiding.distractors))
 
 
 def _encode_answered(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:

@@ -146,14 +146,12 @@ class FileTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        for name, token in (("end_of_text", end_of_text), ("begin_of_text", begin_of_text)):
+            missing = f"is no token of data.tokenizer={self.path!r}; choose one of its tokens"
+            require(not token or token in vocabulary, f"data.{name}", token, missing)
         end_tokens = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
-        missing = f"is no token of data.tokenizer={self.path!r}; choose one of its tokens"
-        if end_of_text:
-            require(bool(end_tokens), "data.end_of_text", end_of_text, missing)
         fix = f"has none of the tokens {' '.join(END_OF_TEXT)}; set data.end_of_text to the token that ends a document"
         require(bool(end_tokens), "data.tokenizer", self.path, fix)
-        if begin_of_text:
-            require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
         self.separator = vocabulary[end_tokens[0]]
         make_special(self.tokenizer, [token for token in (self.begin, self.separator) if token is not None])

@@ -112,11 +112,10 @@ class Corpus:
 def cache_folder() -> Path:
     """Folder of the cached corpora: `LIT_LAZY_CACHE`, by default `~/.cache/lit-lazy/tokens`."""
     setting = os.environ.get("LIT_LAZY_CACHE") or "~/.cache/lit-lazy/tokens"
-    try:
+    problem = f"LIT_LAZY_CACHE={setting!r}: cannot be used"
+    with explain(problem, "set it to another folder", OSError, RuntimeError):  # a name too long, an unknown user
         folder = Path(setting).expanduser()
         folder.exists()
-    except (OSError, RuntimeError) as error:  # a name too long, an unknown user
-        raise ValueError(f"LIT_LAZY_CACHE={setting!r}: cannot be used ({error}); set it to another folder") from None
     return folder
 
 

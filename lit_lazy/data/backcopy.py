@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import torch
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10
@@ -76,23 +75,21 @@ class Backcopy(SyntheticTask):
         """
         self.check_memory(BYTES_PER_TOKEN * self.context_length, "context_length")
         splits, chain = self.draw_splits(), make_chain(self)
-        sequences, _, groups, oracle_nll = splits[1]
+        sequences, positions = splits[1].sequences.numpy(), splits[1].positions
         before = chain.start[:, None] * chain.transition[:, : self.n_triggers]
         with np.errstate(divide="ignore"):  # log 0: symbols that never precede the trigger
             nll = -np.log(before / before.sum(axis=0)).T
-        rows = groups["trigger"]
+        rows, oracle = positions["trigger"].numpy(), positions[ORACLE].double()
         surprise = nll[sequences[:, :-1][rows], sequences[:, 1:][rows]].sum() / rows.size
-        assert oracle_nll is not None
-        oracle = torch.from_numpy(oracle_nll).double()
         optimum = oracle.mean().item()
         return splits, {
             "optimum_nats": optimum,
-            "optimum_nats_non_trigger": oracle[torch.from_numpy(groups["non_trigger"])].mean().item(),
+            "optimum_nats_non_trigger": oracle[positions["non_trigger"]].mean().item(),
             "chance_nats": optimum + float(surprise),
             "trigger_fraction": rows.mean().item(),
         }
 
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         law = make_chain(self).law
         before = (self.fixed_token_at or 1) - 1
         head = draw_chain(self, law, before, n, rng)[:, 1:]
@@ -105,7 +102,7 @@ class Backcopy(SyntheticTask):
         certain = trigger | before_bos
         oracle_nll = np.where(certain, 0.0, nll[tokens, np.where(before_bos, 0, targets)]).astype(np.float32)
         groups = {"trigger": trigger & ~before_bos, "non_trigger": ~certain & (tokens != bos)}
-        return AnsweredSequences(sequences, None, groups, oracle_nll)
+        return make_dataset(sequences, None, groups, oracle_nll)
 
 
 class Chain(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import AnsweredSequences, PairVocabulary, Splits, SyntheticTask, draw_permutations
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
@@ -68,14 +68,15 @@ class Distractors(SyntheticTask):
         # with the key may be the one that counts, so P(value) is the share of these tokens that hold it.
         _, drawn = splits
         assert drawn.targets is not None
-        keys, values = np.divmod(drawn.sequences[:, None, :pairs], self.values)
-        query_keys = drawn.sequences[:, pairs:-1, None] - self.vocabulary.encode_query(0)
-        right = values == drawn.targets[:, pairs:, None] - self.vocabulary.encode_answer(0)
+        sequences, targets = drawn.sequences.numpy(), drawn.targets.numpy()
+        keys, values = np.divmod(sequences[:, None, :pairs], self.values)
+        query_keys = sequences[:, pairs:-1, None] - self.vocabulary.encode_query(0)
+        right = values == targets[:, pairs:, None] - self.vocabulary.encode_answer(0)
         share = ((keys == query_keys) & right).sum(-1) / (keys == query_keys).sum(-1)
-        content = float(-np.log(share[drawn.groups["distracted"][:, pairs:]]).mean())
+        content = float(-np.log(share[drawn.positions["distracted"].numpy()[:, pairs:]]).mean())
         return splits, {"chance_nats": math.log(self.values), "content_nats_distracted": content}
 
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         vocabulary, queries, half = self.vocabulary, self.queries, self.queries // 2
         pairs = self.lags * queries
         query_keys, index = draw_permutations(n, self.keys, rng)[:, :queries], np.arange(queries)
@@ -96,4 +97,4 @@ class Distractors(SyntheticTask):
         occurrences = np.stack([(owner == query).sum(axis=1) for query in index], axis=1)
         groups = {name: np.zeros(targets.shape, dtype=bool) for name in ("distracted", "alone")}
         groups["distracted"][:, pairs:], groups["alone"][:, pairs:] = occurrences > 1, occurrences == 1
-        return AnsweredSequences(sequences, targets, groups)
+        return make_dataset(sequences, targets, groups)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, Outline
-from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask
+from lit_lazy.data.base import IGNORED, Outline, TokenDataset
+from lit_lazy.data.synthetic import Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 
@@ -55,7 +55,7 @@ class Mqar(SyntheticTask):
         values = self.vocab_size - self.vocab_size // 2
         return self.draw_splits(), {"chance_nats": math.log(values), "guess_nats": math.log(self.pairs)}
 
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         pairs, first_value, context = self.pairs, self.vocab_size // 2, 2 * self.pairs
         keys = 1 + draw_distinct(n, first_value - 1, pairs, rng)
         values = first_value + draw_distinct(n, self.vocab_size - first_value, pairs, rng)
@@ -68,7 +68,7 @@ class Mqar(SyntheticTask):
         np.put_along_axis(sequences, query_at, keys, axis=1)
         targets = self.make_ignored_targets(n)
         np.put_along_axis(targets, query_at, values, axis=1)
-        return AnsweredSequences(sequences, targets, {"query": targets != IGNORED})
+        return make_dataset(sequences, targets, {"query": targets != IGNORED})
 
 
 def draw_distinct(n: int, limit: int, count: int, rng: np.random.Generator) -> np.ndarray:

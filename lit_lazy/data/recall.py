@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, Outline
-from lit_lazy.data.synthetic import AnsweredSequences, PairVocabulary, Splits, SyntheticTask, draw_permutations
+from lit_lazy.data.base import IGNORED, Outline, TokenDataset
+from lit_lazy.data.synthetic import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
@@ -70,7 +70,7 @@ class Recall(SyntheticTask):
         # A predictor without attention: NULL with probability 1/2, the values share the rest.
         return self.draw_splits(), {"chance_nats": math.log(2) + math.log(self.values) / 2}
 
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         vocabulary, pairs, half = self.vocabulary, self.pairs, self.queries // 2
         keys, values = draw_permutations(n, self.keys, rng), rng.integers(self.values, size=(n, pairs), dtype=np.int32)
         # Keys are in random order: the queries are the first keys with a pair and the first keys without.
@@ -86,4 +86,4 @@ class Recall(SyntheticTask):
         targets = self.make_ignored_targets(n)
         targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
         absent = targets == vocabulary.null
-        return AnsweredSequences(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
+        return make_dataset(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})

@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -11,28 +11,9 @@ import torch
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.machine import require_memory
 
-
-class AnsweredSequences(NamedTuple):
-    """Sequences `[n, L + 1]`, targets `[n, L]`, row groups as bool `[n, L]`.
-
-    targets: None for the next tokens; the model never sees the last token.
-    oracle_nll: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
-    """
-
-    sequences: np.ndarray
-    targets: np.ndarray | None
-    groups: dict[str, np.ndarray]
-    oracle_nll: np.ndarray | None = None
-
-    def make_dataset(self) -> TokenDataset:
-        groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
-        certain = torch.zeros(()).expand(len(self.sequences), self.sequences.shape[1] - 1)
-        positions = groups | {"oracle_nll": certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)}
-        targets = None if self.targets is None else torch.from_numpy(self.targets)
-        return TokenDataset(torch.from_numpy(self.sequences), positions, targets)
-
-
-Splits = tuple[AnsweredSequences, AnsweredSequences]
+ORACLE = "oracle_nll"
+"""Name in a batch of the loss of a predictor that knows the task."""
+Splits = tuple[TokenDataset, TokenDataset]
 """Training and validation sequences."""
 
 
@@ -59,7 +40,7 @@ class SyntheticTask(DataConfig, ABC):
         return None
 
     @abstractmethod
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         """n sequences with their row groups."""
 
     @abstractmethod
@@ -90,24 +71,37 @@ class SyntheticTask(DataConfig, ABC):
 def _build_source(task: SyntheticTask) -> DataSource:
     outline, (splits, facts) = task.outline(), task.draw()
     train, validation = splits
-    oracle = validation.oracle_nll
+    drawn = [part for split in splits for part in (split.sequences, split.targets) if part is not None]
     return DataSource(
         name=outline.name,
         vocab_size=outline.vocab_size,
         context_length=task.context_length,
-        fingerprint=fingerprint([part for split in splits for part in split[:2] if part is not None]),
+        fingerprint=fingerprint([part.numpy() for part in drawn]),
         info={
             "train_tokens": task.train_sequences * task.context_length,
             "validation_tokens": task.validation_sequences * task.context_length,
-            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
+            "optimum_nats": validation.positions[ORACLE].numpy().mean(dtype=np.float64).item(),
             **facts,
         },
-        train=train.make_dataset(),
-        validation=validation.make_dataset(),
-        row_groups=tuple(train.groups),
+        train=train,
+        validation=validation,
+        row_groups=tuple(name for name in train.positions if name != ORACLE),
         row_contrast=task.row_contrast,
         watched_key=task.watched_key,
     )
+
+
+def make_dataset(
+    sequences: np.ndarray, targets: np.ndarray | None, groups: dict[str, np.ndarray], oracle: np.ndarray | None = None
+) -> TokenDataset:
+    """Dataset of sequences `[n, L + 1]`, targets `[n, L]`, None for the next tokens, and row groups, bool `[n, L]`.
+
+    oracle: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
+    """
+    positions = {name: torch.from_numpy(rows) for name, rows in groups.items()}
+    certain = torch.zeros(()).expand(len(sequences), sequences.shape[1] - 1)
+    positions[ORACLE] = certain if oracle is None else torch.from_numpy(oracle)
+    return TokenDataset(torch.from_numpy(sequences), positions, None if targets is None else torch.from_numpy(targets))
 
 
 def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:

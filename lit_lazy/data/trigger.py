@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40
@@ -57,15 +57,14 @@ class Trigger(SyntheticTask):
     def draw(self) -> tuple[Splits, dict[str, float]]:
         self.check_memory(BYTES_PER_TOKEN * self.context_length, "context_length")
         splits = self.draw_splits()
-        _, _, groups, oracle = splits[1]
-        assert oracle is not None
+        trigger, oracle = (splits[1].positions[name].numpy() for name in ("trigger", ORACLE))
         return splits, {
             "chance_nats": math.log(self.symbols),  # of a predictor that attends to nothing
-            "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
-            "trigger_fraction": groups["trigger"].mean().item(),
+            "optimum_nats_trigger": oracle[trigger].mean(dtype=np.float64).item(),
+            "trigger_fraction": trigger.mean().item(),
         }
 
-    def draw_split(self, n: int, rng: np.random.Generator) -> AnsweredSequences:
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
         length = self.context_length
         symbols = rng.integers(self.symbols, size=(n, length + 1), dtype=np.int32)
         is_trigger = rng.random((n, length + 1)) < self.trigger_share
@@ -81,4 +80,4 @@ class Trigger(SyntheticTask):
         there = [(symbols[:, 1:t] == targets[:, t, None]).sum(1) for t in range(length)]
         share = np.where(is_trigger, np.stack(there, axis=1) / np.maximum(before, 1), 1 / self.symbols)
         groups = {"trigger": is_trigger, "non_trigger": ~is_trigger & (np.arange(length) > 0)}
-        return AnsweredSequences(sequences, targets, groups, -np.log(share).astype(np.float32))
+        return make_dataset(sequences, targets, groups, -np.log(share).astype(np.float32))

@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -47,32 +47,6 @@ ATTEMPTS = 3
 """Attempts to read a shard that is damaged, or that another corpus of the same files has removed."""
 
 
-class BlockCheck:
-    """Checks the blocks of a part, each once, before they are used."""
-
-    def __init__(self, path: Path, tokens: np.ndarray) -> None:
-        """path: of their digests; tokens `[n]`: the part, memory-mapped."""
-        self.folder, self.tokens = path.parent, tokens
-        self.digests = np.fromfile(path, np.uint8).reshape(-1, hashlib.sha256().digest_size)
-        self.per_block = BLOCK_BYTES // self.tokens.itemsize
-        self.unchecked = np.ones(len(self.digests), bool)
-
-    def check(self, starts: np.ndarray, length: int) -> None:
-        first, last = starts // self.per_block, (starts + length - 1) // self.per_block
-        for block in {number for span in zip(first, last, strict=True) for number in range(span[0], span[1] + 1)}:
-            if self.unchecked[block]:
-                content = self.tokens[block * self.per_block : (block + 1) * self.per_block]
-                if hashlib.sha256(content.tobytes()).digest() != self.digests[block].tobytes():
-                    self._refuse(block)
-                self.unchecked[block] = False
-
-    def _refuse(self, block: int) -> NoReturn:
-        with contextlib.suppress(FileNotFoundError):  # another process found it too
-            quarantine(self.folder, f"block {block} of its tokens differs from its digest")
-        fix = "run again to tokenise it anew"
-        raise ValueError(f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name} is damaged; {fix}")
-
-
 class Corpus:
     """Tokens of an intact corpus, memory-mapped from its cache folder, and its metadata."""
 
@@ -93,16 +67,28 @@ class Corpus:
         """Share of the documents of a separate validation text that the training text has too."""
         self.lossy_documents: float = facts["lossy_documents"]
         """Share of a sample of the documents that decoding their tokens does not restore."""
-        self.checks = {path.stem: BlockCheck(path, getattr(self, path.stem)) for path in folder.glob("*.sha256")}
-        """Of the parts that were not checked as a whole."""
+        self.digests = {path.stem: np.fromfile(path, np.uint8).reshape(-1, 32) for path in folder.glob("*.sha256")}
+        """Of the blocks of each part that was not checked as a whole."""
+        self.unchecked = {part: {*range(len(digests))} for part, digests in self.digests.items()}
 
     def check(self, part: str, starts: np.ndarray, length: int) -> None:
         """Check what was not checked yet of the `length` tokens after each of `starts` `[n]`, before their use.
 
         Raises a one-line ValueError if a block is damaged; the corpus is then in quarantine.
         """
-        if part in self.checks:
-            self.checks[part].check(starts, length)
+        if part not in self.unchecked:
+            return
+        tokens = getattr(self, part)
+        size = BLOCK_BYTES // tokens.itemsize
+        spans = zip(starts // size, (starts + length - 1) // size, strict=True)
+        for block in {number for first, last in spans for number in range(first, last + 1)} & self.unchecked[part]:
+            content = tokens[block * size : (block + 1) * size].tobytes()
+            if hashlib.sha256(content).digest() != self.digests[part][block].tobytes():
+                with contextlib.suppress(FileNotFoundError):  # another process found it too
+                    quarantine(self.folder, f"block {block} of its tokens differs from its digest")
+                where = f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name}"
+                raise ValueError(f"{where} is damaged; run again to tokenise it anew")
+            self.unchecked[part].remove(block)
 
     def ends(self, part: str) -> np.ndarray:
         """End offset of each document of a part, including its separator: int64 `[documents]`, memory-mapped."""

@@ -30,7 +30,7 @@ class HeadMetric(States):
     def __init__(self, n_heads: int, length: int = 0) -> None:
         """length: maximum sequence length, and the length of every result by position."""
         super().__init__()
-        self.n_heads, self.length, self.first_keys = n_heads, length, min(FIRST_KEYS, length)
+        self.n_heads, self.first_keys = n_heads, min(FIRST_KEYS, length)
         sizes = {"H": n_heads, "T": length, "K": self.first_keys, "S": len(TILES)}
         self.add_states({name: [sizes[axis] for axis in axes] for name, axes in self.SUMS.items()})
 

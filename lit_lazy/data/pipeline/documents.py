@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import explain, one_line, short_repr
+from lit_lazy.support.errors import explain, one_line
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -29,6 +29,7 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
 BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 ROWS_AT_ONCE = 256
+MAX_NAMES = 20
 SMALL_FILES = 16 * 2**20
 """Neighbouring files of up to this many bytes in total share one job: starting a job costs more than such files."""
 UNKNOWN_SIZE = 2**30
@@ -151,7 +152,7 @@ def parse_json_line(line: str, column: str, where: str) -> bytes:
         row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"{where} is a JSON {type(row).__name__}; give one object per line")
-    require(column in row, "data.column", column, f"{where} has only {short_repr([*row])}; choose one with text")
+    require(column in row, "data.column", column, f"{where} has only {format_names(row)}; choose one with text")
     value = row[column]
     is_text = value is None or isinstance(value, str)
     require(is_text, "data.column", column, f"{where} has {json.dumps(value)[:40]} there; choose a column with text")
@@ -197,7 +198,7 @@ def extract_documents(tables: Iterator[Any], column: str, where: str) -> Iterato
     rows = itertools.count(1)
     for table in tables:
         names = table.schema.names
-        fix = f"{where} has only {short_repr(names)}; choose one with text, whose name is there once"
+        fix = f"{where} has only {format_names(names)}; choose one with text, whose name is there once"
         require(names.count(column) == 1, "data.column", column, fix)
         kind = str(table.schema.field(column).type)
         is_text = "string" in kind and "<" not in kind
@@ -209,6 +210,10 @@ def extract_documents(tables: Iterator[Any], column: str, where: str) -> Iterato
             decode(text, here)
             if text:
                 yield Document(here, text)
+
+
+def format_names(names: Collection[str]) -> str:
+    return ", ".join([*itertools.islice(names, MAX_NAMES), *["..."][: len(names) - MAX_NAMES]]) or "no columns"
 
 
 def find_cut(text: bytes, share: float) -> int:

@@ -25,10 +25,12 @@ class SyntheticTask(DataConfig, ABC):
     streams: ClassVar[int] = 0
     """Number of random streams before those of the splits."""
 
-    train_sequences: int
-    validation_sequences: int
-    task_seed: int
-
+    @property
+    def train_sequences(self) -> int: ...
+    @property
+    def validation_sequences(self) -> int: ...
+    @property
+    def task_seed(self) -> int: ...
     @property
     def context_length(self) -> int: ...
 

@@ -106,7 +106,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         join_training(group)
         return 0
-    from lit_lazy.data.facts import list_doubts
+    from lit_lazy.data import list_doubts
     from lit_lazy.tracking.tracked_run import train_tracked
 
     trained = train_tracked(

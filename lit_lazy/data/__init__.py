@@ -1,8 +1,11 @@
 """Data sources: each file holds one frozen config whose `load()` returns the sequences of a run.
 
-This package gives only their shared interface, which needs nothing but torch; the sources need more.
+This package gives only their shared interface, which needs nothing but torch, and what the facts about a source, its
+`DataSource.info`, say of the losses on it; the sources need more.
 """
 
+import math
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,31 @@ __all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fing
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is (PEP 562), so that `lit_lazy.data.facts` needs no torch."""
+    """Import what is asked for when it is (PEP 562), as the functions on facts need no torch."""
     if name in __all__:
         return getattr(import_module("lit_lazy.data.base"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def compute_learned_nats(info: Mapping[str, str | int | float]) -> float | None:
+    """Validation loss, in nats per target, below which a model has learned a source with this info.
+
+    Halfway between `chance_nats`, the loss of the best predictor without attention, and `optimum_nats`; for text
+    between the byte unigram and the byte trigram. None for a source without these marks.
+    """
+    if {"optimum_nats", "chance_nats"} <= info.keys():
+        return (float(info["optimum_nats"]) + float(info["chance_nats"])) / 2
+    if {"unigram_bits_per_byte", "trigram_bits_per_byte"} <= info.keys():
+        bits = (float(info["unigram_bits_per_byte"]) + float(info["trigram_bits_per_byte"])) / 2
+        return bits * math.log(2) * float(info["bytes_per_token"])
+    return None
+
+
+def list_doubts(info: Mapping[str, str | int | float]) -> list[str]:
+    """What makes validation losses on data with these facts doubtful, a line each."""
+    shared, lossy = float(info.get("validation_overlap", 0)), float(info.get("lossy_documents", 0))
+    doubts = {
+        f"{shared:.1%} of the validation documents are in the training text too": shared,
+        f"bits per byte are too low: the tokens do not restore {lossy:.1%} of a sample of documents": lossy,
+    }
+    return [line for line, share in doubts.items() if share]

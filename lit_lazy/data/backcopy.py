@@ -6,14 +6,14 @@ symbol, the next one is drawn from that symbol's row of a fixed bigram table. So
 key, the one before it, and any other query has none.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import torch
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask, check_memory
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10
@@ -32,6 +32,8 @@ class Backcopy(SyntheticTask):
     With `fixed_token_at` = k the sequence starts with k - 1 symbols of a separate chain; BOS follows, then an ordinary
     sequence. The symbol before BOS is in neither group: its target is BOS, at 0 nats.
     """
+
+    streams = 1  # of the chain
 
     vocab_size: Annotated[int, Bounds(ge=3, le=4096)] = 64
     """Number of symbols, including triggers, excluding BOS."""
@@ -62,18 +64,45 @@ class Backcopy(SyntheticTask):
         return self.fixed_token_at
 
     def outline(self) -> Outline:
-        check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")
         return Outline("backcopy", self.vocab_size + 1, self.context_length, self.train_sequences)
 
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        # Separate random streams: the size of one split never changes the other.
-        seeds = np.random.SeedSequence(self.task_seed).spawn(3)
-        chain_rng, train_rng, validation_rng = (np.random.default_rng(seed) for seed in seeds)
-        chain = make_chain(self, chain_rng)
-        train = draw_sequences(self, chain, self.train_sequences, train_rng)
-        validation = draw_sequences(self, chain, self.validation_sequences, validation_rng)
-        splits = annotate(self, chain, train), annotate(self, chain, validation)
-        return splits, describe(self, chain, splits[1])
+        """Facts: losses of known predictors, and the share of triggers; `optimum_nats` includes the rows of BOS.
+
+        `chance_nats` is the lowest loss of one that knows the chain, but of a sequence only the current token: on a
+        trigger t it predicts a symbol by the law of the symbols before t, P(s | t) proportional to
+        `start[s] * transition[s, t]`. Everywhere else the oracle needs no more than it has.
+        """
+        self.check_memory(BYTES_PER_TOKEN * self.context_length, "context_length")
+        splits, chain = self.draw_splits(), make_chain(self)
+        sequences, positions = splits[1].sequences.numpy(), splits[1].positions
+        before = chain.start[:, None] * chain.transition[:, : self.n_triggers]
+        with np.errstate(divide="ignore"):  # log 0: symbols that never precede the trigger
+            nll = -np.log(before / before.sum(axis=0)).T
+        rows, oracle = positions["trigger"].numpy(), positions[ORACLE].double()
+        surprise = nll[sequences[:, :-1][rows], sequences[:, 1:][rows]].sum() / rows.size
+        optimum = oracle.mean().item()
+        return splits, {
+            "optimum_nats": optimum,
+            "optimum_nats_non_trigger": oracle[positions["non_trigger"]].mean().item(),
+            "chance_nats": optimum + float(surprise),
+            "trigger_fraction": rows.mean().item(),
+        }
+
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        law = make_chain(self).law
+        before = (self.fixed_token_at or 1) - 1
+        head = draw_chain(self, law, before, n, rng)[:, 1:]
+        sequences = np.hstack([head, draw_chain(self, law, self.context_length - before, n, rng)])
+        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+        bos = self.vocab_size
+        trigger, before_bos = tokens < self.n_triggers, targets == bos
+        with np.errstate(divide="ignore"):  # log 0: triggers never follow BOS
+            nll = -np.log(law)
+        certain = trigger | before_bos
+        oracle_nll = np.where(certain, 0.0, nll[tokens, np.where(before_bos, 0, targets)]).astype(np.float32)
+        groups = {"trigger": trigger & ~before_bos, "non_trigger": ~certain & (tokens != bos)}
+        return make_dataset(sequences, None, groups, oracle_nll)
 
 
 class Chain(NamedTuple):
@@ -87,9 +116,16 @@ class Chain(NamedTuple):
     The non-triggers at every later position have the same law, because a trigger only delays the chain by two steps.
     """
 
+    @property
+    def law(self) -> np.ndarray:
+        """`[V + 1, V]`: the transitions, and the row of BOS, the last id."""
+        return np.vstack([self.transition, self.start])
 
-def make_chain(config: Backcopy, rng: np.random.Generator) -> Chain:
+
+@functools.lru_cache(maxsize=1)
+def make_chain(config: Backcopy) -> Chain:
     """Draw a chain whose rows split `trigger_mass` over triggers and the rest over others, both by Dirichlet laws."""
+    rng = np.random.default_rng(np.random.SeedSequence(config.task_seed).spawn(1)[0])
     k, others = config.n_triggers, config.vocab_size - config.n_triggers
     on_triggers = rng.dirichlet(np.full(k, config.concentration), size=config.vocab_size)
     on_others = rng.dirichlet(np.full(others, config.concentration), size=config.vocab_size)
@@ -106,16 +142,8 @@ def solve_stationary(transition: np.ndarray) -> np.ndarray:
     return solution / solution.sum()
 
 
-def draw_sequences(config: Backcopy, chain: Chain, n: int, rng: np.random.Generator) -> np.ndarray:
-    """n sequences of L = `context_length` tokens plus the last target, int32 `[n, L + 1]`."""
-    before = (config.fixed_token_at or 1) - 1
-    head = draw_chain(config, chain, before, n, rng)[:, 1:]
-    return np.hstack([head, draw_chain(config, chain, config.context_length - before, n, rng)])
-
-
-def draw_chain(config: Backcopy, chain: Chain, length: int, n: int, rng: np.random.Generator) -> np.ndarray:
+def draw_chain(config: Backcopy, law: np.ndarray, length: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """n times BOS followed by `length` symbols, int32 `[n, length + 1]`."""
-    law = np.vstack([chain.transition, chain.start])  # row of BOS, the last id
     cumulative = law.cumsum(axis=1)
     cumulative /= cumulative[:, -1:]
     # Row r's cumulative law plus r: a single sorted array, so one search of r + u serves all sequences.
@@ -129,39 +157,3 @@ def draw_chain(config: Backcopy, chain: Chain, length: int, n: int, rng: np.rand
         drawn = np.searchsorted(lifted, current + uniform, side="right") - current * config.vocab_size
         sequences[t + 1] = np.where(current < config.n_triggers, sequences[t - 1], drawn)
     return np.ascontiguousarray(sequences.T)
-
-
-def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> AnsweredSequences:
-    """The sequences with their row groups and the oracle's loss."""
-    tokens, targets = sequences[:, :-1], sequences[:, 1:]
-    bos = config.vocab_size
-    trigger, before_bos = tokens < config.n_triggers, targets == bos
-    with np.errstate(divide="ignore"):  # log 0: triggers never follow BOS
-        nll = -np.log(np.vstack([chain.transition, chain.start]))
-    certain = trigger | before_bos
-    oracle_nll = np.where(certain, 0.0, nll[tokens, np.where(before_bos, 0, targets)]).astype(np.float32)
-    groups = {"trigger": trigger & ~before_bos, "non_trigger": ~certain & (tokens != bos)}
-    return AnsweredSequences(sequences, None, groups, oracle_nll)
-
-
-def describe(config: Backcopy, chain: Chain, drawn: AnsweredSequences) -> dict[str, float]:
-    """Losses of known predictors, and the share of triggers; `optimum_nats` includes the rows of BOS.
-
-    `chance_nats` is the lowest loss of one that knows the chain, but of a sequence only the current token: on a trigger
-    t it predicts a symbol by the law of the symbols before t, P(s | t) proportional to `start[s] * transition[s, t]`.
-    Everywhere else the oracle needs no more than it has.
-    """
-    before = chain.start[:, None] * chain.transition[:, : config.n_triggers]
-    with np.errstate(divide="ignore"):  # log 0: symbols that never precede the trigger
-        nll = -np.log(before / before.sum(axis=0)).T
-    rows, sequences = drawn.groups["trigger"], drawn.sequences
-    surprise = nll[sequences[:, :-1][rows], sequences[:, 1:][rows]].sum() / rows.size
-    assert drawn.oracle_nll is not None
-    oracle = torch.from_numpy(drawn.oracle_nll).double()
-    optimum = oracle.mean().item()
-    return {
-        "optimum_nats": optimum,
-        "optimum_nats_non_trigger": oracle[torch.from_numpy(drawn.groups["non_trigger"])].mean().item(),
-        "chance_nats": optimum + float(surprise),
-        "trigger_fraction": rows.mean().item(),
-    }

@@ -201,7 +201,6 @@ class DataSource:
 
     @property
     def outline(self) -> Outline:
-        """Facts that a plan needs."""
         masked = "place" in self.train.__getitems__([0])
         return Outline(self.name, self.vocab_size, self.context_length, len(self.train), masked)
 

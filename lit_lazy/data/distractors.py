@@ -11,17 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import (
-    AnsweredSequences,
-    PairVocabulary,
-    Splits,
-    SyntheticTask,
-    check_memory,
-    draw_permutations,
-    draw_splits,
-    make_ignored_targets,
-)
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
@@ -65,53 +56,45 @@ class Distractors(SyntheticTask):
 
     @property
     def context_length(self) -> int:
-        """Tokens per sequence."""
         return (self.lags + 1) * self.queries
 
     def outline(self) -> Outline:
         return Outline("distractors", self.vocabulary.vocab_size, self.context_length, self.train_sequences)
 
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        check_memory(self, 4 * self.keys + 30 * self.context_length, "lags", "queries", "keys")
-        splits = draw_splits(self, draw_sequences)
-        content = compute_content_nats(self, splits[1])
+        self.check_memory(4 * self.keys + 30 * self.context_length, "lags", "queries", "keys")
+        splits, pairs = self.draw_splits(), self.lags * self.queries
+        # The lowest loss at distracted queries for a predictor that sees the pairs but not their positions: each token
+        # with the key may be the one that counts, so P(value) is the share of these tokens that hold it.
+        _, drawn = splits
+        assert drawn.targets is not None
+        sequences, targets = drawn.sequences.numpy(), drawn.targets.numpy()
+        keys, values = np.divmod(sequences[:, None, :pairs], self.values)
+        query_keys = sequences[:, pairs:-1, None] - self.vocabulary.encode_query(0)
+        right = values == targets[:, pairs:, None] - self.vocabulary.encode_answer(0)
+        share = ((keys == query_keys) & right).sum(-1) / (keys == query_keys).sum(-1)
+        content = float(-np.log(share[drawn.positions["distracted"].numpy()[:, pairs:]]).mean())
         return splits, {"chance_nats": math.log(self.values), "content_nats_distracted": content}
 
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        vocabulary, queries, half = self.vocabulary, self.queries, self.queries // 2
+        pairs = self.lags * queries
+        query_keys, index = draw_permutations(n, self.keys, rng)[:, :queries], np.arange(queries)
+        # Token b * queries + j is at a lag from query j and from no other. `owner` is the query whose key it holds.
+        order = draw_permutations(n, queries, rng)  # the first half are distracted
+        rank = order.argsort(axis=1)[:, None]
+        others = rng.integers(half - (rank < half), size=(n, self.lags, queries))
+        owner = np.take_along_axis(order, (others + (others >= rank)).reshape(n, pairs), axis=1)
+        answer_at = rng.integers(self.lags, size=(n, queries)) * queries + index
+        np.put_along_axis(owner, answer_at, np.broadcast_to(index, (n, queries)), axis=1)
+        values = rng.integers(self.values, size=(n, pairs), dtype=np.int32)
 
-def draw_sequences(config: Distractors, n: int, rng: np.random.Generator) -> AnsweredSequences:
-    """n sequences with the row groups `distracted` and `alone`."""
-    vocabulary, queries, half = config.vocabulary, config.queries, config.queries // 2
-    pairs = config.lags * queries
-    query_keys, index = draw_permutations(n, config.keys, rng)[:, :queries], np.arange(queries)
-    # Token b * queries + j is at a lag from query j and from no other. `owner` is the query whose key it holds.
-    order = draw_permutations(n, queries, rng)  # the first half are distracted
-    rank = order.argsort(axis=1)[:, None]
-    others = rng.integers(half - (rank < half), size=(n, config.lags, queries))
-    owner = np.take_along_axis(order, (others + (others >= rank)).reshape(n, pairs), axis=1)
-    answer_at = rng.integers(config.lags, size=(n, queries)) * queries + index
-    np.put_along_axis(owner, answer_at, np.broadcast_to(index, (n, queries)), axis=1)
-    values = rng.integers(config.values, size=(n, pairs), dtype=np.int32)
-
-    sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
-    sequences[:, :pairs] = vocabulary.encode_pair(np.take_along_axis(query_keys, owner, axis=1), values)
-    sequences[:, pairs:-1] = vocabulary.encode_query(query_keys)
-    targets = make_ignored_targets(n, config.context_length)
-    targets[:, pairs:] = vocabulary.encode_answer(np.take_along_axis(values, answer_at, axis=1))
-    occurrences = np.stack([(owner == query).sum(axis=1) for query in index], axis=1)
-    groups = {name: np.zeros(targets.shape, dtype=bool) for name in ("distracted", "alone")}
-    groups["distracted"][:, pairs:], groups["alone"][:, pairs:] = occurrences > 1, occurrences == 1
-    return AnsweredSequences(sequences, targets, groups)
-
-
-def compute_content_nats(config: Distractors, drawn: AnsweredSequences) -> float:
-    """Lowest loss at distracted queries for a predictor that sees the pairs but not their positions.
-
-    Each token with the key may be the one that counts, so P(value) is the share of these tokens that hold it.
-    """
-    pairs = config.lags * config.queries
-    assert drawn.targets is not None
-    keys, values = np.divmod(drawn.sequences[:, None, :pairs], config.values)
-    query_keys = drawn.sequences[:, pairs:-1, None] - config.vocabulary.encode_query(0)
-    right = values == drawn.targets[:, pairs:, None] - config.vocabulary.encode_answer(0)
-    share = ((keys == query_keys) & right).sum(-1) / (keys == query_keys).sum(-1)
-    return float(-np.log(share[drawn.groups["distracted"][:, pairs:]]).mean())
+        sequences = np.full((n, self.context_length + 1), vocabulary.null, dtype=np.int32)
+        sequences[:, :pairs] = vocabulary.encode_pair(np.take_along_axis(query_keys, owner, axis=1), values)
+        sequences[:, pairs:-1] = vocabulary.encode_query(query_keys)
+        targets = self.make_ignored_targets(n)
+        targets[:, pairs:] = vocabulary.encode_answer(np.take_along_axis(values, answer_at, axis=1))
+        occurrences = np.stack([(owner == query).sum(axis=1) for query in index], axis=1)
+        groups = {name: np.zeros(targets.shape, dtype=bool) for name in ("distracted", "alone")}
+        groups["distracted"][:, pairs:], groups["alone"][:, pairs:] = occurrences > 1, occurrences == 1
+        return make_dataset(sequences, targets, groups)

@@ -6,15 +6,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, Outline
-from lit_lazy.data.synthetic import (
-    AnsweredSequences,
-    Splits,
-    SyntheticTask,
-    check_memory,
-    draw_splits,
-    make_ignored_targets,
-)
+from lit_lazy.data.base import IGNORED, Outline, TokenDataset
+from lit_lazy.data.synthetic import Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 
@@ -57,27 +50,25 @@ class Mqar(SyntheticTask):
         return Outline("mqar", self.vocab_size, self.context_length, self.train_sequences)
 
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        check_memory(self, 16 * self.context_length, "context_length")
+        self.check_memory(16 * self.context_length, "context_length")
         # Predictors that know all values, and the sequence's values, but not which key each belongs to.
         values = self.vocab_size - self.vocab_size // 2
-        return draw_splits(self, draw_sequences), {"chance_nats": math.log(values), "guess_nats": math.log(self.pairs)}
+        return self.draw_splits(), {"chance_nats": math.log(values), "guess_nats": math.log(self.pairs)}
 
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        pairs, first_value, context = self.pairs, self.vocab_size // 2, 2 * self.pairs
+        keys = 1 + draw_distinct(n, first_value - 1, pairs, rng)
+        values = first_value + draw_distinct(n, self.vocab_size - first_value, pairs, rng)
+        query_at = context + 2 * draw_gaps((self.context_length - context) // 2, self, n, rng)
 
-def draw_sequences(config: Mqar, n: int, rng: np.random.Generator) -> AnsweredSequences:
-    """n sequences with the row group `query`."""
-    pairs, first_value, context = config.pairs, config.vocab_size // 2, 2 * config.pairs
-    keys = 1 + draw_distinct(n, first_value - 1, pairs, rng)
-    values = first_value + draw_distinct(n, config.vocab_size - first_value, pairs, rng)
-    query_at = context + 2 * draw_gaps((config.context_length - context) // 2, config, n, rng)
-
-    sequences = np.zeros((n, config.context_length + 1), dtype=np.int32)
-    if config.random_fillers:
-        sequences[:] = rng.integers(config.vocab_size, size=sequences.shape, dtype=np.int32)
-    sequences[:, 0:context:2], sequences[:, 1:context:2] = keys, values
-    np.put_along_axis(sequences, query_at, keys, axis=1)
-    targets = make_ignored_targets(n, config.context_length)
-    np.put_along_axis(targets, query_at, values, axis=1)
-    return AnsweredSequences(sequences, targets, {"query": targets != IGNORED})
+        sequences = np.zeros((n, self.context_length + 1), dtype=np.int32)
+        if self.random_fillers:
+            sequences[:] = rng.integers(self.vocab_size, size=sequences.shape, dtype=np.int32)
+        sequences[:, 0:context:2], sequences[:, 1:context:2] = keys, values
+        np.put_along_axis(sequences, query_at, keys, axis=1)
+        targets = self.make_ignored_targets(n)
+        np.put_along_axis(targets, query_at, values, axis=1)
+        return make_dataset(sequences, targets, {"query": targets != IGNORED})
 
 
 def draw_distinct(n: int, limit: int, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
-from lit_lazy.data.pipeline.documents import Files
-from lit_lazy.data.pipeline.hub import Hub
+from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once
@@ -103,8 +102,6 @@ TOKENIZER_SHARE = 0.25
 
 
 class PackageFile(NamedTuple):
-    """A file of a package."""
-
     package: str
     path: str
     text: bytes
@@ -138,12 +135,12 @@ class Packages(Text):
         spec = super()._spec
         return replace(spec, name=str(make_corpus() / TOKENIZER)) if self.tokenizer == "packages" else spec
 
-    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
+    def _sources(self) -> Sequence[Source]:
         if self.path or self.hub:
             return super()._sources()
         folder = make_corpus()
         train, documents, apart = (tuple(sorted(folder.glob(f"{part}-*.jsonl"))) for part in PARTS)
-        return Files("data", "the packages", train, "text"), Files("data", "the packages", documents + apart, "text")
+        return [Files("data", "the packages", "text", files) for files in (train, documents + apart)]
 
     def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
         if self.path or self.hub:
@@ -168,7 +165,6 @@ def make_corpus() -> Path:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write the documents, the tokenizer and the counts of files into a folder."""
     counts: Counter[str] = Counter()
     known = KnownText()
     parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}
@@ -181,10 +177,15 @@ def write_corpus(folder: Path) -> None:
             else:
                 held_out = DOCUMENTS if hash_document(text) < HELD_OUT_SHARE * 2**64 else TRAIN
                 parts[APART if package in HELD_OUT else held_out].append(PackageFile(package, path, text))
-    require_digest("sources", digest_sources(parts), DIGEST, "install the versions of requirements.txt anew")
+    digest = hashlib.sha256()
     for part, sources in parts.items():
+        for source in sources:
+            names = f"{part} {source.package} {source.path} {len(source.text)}\n"
+            digest.update(names.encode() + source.text)
         write_part(folder, part, sources)
         counts[f"{part} files"], counts[f"{part} bytes"] = len(sources), sum(len(source.text) for source in sources)
+    found = digest.hexdigest()[:16]
+    require_digest("sources", found, DIGEST, "install the versions of requirements.txt anew")
     tokenizer = train_tokenizer(parts[TRAIN])
     found = hashlib.sha256(tokenizer.encode()).hexdigest()[:16]
     require_digest("tokenizer", found, TOKENIZER_DIGEST, "install tokenizers as in requirements.txt")
@@ -246,16 +247,6 @@ def hash_shingles(text: bytes) -> set[int]:
     last = max(1, len(lines) - SHINGLE + 1)
     hashes = (hash_document(b"\n".join(lines[start : start + SHINGLE])) for start in range(last))
     return {number for number in hashes if number % ONE_IN == 0}
-
-
-def digest_sources(parts: Mapping[str, Sequence[PackageFile]]) -> str:
-    """Digest of all documents with their packages and paths, in order."""
-    digest = hashlib.sha256()
-    for part, sources in parts.items():
-        for source in sources:
-            names = f"{part} {source.package} {source.path} {len(source.text)}\n"
-            digest.update(names.encode() + source.text)
-    return digest.hexdigest()[:16]
 
 
 def write_part(folder: Path, part: str, sources: Iterable[PackageFile]) -> None:

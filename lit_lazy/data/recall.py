@@ -11,17 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, Outline
-from lit_lazy.data.synthetic import (
-    AnsweredSequences,
-    PairVocabulary,
-    Splits,
-    SyntheticTask,
-    check_memory,
-    draw_permutations,
-    draw_splits,
-    make_ignored_targets,
-)
+from lit_lazy.data.base import IGNORED, Outline, TokenDataset
+from lit_lazy.data.synthetic import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
@@ -69,31 +60,30 @@ class Recall(SyntheticTask):
 
     @property
     def context_length(self) -> int:
-        """Tokens per sequence."""
         return self.pairs + self.queries
 
     def outline(self) -> Outline:
         return Outline("recall", self.vocabulary.vocab_size, self.context_length, self.train_sequences)
 
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        check_memory(self, 8 * self.keys + 16 * self.queries, "pairs", "queries", "keys")
+        self.check_memory(8 * self.keys + 16 * self.queries, "pairs", "queries", "keys")
         # A predictor without attention: NULL with probability 1/2, the values share the rest.
-        return draw_splits(self, draw_sequences), {"chance_nats": math.log(2) + math.log(self.values) / 2}
+        return self.draw_splits(), {"chance_nats": math.log(2) + math.log(self.values) / 2}
 
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        vocabulary, pairs, half = self.vocabulary, self.pairs, self.queries // 2
+        keys, values = draw_permutations(n, self.keys, rng), rng.integers(self.values, size=(n, pairs), dtype=np.int32)
+        # Keys are in random order: the queries are the first keys with a pair and the first keys without.
+        query_keys = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
+        answers = np.concatenate(
+            [vocabulary.encode_answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1
+        )
+        order, place = draw_permutations(n, self.queries, rng), draw_permutations(n, pairs, rng)
 
-def draw_sequences(config: Recall, n: int, rng: np.random.Generator) -> AnsweredSequences:
-    """n sequences with the row groups `present` and `absent`."""
-    vocabulary, pairs, half = config.vocabulary, config.pairs, config.queries // 2
-    keys, values = draw_permutations(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
-    # Keys are in random order: the queries are the first keys with a pair and the first keys without.
-    query_keys = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
-    answers = np.concatenate([vocabulary.encode_answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1)
-    order, place = draw_permutations(n, config.queries, rng), draw_permutations(n, pairs, rng)
-
-    sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
-    sequences[:, :pairs] = np.take_along_axis(vocabulary.encode_pair(keys[:, :pairs], values), place, axis=1)
-    sequences[:, pairs:-1] = vocabulary.encode_query(np.take_along_axis(query_keys, order, axis=1))
-    targets = make_ignored_targets(n, config.context_length)
-    targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
-    absent = targets == vocabulary.null
-    return AnsweredSequences(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
+        sequences = np.full((n, self.context_length + 1), vocabulary.null, dtype=np.int32)
+        sequences[:, :pairs] = np.take_along_axis(vocabulary.encode_pair(keys[:, :pairs], values), place, axis=1)
+        sequences[:, pairs:-1] = vocabulary.encode_query(np.take_along_axis(query_keys, order, axis=1))
+        targets = self.make_ignored_targets(n)
+        targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
+        absent = targets == vocabulary.null
+        return make_dataset(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from lit_lazy.data.base import Batch, DataSource
-from lit_lazy.support.checks import NonNegativeInt, PositiveInt, check_value, require
+from lit_lazy.support.checks import require
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Portion:
 
     @property
     def n(self) -> int:
-        """Number of parts in a batch."""
         return self.devices * self.parts
 
     @property
@@ -43,9 +42,6 @@ class StepBatchSampler(Sampler[list[int]]):
     def __init__(
         self, n_items: int, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
     ):
-        check_value("n_items", n_items, PositiveInt)
-        check_value("batch_size", batch_size, PositiveInt)
-        check_value("seed", seed, NonNegativeInt)
         require(batch_size <= n_items, "batch_size", batch_size, f"must not exceed the {n_items} items")
         self.n_items = n_items
         self.batch_size = batch_size
@@ -55,9 +51,7 @@ class StepBatchSampler(Sampler[list[int]]):
         require(batch_size % self.share.n == 0, "batch_size", batch_size, f"must be a multiple of {self.share.n} parts")
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = self.start_step()  # here, because a generator would read it only at its first batch
-        check_value("start_step", step, NonNegativeInt)
-        return self._batches(step)
+        return self._batches(self.start_step())  # here, because a generator would read it only at its first batch
 
     def _batches(self, step: int) -> Iterator[list[int]]:
         number, start = divmod(step * self.batch_size, self.n_items)

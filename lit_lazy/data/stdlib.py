@@ -66,21 +66,20 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
     held_out = {path for path in files if is_validation(path)}
     train = join_files([text for path, text in files.items() if path not in held_out])
     validation = join_files([text for path, text in files.items() if path in held_out])
-    cut = cut_windows_with_bos if config.bos else cut_windows
-    train_windows, validation_windows = cut(train, config.context_length), cut(validation, config.context_length)
-    length, windows = config.context_length, len(validation_windows)
+    length, bos = config.context_length, 0 if config.bos else None
+    train_windows, validation_windows = cut_windows(train, length, bos), cut_windows(validation, length, bos)
+    windows = len(validation_windows)
     fix = f"the training text under {str(root)!r} has {len(train)} bytes; choose a smaller length"
     require(len(train_windows) > 0, "data.context_length", length, fix)
     there = f"has {windows} windows of data.context_length={length}; choose fewer or shorter ones"
     fix = f"the validation text under {str(root)!r} {there}"
     require(windows >= config.validation_windows, "data.validation_windows", config.validation_windows, fix)
-    chosen = pick_evenly(len(validation_windows), config.validation_windows)
-    first_target = 0 if config.bos else 1
-    targets = chosen[:, None] * config.context_length + np.arange(config.context_length) + first_target
+    chosen = pick_evenly(windows, config.validation_windows)
+    targets = chosen[:, None] * length + np.arange(length) + (not config.bos)
     return DataSource(
         name="stdlib",
         vocab_size=256,
-        context_length=config.context_length,
+        context_length=length,
         # With the version, so that a table never mixes Python versions.
         fingerprint=f"python-{platform.python_version()}-{fingerprint([train, validation])}",
         info={
@@ -88,8 +87,8 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
             "bytes_per_token": 1.0,
             "train_files": len(files) - len(held_out),
             "validation_files": len(held_out),
-            "train_tokens": len(train_windows) * config.context_length,
-            "validation_tokens": config.validation_windows * config.context_length,
+            "train_tokens": len(train_windows) * length,
+            "validation_tokens": config.validation_windows * length,
             # On the targets of the validation windows; counted on the training text only.
             **ByteTrigram(train).measure_bits(trigrams(validation)[targets.ravel()]),
         },
@@ -122,7 +121,6 @@ def read_sources(root: Path) -> dict[str, bytes]:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file or folder with this name is part of the text."""
     return name not in SKIPPED_FOLDERS and not name.startswith(BUILD_PREFIXES)
 
 
@@ -136,25 +134,16 @@ def join_files(texts: list[bytes]) -> np.ndarray:
     return np.frombuffer(bytearray(b"\0".join(texts)), dtype=np.uint8)
 
 
-def cut_windows(text: np.ndarray, length: int) -> torch.Tensor:
+def cut_windows(text: np.ndarray, length: int, bos: int | None) -> torch.Tensor:
     """Windows of `length` tokens plus the last target, `[N, length + 1]`: each token but the first is a target once.
 
-    An incomplete window at the end is dropped.
+    An incomplete window at the end is dropped. bos: token that begins each window, whose other tokens are all targets.
     """
-    if len(text) <= length:
+    width = length if bos is not None else length + 1
+    if len(text) < width:
         return torch.empty(0, length + 1, dtype=torch.uint8)
-    return torch.from_numpy(text).unfold(0, length + 1, length)
-
-
-def cut_windows_with_bos(text: np.ndarray, length: int, bos: int = 0) -> torch.Tensor:
-    """Windows of `bos` and `length` tokens, the last one only a target, `[N, length + 1]`: each is a target once.
-
-    An incomplete window at the end is dropped.
-    """
-    if len(text) < length:
-        return torch.empty(0, length + 1, dtype=torch.uint8)
-    windows = torch.from_numpy(text).unfold(0, length, length)
-    return torch.cat((windows.new_full((len(windows), 1), bos), windows), dim=1)
+    windows = torch.from_numpy(text).unfold(0, width, length)
+    return windows if bos is None else torch.cat((windows.new_full((len(windows), 1), bos), windows), dim=1)
 
 
 class ByteTrigram:

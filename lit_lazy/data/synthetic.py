@@ -2,9 +2,8 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -12,29 +11,9 @@ import torch
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.process import require_memory
 
-
-class AnsweredSequences(NamedTuple):
-    """Sequences `[n, L + 1]`, targets `[n, L]`, row groups as bool `[n, L]`.
-
-    targets: None for the next tokens; the model never sees the last token.
-    oracle_nll: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
-    """
-
-    sequences: np.ndarray
-    targets: np.ndarray | None
-    groups: dict[str, np.ndarray]
-    oracle_nll: np.ndarray | None = None
-
-    def make_dataset(self) -> TokenDataset:
-        """Dataset with the row groups and `oracle_nll`."""
-        groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
-        certain = torch.zeros(()).expand(len(self.sequences), self.sequences.shape[1] - 1)
-        positions = groups | {"oracle_nll": certain if self.oracle_nll is None else torch.from_numpy(self.oracle_nll)}
-        targets = None if self.targets is None else torch.from_numpy(self.targets)
-        return TokenDataset(torch.from_numpy(self.sequences), positions, targets)
-
-
-Splits = tuple[AnsweredSequences, AnsweredSequences]
+ORACLE = "oracle_nll"
+"""Name in a batch of the loss of a predictor that knows the task."""
+Splits = tuple[TokenDataset, TokenDataset]
 """Training and validation sequences."""
 
 
@@ -43,6 +22,8 @@ class SyntheticTask(DataConfig, ABC):
 
     row_contrast: ClassVar[tuple[str, str] | None] = None
     """As of `DataSource`."""
+    streams: ClassVar[int] = 0
+    """Number of random streams before those of the splits."""
 
     @property
     def train_sequences(self) -> int: ...
@@ -59,56 +40,68 @@ class SyntheticTask(DataConfig, ABC):
         return None
 
     @abstractmethod
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        """n sequences with their row groups."""
+
+    @abstractmethod
     def draw(self) -> tuple[Splits, dict[str, float]]:
         """The sequences, and facts about the validation's: the losses of weak predictors, `chance_nats` first."""
 
+    def draw_splits(self) -> Splits:
+        """Each split from its own random stream: neither split's size affects the other."""
+        seeds = np.random.SeedSequence(self.task_seed).spawn(self.streams + 2)
+        train, validation = (np.random.default_rng(seed) for seed in seeds[-2:])
+        return self.draw_split(self.train_sequences, train), self.draw_split(self.validation_sequences, validation)
+
     def load(self) -> DataSource:
         return _build_source(self)
+
+    def check_memory(self, bytes_per_sequence: int, *sizes: str) -> None:
+        """Raises a one-line ValueError, which names the options `sizes`, if the sequences do not fit in memory."""
+        names = ("train_sequences", "validation_sequences", *sizes)
+        n = self.train_sequences + self.validation_sequences
+        require_memory({f"data.{name}": getattr(self, name) for name in names}, n * bytes_per_sequence)
+
+    def make_ignored_targets(self, n: int) -> np.ndarray:
+        """int32 `[n, L]`, every target ignored."""
+        return np.full((n, self.context_length), IGNORED, dtype=np.int32)
 
 
 @functools.cache
 def _build_source(task: SyntheticTask) -> DataSource:
     outline, (splits, facts) = task.outline(), task.draw()
     train, validation = splits
-    oracle = validation.oracle_nll
+    drawn = [part for split in splits for part in (split.sequences, split.targets) if part is not None]
     return DataSource(
         name=outline.name,
         vocab_size=outline.vocab_size,
         context_length=task.context_length,
-        fingerprint=fingerprint([part for split in splits for part in split[:2] if part is not None]),
+        fingerprint=fingerprint([part.numpy() for part in drawn]),
         info={
             "train_tokens": task.train_sequences * task.context_length,
             "validation_tokens": task.validation_sequences * task.context_length,
-            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
+            "optimum_nats": validation.positions[ORACLE].numpy().mean(dtype=np.float64).item(),
             **facts,
         },
-        train=train.make_dataset(),
-        validation=validation.make_dataset(),
-        row_groups=tuple(train.groups),
+        train=train,
+        validation=validation,
+        row_groups=tuple(name for name in train.positions if name != ORACLE),
         row_contrast=task.row_contrast,
         watched_key=task.watched_key,
     )
 
 
-AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
+def make_dataset(
+    sequences: np.ndarray, targets: np.ndarray | None, groups: dict[str, np.ndarray], oracle: np.ndarray | None = None
+) -> TokenDataset:
+    """Dataset of sequences `[n, L + 1]`, targets `[n, L]`, None for the next tokens, and row groups, bool `[n, L]`.
 
-
-def check_memory(task: SyntheticTask, bytes_per_sequence: int, *sizes: str) -> None:
-    """Raises a one-line ValueError, which names the options `sizes`, if the sequences do not fit in memory."""
-    names = ("train_sequences", "validation_sequences", *sizes)
-    n = task.train_sequences + task.validation_sequences
-    require_memory({f"data.{name}": getattr(task, name) for name in names}, n * bytes_per_sequence)
-
-
-def draw_splits(task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]) -> Splits:
-    """Each split from its own random stream: neither split's size affects the other."""
-    train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
-    return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)
-
-
-def make_ignored_targets(n: int, length: int) -> np.ndarray:
-    """int32 `[n, length]`, every target ignored."""
-    return np.full((n, length), IGNORED, dtype=np.int32)
+    oracle: float32 `[n, L]`, loss in nats of a predictor that knows the task; None if it is certain of each answer.
+    """
+    positions = {name: torch.from_numpy(rows) for name, rows in groups.items()}
+    certain = torch.zeros(()).expand(len(sequences), sequences.shape[1] - 1)
+    positions[ORACLE] = certain if oracle is None else torch.from_numpy(oracle)
+    return TokenDataset(torch.from_numpy(sequences), positions, None if targets is None else torch.from_numpy(targets))
 
 
 def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:

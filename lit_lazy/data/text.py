@@ -25,12 +25,11 @@ from lit_lazy.data.pipeline.tokens import (
     cache_folder,
     is_intact,
     make_once,
-    open_corpus,
     read_stamp,
     write_corpus,
 )
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.stdlib import ByteTrigram, cut_windows, cut_windows_with_bos, trigrams
+from lit_lazy.data.stdlib import ByteTrigram, cut_windows, trigrams
 from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.errors import short_repr
@@ -111,7 +110,7 @@ class Text(DataConfig):
         return _build_source(self, folder, read_stamp(folder))
 
     def outline(self) -> Outline:
-        if is_intact(cache_folder() / self._key(*self._sources())):
+        if is_intact(cache_folder() / self._key(self._sources())):
             return super().outline()
         return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None, self.document_mask)
 
@@ -122,10 +121,10 @@ class Text(DataConfig):
         return Outline("text", USUAL_VOCABULARY, self.context_length, None, self.document_mask, assumed)
 
     def tokenise(self, processes: int | None = None) -> Path:
-        train, validation = self._sources()
-        folder = cache_folder() / self._key(train, validation)
+        sources = self._sources()
+        folder = cache_folder() / self._key(sources)
         if not is_intact(folder):
-            self._tokenise(folder, train, validation, processes)
+            self._tokenise(folder, sources, processes)
         return folder
 
     def load_tokenizer(self) -> Tokenizer:
@@ -138,35 +137,31 @@ class Text(DataConfig):
         """The validation tokens of a corpus that count, and their bytes per token."""
         return slice(0, len(corpus.validation)), corpus.bytes_per_token
 
-    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
+    def _sources(self) -> Sequence[Source]:
         """Training text, and validation text unless that is a share of the training text."""
         require(bool(self.path or self.hub), "data.path", self.path, "give your text, as in --data.path=FILE")
         for name in ("split", "revision", "hub_config"):
             unused = not self.hub and getattr(self, name) != getattr(type(self), name)
             require(not unused, f"data.{name}", getattr(self, name), "needs data.hub, a file has none; remove it")
-        if self.hub:
-            train, validation = (
-                Hub(self.hub, self.hub_config, self.revision, split, self.column, self.stream)
-                for split in (self.split, self.validation)
-            )
-            require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
-            return train, validation if self.validation else None
-        train, validation = (self._find_files(name) if getattr(self, name) else None for name in ("path", "validation"))
-        assert train is not None
-        return train, validation
+        given = {"path": self.path, "validation": self.validation}
+        if not self.hub:
+            return [self._find_files(f"data.{name}", text) for name, text in given.items() if text]
+        require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
+        splits = [self.split, self.validation] if self.validation else [self.split]
+        options = self.hub_config, self.revision
+        return [Hub("data.hub", self.hub, self.column, *options, name, self.stream) for name in splits]
 
-    def _find_files(self, name: str) -> Files:
-        """The files that an option selects."""
-        field, given = f"data.{name}", getattr(self, name)
+    def _find_files(self, field: str, given: str) -> Files:
         paths, left_out = find_files(field, given)
-        return Files(field, given, paths, self.column, left_out)
+        return Files(field, given, self.column, paths, left_out)
 
-    def _key(self, train: Files | Hub, validation: Files | Hub | None) -> str:
+    def _key(self, sources: Sequence[Source]) -> str:
         """Digest of all that the tokens depend on; files count by size and modification time, without reading them."""
+        train, *validation = (source.read_state() for source in sources)
         parts = {
             "layout": LAYOUT,
-            "train": train.read_state(),
-            "validation": validation.read_state() if validation else self.validation_share,
+            "train": train,
+            "validation": validation[0] if validation else self.validation_share,
             "column": self.column,
             "tokenizer": self._spec.digest,
             "end_of_text": self.end_of_text,
@@ -179,37 +174,32 @@ class Text(DataConfig):
     def _spec(self) -> TokenizerSpec:
         return TokenizerSpec(self.tokenizer, self.begin_of_text, self.end_of_text)
 
-    def _tokenise(
-        self, folder: Path, train: Files | Hub, validation: Files | Hub | None, processes: int | None
-    ) -> None:
+    def _tokenise(self, folder: Path, sources: Sequence[Source], processes: int | None) -> None:
         vocab_size = self._spec.build().vocab_size
         # Read the first documents before creating anything.
-        sources = [source for source in (train, validation) if source]
         parts = [require_documents(source) for source in sources]
-        lines = [
-            f"{source.field}={short_repr(source.given)}: left out {source.left_out}"
-            for source in sources
-            if isinstance(source, Files) and source.left_out
-        ]
-        if isinstance(train, Files) and validation is None:
+        train, given = sources[0], [f"{source.field}={short_repr(source.given)}" for source in sources]
+        left_out = [source.left_out if isinstance(source, Files) else "" for source in sources]
+        lines = [f"{text}: left out {names}" for text, names in zip(given, left_out, strict=True) if names]
+        if isinstance(train, Files) and len(sources) == 1:
             count, middle = len([*itertools.islice(train.documents(), FEW_DOCUMENTS)]), 1 - self.validation_share
             if count < FEW_DOCUMENTS:
                 parts = [replace(train, span=span).split_parts() for span in ((0.0, middle), (middle, 1.0))]
                 few = f"{format_count(count, 'document')} are too few to choose from"
                 share = f"the last {self.validation_share:.0%} of each are the validation text"
-                lines.append(f"{train.field}={short_repr(train.given)}: {few}, so {share}")
+                lines.append(f"{given[0]}: {few}, so {share}")
 
         def fill(partial: Path) -> None:
             share = self.validation_share if len(parts) == 1 else 0.0
             jobs, held_out = (self._jobs(files, share) for files in (*parts, ())[:2])
-            plan = CorpusPlan(jobs, held_out, vocab_size, self.validation_share, self.max_tokens)
+            plan = CorpusPlan(jobs, held_out, vocab_size, self.validation_share)
             write_corpus(partial, plan, processes, check)
             for line in lines:
                 plain_console(stderr=True).print(line, soft_wrap=True)
 
         def check() -> None:
             try:
-                unchanged = self._key(train, validation) == folder.name
+                unchanged = self._key(sources) == folder.name
             except FileNotFoundError:
                 unchanged = False
             require(unchanged, train.field, train.given, "changed while it was read; run again")
@@ -231,7 +221,7 @@ def require_documents(source: Source) -> Sequence[Source]:
 
 @functools.cache
 def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSource:  # noqa: ARG001
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     apart = config.validation_overlap or corpus.validation_overlap <= MOST_OVERLAP
     shared = f"the training text has {corpus.validation_overlap:.0%} of its documents too; give other text"
     require(apart, "data.validation", config.validation, f"{shared}, or allow it by data.validation_overlap=True")
@@ -239,10 +229,10 @@ def _build_source(config: Text, folder: Path, stamp: tuple[int, int]) -> DataSou
     if config.bos or byte_tokens:  # windows with BOS are copies, n-grams are counted all over the text
         for part in PARTS:
             corpus.check(part, np.zeros(1, int), len(getattr(corpus, part)))
-    cut = functools.partial(cut_windows_with_bos, bos=config.load_tokenizer().separator) if config.bos else cut_windows
+    bos = config.load_tokenizer().separator if config.bos else None
     counted, bytes_per_token = config.select_validation(corpus)
     validation_text = corpus.validation[counted]
-    train, validation = cut(corpus.train, length), cut(validation_text, length)
+    train, validation = cut_windows(corpus.train, length, bos), cut_windows(validation_text, length, bos)
     fix = f"the training text has {len(corpus.train)} tokens; choose a smaller length"
     require(len(train) > 0, "data.context_length", length, fix)
     longer = "a longer data.validation" if config.validation else "a larger data.validation_share"

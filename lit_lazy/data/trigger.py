@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import Outline
-from lit_lazy.data.synthetic import AnsweredSequences, Splits, SyntheticTask, check_memory, draw_splits
+from lit_lazy.data.base import Outline, TokenDataset
+from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40
@@ -55,32 +55,29 @@ class Trigger(SyntheticTask):
         return Outline("trigger", self.bos + 1, self.context_length, self.train_sequences)
 
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        check_memory(self, BYTES_PER_TOKEN * self.context_length, "context_length")
-        splits = draw_splits(self, draw_sequences)
-        _, _, groups, oracle = splits[1]
-        assert oracle is not None
+        self.check_memory(BYTES_PER_TOKEN * self.context_length, "context_length")
+        splits = self.draw_splits()
+        trigger, oracle = (splits[1].positions[name].numpy() for name in ("trigger", ORACLE))
         return splits, {
             "chance_nats": math.log(self.symbols),  # of a predictor that attends to nothing
-            "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
-            "trigger_fraction": groups["trigger"].mean().item(),
+            "optimum_nats_trigger": oracle[trigger].mean(dtype=np.float64).item(),
+            "trigger_fraction": trigger.mean().item(),
         }
 
+    def draw_split(self, n: int, rng: np.random.Generator) -> TokenDataset:
+        length = self.context_length
+        symbols = rng.integers(self.symbols, size=(n, length + 1), dtype=np.int32)
+        is_trigger = rng.random((n, length + 1)) < self.trigger_share
+        is_trigger[:, :2] = False
+        sequences = symbols + self.symbols * is_trigger
+        sequences[:, 0] = self.bos
+        symbols, is_trigger = symbols[:, :-1], is_trigger[:, :-1]
 
-def draw_sequences(config: Trigger, n: int, rng: np.random.Generator) -> AnsweredSequences:
-    """n sequences with the row groups `trigger` and `non_trigger`."""
-    length = config.context_length
-    symbols = rng.integers(config.symbols, size=(n, length + 1), dtype=np.int32)
-    is_trigger = rng.random((n, length + 1)) < config.trigger_share
-    is_trigger[:, :2] = False
-    sequences = symbols + config.symbols * is_trigger
-    sequences[:, 0] = config.bos
-    symbols, is_trigger = symbols[:, :-1], is_trigger[:, :-1]
-
-    before = np.maximum(np.arange(length) - 1, 0)  # symbols before each position: all but BOS
-    place = 1 + (rng.random((n, length)) * before).astype(np.int64)
-    copied, drawn = np.take_along_axis(symbols, place, axis=1), rng.integers(config.symbols, size=(n, length))
-    targets = np.where(is_trigger, copied, drawn).astype(np.int32)
-    there = [(symbols[:, 1:t] == targets[:, t, None]).sum(1) for t in range(length)]
-    share = np.where(is_trigger, np.stack(there, axis=1) / np.maximum(before, 1), 1 / config.symbols)
-    groups = {"trigger": is_trigger, "non_trigger": ~is_trigger & (np.arange(length) > 0)}
-    return AnsweredSequences(sequences, targets, groups, -np.log(share).astype(np.float32))
+        before = np.maximum(np.arange(length) - 1, 0)  # symbols before each position: all but BOS
+        place = 1 + (rng.random((n, length)) * before).astype(np.int64)
+        copied, drawn = np.take_along_axis(symbols, place, axis=1), rng.integers(self.symbols, size=(n, length))
+        targets = np.where(is_trigger, copied, drawn).astype(np.int32)
+        there = [(symbols[:, 1:t] == targets[:, t, None]).sum(1) for t in range(length)]
+        share = np.where(is_trigger, np.stack(there, axis=1) / np.maximum(before, 1), 1 / self.symbols)
+        groups = {"trigger": is_trigger, "non_trigger": ~is_trigger & (np.arange(length) > 0)}
+        return make_dataset(sequences, targets, groups, -np.log(share).astype(np.float32))

@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from lit_lazy.config.serialisation import flatten
-from lit_lazy.data.facts import compute_learned_nats, list_doubts
+from lit_lazy.data import compute_learned_nats, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise

@@ -65,7 +65,7 @@ class Diagnostics:
     Without attention, arrays of heads, biases, evicted keys and maps are absent.
 
     `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`, `SinkKinds`), `mass/*` (`Mass`),
-    `sparsity/*` (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
+    `sparsity/*` (`Sparsity`, `Spread`), `scores/spread` (`Spread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
     `tau` `[layers, H]` or `[layers, H, N]`, `learned/*` and `bias/learned.*` `[layers, ...]` (`collect_learned`),
@@ -101,7 +101,6 @@ class Diagnostics:
             return cls({name: archive[name] for name in archive.files})
 
     def save(self, path: Path) -> None:
-        """Write an npz file atomically."""
         # Array names are not identifiers, so numpy's keyword arguments are passed as a dict.
         contents: dict[str, Any] = self.arrays
         write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **contents))

@@ -1,6 +1,8 @@
 """What attention does and has learned: first-key weight, surviving mass and sparsity as ratios of sums; parameters."""
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,24 +14,34 @@ from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
 
 
-class RatioOfSums(Metric):
+class States(Metric):
+    """A torchmetrics `Metric` with float64 states, zero at first, that are added over batches and processes."""
+
+    full_state_update = False
+    higher_is_better = None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
+    def add_states(self, shapes: Mapping[str, Sequence[int]], reduce: str = "sum") -> None:
+        """Add states of these shapes; `reduce` merges those of several processes."""
+        for name, shape in shapes.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=reduce)
+
+
+class RatioOfSums(States):
     """sum(numerator) / sum(denominator) over all updates, in fp64.
 
     Unlike a mean of ratios, the result does not depend on the division into batches. NaN (undefined) while the
     denominator's sum is at most `minimum`.
     """
 
-    full_state_update = False
-    higher_is_better = None
-    numerator: Tensor
-    denominator: Tensor
-
     def __init__(self, minimum: float = 0.0, sync_on_compute: bool = True) -> None:
         """sync_on_compute: include the updates of the group's other processes, which must call `compute` too."""
         super().__init__(sync_on_compute=sync_on_compute)
         self.minimum = minimum
-        for name in ("numerator", "denominator"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_states({"numerator": (), "denominator": ()})
 
     def update(self, numerator: Tensor, denominator: Tensor | float) -> None:
         """Add the sums of tensors of any shape."""
@@ -37,7 +49,6 @@ class RatioOfSums(Metric):
         self.denominator += torch.as_tensor(denominator, dtype=torch.float64).sum().to(self.denominator.device)
 
     def compute(self) -> Tensor:
-        """The ratio, fp64 scalar."""
         if self.denominator <= self.minimum:
             return self.denominator.new_full((), float("nan"))
         return self.numerator / self.denominator
@@ -49,8 +60,25 @@ MIN_MASS = 1e-6
 """Shares of a mass below this are undefined."""
 
 
-class AttentionMetrics:
-    """Ratios of sums over layers, heads, sequences and rows; each accumulator is a torchmetrics `Metric`.
+class Ratios:
+    """Ratios of sums by name, each from its first update on. Not synchronised: one process measures for itself."""
+
+    def __init__(self) -> None:
+        self.ratios: dict[str, RatioOfSums] = {}
+
+    def add(self, name: str, numerator: Tensor, denominator: Tensor, minimum: float = 0.0) -> None:
+        """Add the sums of tensors of any shape. minimum: as of `RatioOfSums`."""
+        if name not in self.ratios:
+            self.ratios[name] = RatioOfSums(minimum, sync_on_compute=False).to(numerator.device)
+        self.ratios[name].update(numerator, denominator)
+
+    def compute(self) -> dict[str, float]:
+        """All ratios by name, undefined ones as NaN."""
+        return {name: ratio.compute().item() for name, ratio in self.ratios.items()}
+
+
+class AttentionMetrics(Ratios):
+    """Ratios of sums over layers, heads, sequences and rows.
 
     For every group of rows, with the group's name appended (except "all"):
     `sink/first_key_weight`: mean weight on the first key, for rows from `FIRST_KEY_MIN_POSITION` on;
@@ -58,76 +86,50 @@ class AttentionMetrics:
     `mass`: mean surviving mass of a row, before any renormalisation;
     `sink/fixed_key_weight`: mean weight on the data's `watched_key`, for rows from both positions on.
     Over all rows, `sparsity/zero`: share of visible keys with a weight of 0.
-    Not synchronised: one process of a run measures while the others train.
+    A rule that cannot give 0 has no sparsity; one whose weights can be negative has no shares either.
     """
 
-    def __init__(
-        self,
-        row_groups: Sequence[str],
-        can_zero: bool,
-        renormalised: bool,
-        windows: Sequence[int | None] = (),
-        signed: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """row_groups: names of the data's row masks, measured separately; if empty, all rows form the group "all".
-
-        can_zero: whether a weight can be exactly 0; if not, sparsity is omitted. renormalised: whether the weights of a
-        row with mass sum to 1. windows: maximum number of keys that a row sees in each layer, None or empty for all.
-        signed: whether weights can be negative; if so, shares and sparsity are omitted.
-        """
-        self.renormalised, self.windows = renormalised, tuple(windows)
-        self.suffixes = {group: "" if group == "all" else f"_{group}" for group in tuple(row_groups) or ("all",)}
-        minima: dict[str, float] = {}
-        for group, suffix in self.suffixes.items():
-            shares = {} if signed else {f"sink/first_key_share{suffix}": MIN_MASS}
-            minima |= {f"sink/first_key_weight{suffix}": 0.0, **shares, f"mass/{group}": 0.0}
-        minima |= {"sparsity/zero": 0.0} if can_zero and not signed else {}
-        self.ratios = {name: RatioOfSums(least, sync_on_compute=False).to(device) for name, least in minima.items()}
-
-    @classmethod
-    def of(
-        cls, attentions: Sequence[Attention], row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
-    ) -> "AttentionMetrics":
-        """Metrics for a model of these layers, which have one rule. Without layers, no metric is defined."""
-        if not attentions:
-            return cls(row_groups, can_zero=False, renormalised=False, device=device)
-        rule, windows = attentions[0].normaliser, [layer.window for layer in attentions]
-        return cls(row_groups, rule.can_zero, attentions[0].renormalise, windows, rule.signed, device)
+    def __init__(self, attentions: Sequence[Attention], row_groups: Sequence[str] = ()) -> None:
+        """row_groups: names of the data's row masks, measured separately; if empty, all rows form the group "all"."""
+        super().__init__()
+        self.attentions, self.suffixes = attentions, name_groups(row_groups)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
 
         place: position of each token in its document, int64 `[B, L]` from 0, if tokens see only their document.
         """
-        for layer, window in zip(stats, self.windows or [None] * len(stats), strict=True):
-            length = layer.mass.shape[-1]
+        for attention, layer in zip(self.attentions, stats, strict=True):
+            rule, length = attention.normaliser, layer.mass.shape[-1]
             position = torch.arange(length, device=layer.mass.device)[None] if place is None else place
             for group, suffix in self.suffixes.items():
                 selected = rows[group][:, None].expand_as(layer.mass)
-                self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
                 late = selected & (position >= FIRST_KEY_MIN_POSITION - 1)[:, None]
                 first, mass = layer.first_weight[late], layer.mass[late]
-                self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
-                if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
-                    share.update(first, mass > 0 if self.renormalised else mass)
-            if "sparsity/zero" in self.ratios:
-                seen = position + 1 if window is None else (position + 1).clamp(max=window)
-                self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
+                self.add(f"sink/first_key_weight{suffix}", first, late)
+                if not rule.signed:
+                    counted = mass > 0 if attention.renormalise else mass
+                    self.add(f"sink/first_key_share{suffix}", first, counted, MIN_MASS)
+                self.add(f"mass/{group}", layer.mass[selected], selected)
+            if rule.can_zero and not rule.signed:
+                seen = position + 1 if attention.window is None else (position + 1).clamp(max=attention.window)
+                self.add("sparsity/zero", layer.zeros, seen[:, None].expand_as(layer.zeros))
 
-    def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
-        """Add a batch's weights `[B, H, L]` per layer on the key at 1-based position `key`; rows as in `update`."""
-        for layer in weights:
-            position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
-            for group, suffix in self.suffixes.items():
-                late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(layer)
-                fresh = RatioOfSums(sync_on_compute=False).to(layer.device)
-                self.ratios.setdefault(f"sink/fixed_key_weight{suffix}", fresh).update(layer[late], late)
+    def update_watched_key(self, weights: Tensor, key: int, rows: Mapping[str, Tensor]) -> None:
+        """Add a layer's weights `[B, H, L]` on the key at 1-based position `key`; rows as in `update`."""
+        position = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
+        for group, suffix in self.suffixes.items():
+            late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(weights)
+            self.add(f"sink/fixed_key_weight{suffix}", weights[late], late)
 
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""
-        values = {name: ratio.compute().item() for name, ratio in self.ratios.items() if ratio.update_called}
-        return {name: value for name, value in values.items() if value == value}
+        return {name: value for name, value in super().compute().items() if not math.isnan(value)}
+
+
+def name_groups(row_groups: Sequence[str]) -> dict[str, str]:
+    """Each group of rows and what follows the names of its weights; the group "all" if the data has none."""
+    return {group: "" if group == "all" else f"_{group}" for group in tuple(row_groups) or ("all",)}
 
 
 MOST_NUMBERS = 4096

@@ -3,11 +3,10 @@
 The functions take hidden states `[..., T, d]` and return fp64 `[...]`, one value per sequence, computed in fp64.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lit_lazy.measure.attention_metrics import States
 
 MASSIVE_ABS = 100.0
 """A massive activation is larger than this (Sun et al., arXiv 2402.17762) ..."""
@@ -81,16 +80,13 @@ def repeated_gap(y: Tensor, y_repeated: Tensor) -> Tensor:
     """`|y_T - y*_{T+1}| / |y_T|`, Euclidean norms (Barbero et al., arXiv 2406.04267, theorem 4.2).
 
     y: hidden states `[..., T, d]` of sequences; y_repeated: `[..., T+1, d]`, of the same sequences with their last
-    token repeated. Raises ValueError if the shapes differ otherwise.
+    token repeated.
     """
-    longer = (*y.shape[:-2], y.shape[-2] + 1, y.shape[-1])
-    if y_repeated.shape != longer:
-        raise ValueError(f"y_repeated of shape {list(y_repeated.shape)}: must be {list(longer)}, one token more than y")
     last, repeated = y[..., -1, :].double(), y_repeated[..., -1, :].double()
     return (last - repeated).norm(dim=-1) / last.norm(dim=-1)
 
 
-class Collapse(Metric):
+class Collapse(States):
     """Collapse and outliers of the hidden states of one layer, over the counted tokens of all sequences.
 
     Means over the sequences on which the value is defined:
@@ -108,21 +104,13 @@ class Collapse(Metric):
     Every value is NaN without a counted token or if a counted hidden state is not finite.
     """
 
-    full_state_update = False
-    higher_is_better = None
     MEANS = ("cosine", "effective_rank", "rank_residual", "median_abs", "max_over_median")
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self) -> None:
         super().__init__()
         n = len(self.MEANS)
-        for name, shape in (("sums", n), ("sequences", n), ("powers", 4), ("entries", ()), ("massive", ())):
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-        for name in ("max_abs", "max_norm"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
+        self.add_states({"sums": [n], "sequences": [n], "powers": [4], "entries": (), "massive": ()})
+        self.add_states({"max_abs": (), "max_norm": ()}, reduce="max")
 
     def update(self, hidden: Tensor, counted: Tensor | None = None) -> None:
         """Add hidden states `[B, T, d]`. counted: bool `[B, T]`, False at padding; None counts all."""
@@ -147,7 +135,6 @@ class Collapse(Metric):
         self.max_norm = torch.maximum(self.max_norm, x.norm(dim=-1).max())
 
     def compute(self) -> dict[str, Tensor]:
-        """fp64 scalars by name."""
         mean, second, third, fourth = self.powers / self.entries
         variance = second - mean**2
         central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4

@@ -60,31 +60,31 @@ class Costs(Evaluation):
         `divisors` also `cost/step_rise_over_16` and so on, and the largest of them, `cost/step_rise_worst`.
         """
         batch = self._sample(model, data, model.context_length)
-        twin = make_twin(model)
+        both = model, make_twin(model)
         calls = record_attention_calls(model, batch["tokens"])
         bare = [AttentionCall(call.q, call.k, call.v, backend="sdpa") for _, call in calls]
-        twin_calls = [*zip(twin.attentions, bare, strict=True)]
-        caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in (model, twin)]
+        attended = calls, [*zip(both[1].attentions, bare, strict=True)]
+        caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in both]
         last = batch["tokens"][:, -self.decoded :]
-        with evaluation_mode(model), evaluation_mode(twin):
-            for each in (model, twin):
+        with evaluation_mode(both[0]), evaluation_mode(both[1]):
+            for each in both:
                 for attention in each.attentions:  # which `evaluation_mode` let choose
                     attention.backend = each.cfg.backend
-            saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in (model, twin))
-            decoding = self._time_both(partial(decode, model, caches[0], last), partial(decode, twin, caches[1], last))
-            shorter = {n: self._sample(model, data, model.context_length // n) for n in self.divisors}
-            steps = {n: self._time_both(partial(step, model, x), partial(step, twin, x)) for n, x in shorter.items()}
-            times = {
-                "step": self._time_both(partial(step, model, batch), partial(step, twin, batch)),
-                "attention": self._time_both(partial(attend, calls), partial(attend, twin_calls)),
-                "decode": decoding,
+            saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in both)
+            decode_rise, seconds = self._time(lambda i: decode(both[i], caches[i], last))
+            at_length = {}
+            for n in self.divisors:
+                shorter = self._sample(model, data, model.context_length // n)
+                at_length[f"cost/step_rise_over_{n}"], _ = self._time(lambda i, x=shorter: step(both[i], x))
+            rises = {
+                "cost/step_rise": self._time(lambda i: step(both[i], batch))[0],
+                "cost/attention_rise": self._time(lambda i: attend(attended[i]))[0],
+                "cost/decode_rise": decode_rise,
             }
-        rises = {f"cost/{name}_rise": median_ratio(*seconds) - 1 for name, seconds in times.items()}
-        if steps:
-            at_length = {f"cost/step_rise_over_{n}": median_ratio(*seconds) - 1 for n, seconds in steps.items()}
+        if at_length:
             rises |= at_length | {"cost/step_rise_worst": max(at_length.values())}
         return rises | {
-            "cost/decode_ms": 1e3 * statistics.median(decoding[0]) / self.decoded,
+            "cost/decode_ms": 1e3 * statistics.median(seconds) / self.decoded,
             "cost/kept_bytes": saved,
             "cost/kept_rise": saved / saved_by_twin - 1,
             "cost/cache_bytes": cache_bytes_per_token(caches[0], len(last)),
@@ -95,13 +95,13 @@ class Costs(Evaluation):
         (batch,) = sample_validation(data.at_length(length).load(), self.sequences * model.context_length // length)
         return {name: batch[name].to(model.device) for name in ("tokens", "targets")}
 
-    def _time_both(self, own: Callable[[], None], twin: Callable[[], None]) -> tuple[list[float], list[float]]:
-        seconds = time_in_turns({"own": own, "twin": twin}, self.rounds)
-        return seconds["own"], seconds["twin"]
+    def _time(self, call: Callable[[int], None]) -> tuple[float, list[float]]:
+        """The rise of a call, which is given 0 for the model and 1 for its twin, and the model's seconds."""
+        seconds = time_in_turns({"own": partial(call, 0), "twin": partial(call, 1)}, self.rounds)
+        return median_ratio(seconds["own"], seconds["twin"]) - 1, seconds["own"]
 
 
 def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
-    """Median over rounds of own / other."""
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
@@ -119,14 +119,12 @@ def record_attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
     calls: list[Attended] = []
     with evaluation_mode(model), hook_layers(model, lambda _, attention, call: calls.append((attention, call))):
         model(tokens)
-    return [
-        (attention, call._replace(**{name: getattr(call, name).requires_grad_() for name in ("q", "k", "v")}))
-        for attention, call in calls
-    ]
+    for x in (x for _, call in calls for x in (call.q, call.k, call.v)):
+        x.requires_grad_()
+    return calls
 
 
 def attend(calls: Sequence[Attended]) -> None:
-    """Forward and backward pass of every layer's attention."""
     for attention, call in calls:
         out, _ = attention.normaliser(call)
         torch.autograd.grad(out.square().sum(), (call.q, call.k, call.v))

@@ -17,7 +17,7 @@ from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.collapse import Collapse, repeated_gap
-from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
+from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.measure.sink_kinds import SinkKinds
 from lit_lazy.model.decoder import DecoderLM
@@ -118,6 +118,13 @@ def measure(
     return Diagnostics(arrays)
 
 
+def iter_parts(model: DecoderLM, batch: Batch) -> Iterator[Batch]:
+    """Parts of a batch on the model's device, each of at most TOKENS_AT_ONCE tokens or a single sequence."""
+    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
+    for start in range(0, len(batch["tokens"]), step):
+        yield {name: x[start : start + step].to(model.device) for name, x in batch.items()}
+
+
 def limit_tokens(model: DecoderLM) -> int:
     """Tokens whose logits are computed in one pass: fewer if the vocabulary is large."""
     return min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.embedding.num_embeddings)
@@ -139,15 +146,13 @@ def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
 def _take_sequences(batches: Iterable[Batch], sample: int) -> Batch:
     """The first `sample` sequences as one batch, `[n, T]`."""
     parts: list[Batch] = []
-    missing = sample
     for batch in batches:
-        parts.append({name: batch[name][:missing] for name in ("tokens", "targets", "place") if name in batch})
-        missing -= len(parts[-1]["tokens"])
-        if missing <= 0:
+        parts.append({name: batch[name] for name in ("tokens", "targets", "place") if name in batch})
+        if sum(len(part["tokens"]) for part in parts) >= sample:
             break
     if not parts:
         raise ValueError("batches: is empty; give at least one sequence")
-    return {name: torch.cat([batch[name] for batch in parts]) for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts])[:sample] for name in parts[0]}
 
 
 @contextmanager
@@ -180,12 +185,24 @@ def use_backend(model: DecoderLM, backend: AttentionBackend) -> Iterator[None]:
 def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
     """Count hidden keys, or those evicted from `cache`, in n and in positions, which determine the thresholds."""
 
-    def count(layer: int, _: object, args: Any) -> tuple[AttentionCall]:
-        return (args[0]._replace(evicted=0 if cache is None else cache[layer].evicted),)
+    def count(layer: int, call: AttentionCall) -> AttentionCall:
+        return call._replace(evicted=0 if cache is None else cache[layer].evicted)
+
+    with hook_inputs((attention.normaliser, partial(count, i)) for i, attention in enumerate(model.attentions)):
+        yield
+
+
+@contextmanager
+def hook_inputs(hooked: Iterable[tuple[nn.Module, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Call each function with the first input of its module; what it returns, unless None, replaces that input."""
+
+    def call(function: Callable[[Any], Any], _: object, args: Any) -> tuple[Any] | None:
+        found = function(args[0])
+        return None if found is None else (found,)
 
     with ExitStack() as hooks:
-        for layer, attention in enumerate(model.attentions):
-            hooks.enter_context(attention.normaliser.register_forward_pre_hook(partial(count, layer)))
+        for module, function in hooked:
+            hooks.enter_context(module.register_forward_pre_hook(partial(call, function)))
         yield
 
 
@@ -202,21 +219,19 @@ def hook_layers(
     The residual stream `[B, T, d]` has index 0 after the embedding and l after block l.
     """
     layers = [*enumerate(model.attentions)]
-    hooked: list[tuple[Callable[..., None] | None, nn.Module, tuple[Any, ...]]] = [
-        *((on_attention, attention.normaliser, (layer, attention)) for layer, attention in layers),
-        *((on_outputs, attention.out, (layer, attention)) for layer, attention in layers),
-        *((on_hidden, reader, (index,)) for index, reader in enumerate((*model.blocks, model.norm))),
-    ]
-    with ExitStack() as hooks:
-        for function, module, place in hooked:
-            if function is not None:
-                call = partial(_call_with_input, function, place)
-                hooks.enter_context(module.register_forward_pre_hook(call))
+
+    def watch(function: Callable[..., None], *read: Any) -> None:
+        function(*read)
+
+    hooked: list[tuple[nn.Module, Callable[[Any], None]]] = []
+    if on_attention is not None:
+        hooked += [(layer.normaliser, partial(watch, on_attention, i, layer)) for i, layer in layers]
+    if on_outputs is not None:
+        hooked += [(layer.out, partial(watch, on_outputs, i, layer)) for i, layer in layers]
+    if on_hidden is not None:
+        hooked += [(part, partial(watch, on_hidden, i)) for i, part in enumerate((*model.blocks, model.norm))]
+    with hook_inputs(hooked):
         yield
-
-
-def _call_with_input(function: Callable[..., None], place: tuple[Any, ...], _: object, args: Any) -> None:
-    function(*place, args[0])
 
 
 class _Accumulator:
@@ -226,7 +241,7 @@ class _Accumulator:
         self.model, self.length = model, length
         self.n_layers = len(self.model.blocks)
         device = model.device
-        head_metrics = (Sparsity, Entropy, ScoreSpread, GaussianNull)
+        head_metrics = (Sparsity, Entropy, Spread)
         heads = [attention.n_heads for attention in model.attentions]
         self.rows = [[Sink(n, length), Mass(n, length), *(metric(n) for metric in head_metrics)] for n in heads]
         self.values = [ValueNorms(n, length) for n in heads]

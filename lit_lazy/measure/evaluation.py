@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
-from lit_lazy.measure.attention_metrics import AttentionMetrics, RatioOfSums, collect_learned, describe_learned
+from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, collect_learned, describe_learned, name_groups
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.model.compiled import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
@@ -32,15 +32,20 @@ ELSEWHERE = ("mass/empty_rows", "mass/dead_heads")
 @torch.no_grad()
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
     """Final metrics on the full validation set, on the model's device, without undefined ones."""
-    attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
-    ratios: dict[str, RatioOfSums] = {}
+    attention, losses_and_hits = AttentionMetrics(model.attentions, source.row_groups), Ratios()
+
+    def watch(rows: Mapping[str, Tensor], _: int, layer: Attention, call: AttentionCall) -> None:
+        if (key := source.watched_key) is not None:
+            attention.update_watched_key(layer.normaliser.compute_key_weight(call, key), key, rows)
 
     def add(name: str, values: Tensor, counted: Tensor) -> None:
-        ratios.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
+        losses_and_hits.add(name, values[counted], counted)
 
     for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
-        with autocast, _record_key_weights(model, source.watched_key) as on_key:
+        rows = {group: batch[group] for group in source.row_groups}
+        rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
+        with autocast, hook_layers(model, partial(watch, rows)):
             hidden, stats = compute_hidden(model, batch["tokens"], batch.get("place"), with_stats=True)
             losses = compute_losses(model, hidden, batch)
             logits = model.head(hidden) if "excess" in losses else None
@@ -52,12 +57,8 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
             for group in source.row_groups:
                 add(f"loss/excess_{group}", losses["excess"], batch[group])
                 add(f"accuracy/{group}", hit, batch[group])
-        rows = {group: batch[group] for group in source.row_groups}
-        rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
-        if source.watched_key is not None:
-            attention.update_watched_key(on_key, source.watched_key, rows)
-    measured = {name: ratio.compute().item() for name, ratio in ratios.items()}
+    measured = losses_and_hits.compute()
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / math.log(2) / float(source.info["bytes_per_token"])
     measured |= attention.compute()
@@ -69,10 +70,10 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
 
 def list_metrics_of_rows(source: DataSource) -> set[str]:
     """Names that `evaluate` gives losses, accuracy, mass and weights on a key, on rows that depend on the data."""
-    attention = AttentionMetrics(source.row_groups, can_zero=False, renormalised=False).ratios.keys()
-    found = {"loss/val", *attention}
-    if source.watched_key is not None:
-        found |= {name.replace("first_key_weight", "fixed_key_weight") for name in attention}
+    weights = ["first_key_weight", "first_key_share"] + ["fixed_key_weight"] * (source.watched_key is not None)
+    groups = name_groups(source.row_groups)
+    found = {"loss/val", *(f"mass/{group}" for group in groups)}
+    found |= {f"sink/{weight}{suffix}" for weight in weights for suffix in groups.values()}
     if source.row_contrast is not None:
         found.add("mass/{}_minus_{}".format(*source.row_contrast))
     if "bytes_per_token" in source.info:
@@ -105,19 +106,6 @@ def compute_losses(model: DecoderLM, hidden: Tensor, batch: Batch) -> dict[str, 
     """`loss` of each target `[B, L]` in nats and, if the data has an oracle, `excess` over the oracle's loss."""
     nll = head_nll(hidden, model.head.weight, batch["targets"])
     return {"loss": nll} | ({"excess": nll - batch["oracle_nll"]} if "oracle_nll" in batch else {})
-
-
-@contextmanager
-def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
-    """Yields a list that receives each layer's weights `[B, H, L]` on a key when the model runs; none without a key."""
-    found: list[Tensor] = []
-
-    def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
-        if key is not None:
-            found.append(attention.normaliser.compute_key_weight(call, key))
-
-    with hook_layers(model, on_attention):
-        yield found
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:

@@ -7,13 +7,12 @@ of float64 `[H, ...]`.
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from lit_lazy.measure.attention_metrics import MIN_MASS
+from lit_lazy.measure.attention_metrics import MIN_MASS, States
 from lit_lazy.measure.row_statistics import FIRST_KEYS, TILES, RowSummary
 
 SINK_WEIGHT = 0.3
@@ -22,31 +21,18 @@ SPREAD_MIN_KEYS = 8
 """Rows that see fewer keys are excluded from the spread of scores."""
 
 
-class HeadMetric(Metric):
-    """A metric of heads whose states are float64 sums."""
+class HeadMetric(States):
+    """A metric of heads whose states are sums."""
 
-    full_state_update = False
-    higher_is_better = None
     SUMS: ClassVar[dict[str, str]] = {}
     """Axes of each state, by name: H heads, T positions, K first keys, S sizes of tiles."""
 
     def __init__(self, n_heads: int, length: int = 0) -> None:
         """length: maximum sequence length, and the length of every result by position."""
         super().__init__()
-        self.n_heads, self.length, self.first_keys = n_heads, length, min(FIRST_KEYS, length)
+        self.n_heads, self.first_keys = n_heads, min(FIRST_KEYS, length)
         sizes = {"H": n_heads, "T": length, "K": self.first_keys, "S": len(TILES)}
-        for name, axes in self.SUMS.items():
-            shape = [sizes[axis] for axis in axes]
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Tensor: ...
-
-    def _check_length(self, length: int) -> None:
-        if length > self.length:
-            fix = f"give a length of at least {length}"
-            raise ValueError(f"a batch has {length} rows, and {type(self).__name__}.length={self.length}; {fix}")
+        self.add_states({name: [sizes[axis] for axis in axes] for name, axes in self.SUMS.items()})
 
     def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
         # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.
@@ -75,7 +61,6 @@ class Sink(HeadMetric):
 
     def update(self, summary: RowSummary) -> None:
         length = summary.total.shape[-1]
-        self._check_length(length)
         keys = min(self.first_keys, length)
         rows = reverse_cumsum(summary.counted.double())[:, None, :keys]
         weight = summary.first.double().sum(2)
@@ -118,7 +103,6 @@ class Mass(HeadMetric):
 
     def update(self, summary: RowSummary) -> None:
         length = summary.mass.shape[-1]
-        self._check_length(length)
         mass, total = summary.mass.double(), summary.total.double()
         # Renormalised weights are w / mass; mass / total reverts that, and is 1 otherwise.
         first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
@@ -196,37 +180,26 @@ class Entropy(HeadMetric):
         }
 
 
-class ScoreSpread(HeadMetric):
-    """`scores/spread` `[H]`: standard deviation of the visible scores within a row, including bias, in nats.
+class Spread(HeadMetric):
+    """Spread of the scores within a row, and what a null model of that spread cuts; all `[H]`.
 
-    Root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
-    """
-
-    SUMS: ClassVar = {"variance": "H", "rows": ""}
-
-    def update(self, summary: RowSummary) -> None:
-        wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
-        self.variance += _sum_rows(summary.score_variance.double(), wide[:, None])
-        self.rows += wide.sum()
-
-    def compute(self) -> dict[str, Tensor]:
-        return {"scores/spread": (self.variance / self.rows).sqrt()}
-
-
-class GaussianNull(HeadMetric):
-    """Sparsity and mass of independent Gaussian scores as a null model, all `[H]`; NaN without a threshold.
-
-    Each row is compared with normal scores of the row's variance, number of keys and threshold (`null_sparsity`); one
-    common spread for unlike rows would report a spurious excess. Rows that see at least `SPREAD_MIN_KEYS` keys.
+    Over the rows that see at least `SPREAD_MIN_KEYS` keys. `scores/spread`: standard deviation of the visible scores,
+    including bias, in nats: root of the mean variance.
+    The null model has independent Gaussian scores of the row's variance, number of keys and threshold
+    (`null_sparsity`); one common spread for unlike rows would report a spurious excess. NaN without a threshold.
     `sparsity/null`: the null sparsity, pooled over keys like the measured one; `sparsity/over_null`: the measured
     sparsity of the same rows minus `sparsity/null`; `sparsity/null_mass`: the mean null mass.
     """
 
-    SUMS: ClassVar = {"null": "H", "zeros": "H", "visible": "", "mass": "H", "rows": "", "thresholded": ""}
+    SUMS: ClassVar = {
+        **dict.fromkeys(("variance", "null", "zeros", "mass"), "H"),
+        **dict.fromkeys(("visible", "rows", "thresholded"), ""),
+    }
 
     def update(self, summary: RowSummary) -> None:
-        wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
-        sparsity, mass = null_sparsity(summary.score_variance.double().sqrt(), summary.theta * summary.visible)
+        wide, variance = summary.counted & (summary.visible >= SPREAD_MIN_KEYS), summary.score_variance.double()
+        sparsity, mass = null_sparsity(variance.sqrt(), summary.theta * summary.visible)
+        self.variance += _sum_rows(variance, wide[:, None])
         self.null += _sum_rows(sparsity * summary.visible, wide[:, None])
         self.zeros += _sum_rows(summary.zeros.double(), wide[:, None])
         self.visible += (summary.visible * wide).sum()
@@ -237,6 +210,7 @@ class GaussianNull(HeadMetric):
     def compute(self) -> dict[str, Tensor]:
         defined = self.thresholded > 0
         return {
+            "scores/spread": (self.variance / self.rows).sqrt(),
             "sparsity/null": _mask_undefined(defined, self.null / self.visible),
             "sparsity/over_null": _mask_undefined(defined, (self.zeros - self.null) / self.visible),
             "sparsity/null_mass": _mask_undefined(defined, self.mass / self.rows),
@@ -253,7 +227,6 @@ class ValueNorms(HeadMetric):
 
     def update(self, v: Tensor, counted: Tensor | None = None) -> None:
         """v `[B, Hkv, T, D]`; counted bool `[B, T]`, False at padding."""
-        self._check_length(v.shape[2])
         counts = torch.ones_like(v[:, 0, :, 0], dtype=torch.bool) if counted is None else counted
         norm = v.double().norm(dim=-1).repeat_interleave(self.n_heads // v.shape[1], 1)
         norm = torch.where(counts[:, None], norm, 0)

@@ -1,10 +1,9 @@
 """Loss under int8 weights and activations, which outliers make coarse."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import Batch
-from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, evaluation_mode, sample_validation
+from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_inputs, iter_parts, sample_validation
 from lit_lazy.measure.lengths import make_loss_metrics
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
@@ -29,27 +28,11 @@ def quantise(x: Tensor, largest: Tensor) -> Tensor:
 
 
 @contextmanager
-def record_largest_inputs(layers: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
-    """Yields the largest absolute input `[]` of each layer so far, in the order of the layers; 0 for a layer unused."""
-    largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
-
-    def read(index: int, _: object, args: Any) -> None:
-        largest[index] = torch.maximum(largest[index], args[0].abs().max())
-
-    with ExitStack() as hooks:
-        for index, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(partial(read, index)))
-        yield largest
-
-
-@contextmanager
-def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor] | None) -> Iterator[None]:
+def quantise_layers(layers: Sequence[nn.Linear], largest: Sequence[Tensor]) -> Iterator[None]:
     """Quantise the layers' weights and, given their largest absolute values, their inputs; restores the weights."""
     weights = [layer.weight.data for layer in layers]
-    with ExitStack() as hooks:
-        for layer, bound in zip(layers, largest or (), strict=largest is not None):
-            hook = partial(lambda bound, _, args: (quantise(args[0], bound),), bound)
-            hooks.enter_context(layer.register_forward_pre_hook(hook))
+    inputs = [(layer, partial(quantise, largest=bound)) for layer, bound in zip(layers, largest, strict=False)]
+    with hook_inputs(inputs):
         try:
             for layer, weight in zip(layers, weights, strict=True):
                 layer.weight.data = quantise(weight, weight.abs().max())
@@ -79,10 +62,15 @@ class Int8(Evaluation):
         (batch,) = sample_validation(source, self.sequences)
         # Embedding, head and norms keep their precision.
         layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+        largest = [torch.zeros_like(layer.weight[0, 0]) for layer in layers]
+
+        def read(index: int, x: Tensor) -> None:
+            largest[index] = torch.maximum(largest[index], x.abs().max())
+
         with evaluation_mode(model):
-            with record_largest_inputs(layers) as largest:
+            with hook_inputs((layer, partial(read, index)) for index, layer in enumerate(layers)):
                 exact = compute_mean_loss(model, batch)
-            with quantise_layers(layers, None if self.weights_only else largest):
+            with quantise_layers(layers, () if self.weights_only else largest):
                 loss = compute_mean_loss(model, batch)
         prefix = "int8_weights/" if self.weights_only else "int8/"
         return make_loss_metrics(prefix, {"loss": loss, "loss_rise": loss - exact}, source)
@@ -90,10 +78,8 @@ class Int8(Evaluation):
 
 def compute_mean_loss(model: DecoderLM, batch: Batch) -> Tensor:
     """Mean loss in nats over the targets of a batch `[B, T]`, fp64 `[]`."""
-    step = max(1, TOKENS_AT_ONCE // batch["tokens"].shape[1])
     losses = []
-    for start in range(0, len(batch["tokens"]), step):
-        part = {name: x[start : start + step].to(model.device) for name, x in batch.items()}
+    for part in iter_parts(model, batch):
         hidden = model.compute_hidden(part["tokens"], part.get("place"))
         losses.append(head_nll(hidden, model.head.weight, part["targets"]).double().cpu())
     return mean_nll(torch.cat(losses), batch["targets"])

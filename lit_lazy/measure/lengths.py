@@ -51,13 +51,12 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
 
 
 @torch.no_grad()
-def compute_keys_and_thresholds(
-    model: DecoderLM, length: int, eviction: Eviction | None = None
-) -> dict[str, np.ndarray]:
-    """`n`, visible keys of the row at each position, int64 `[T]`, and `theta`, float32 `[layers, H, T]`, if any.
+def compute_length_arrays(model: DecoderLM, length: int, eviction: Eviction | None = None) -> dict[str, np.ndarray]:
+    """`length/n`, visible keys of the row at each position, int64 `[T]`, and `length/theta` `[layers, H, T]`, if any.
 
-    n is that of the layer that sees most. With an evicting cache, both are those within the cache.
+    n is that of the layer that sees most. With an evicting cache, `streamed/n` and `streamed/theta`, within the cache.
     """
+    prefix = "length/" if eviction is None else STREAMED
     position = torch.arange(1, length + 1, device=model.device)
     position = position if eviction is None else position.clamp(max=eviction.capacity)
     n = [position.clamp(max=layer.window or length) for layer in model.attentions]
@@ -65,14 +64,8 @@ def compute_keys_and_thresholds(
     rows = [Rows(visible, keys.view(shape).float(), position.view(shape)) for keys in n]
     by_layer = [layer.normaliser.theta(seen) for layer, seen in zip(model.attentions, rows, strict=True)]
     thetas = [theta.expand(1, -1, length, 1)[0, ..., 0] for theta in by_layer if theta is not None]
-    return {"n": torch.stack(n or [position]).amax(0).cpu().numpy()} | (
-        {"theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {}
-    )
-
-
-def compute_length_arrays(model: DecoderLM, length: int) -> dict[str, np.ndarray]:
-    """The arrays `length/n` and `length/theta`."""
-    return {f"length/{name}": x for name, x in compute_keys_and_thresholds(model, length).items()}
+    arrays = {f"{prefix}n": torch.stack(n or [position]).amax(0).cpu().numpy()}
+    return arrays | ({f"{prefix}theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {})
 
 
 def compute_streaming_arrays(model: DecoderLM, batch: Batch, eviction: Eviction) -> dict[str, np.ndarray]:
@@ -82,9 +75,8 @@ def compute_streaming_arrays(model: DecoderLM, batch: Batch, eviction: Eviction)
     """
     loss = loss_by_position(model, batch, eviction)
     kept = np.array([eviction.first, eviction.window], np.int64)
-    arrays = {"loss": loss.float().cpu().numpy(), "kept": kept}
-    arrays |= compute_keys_and_thresholds(model, len(loss), eviction)
-    return {STREAMED + name: x for name, x in arrays.items()}
+    arrays = {f"{STREAMED}loss": loss.float().cpu().numpy(), f"{STREAMED}kept": kept}
+    return arrays | compute_length_arrays(model, len(loss), eviction)
 
 
 def compute_length_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:

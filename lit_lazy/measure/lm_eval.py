@@ -7,17 +7,18 @@ optional dependency and takes seconds to import, so only functions that run or l
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
+from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import Bounds, PositiveInt, require
 from lit_lazy.support.errors import iter_causes, one_line
@@ -41,19 +42,23 @@ TASKS = {
 """Tasks of the usual tables -> their folders in the harness, which has 14,000 files in total."""
 
 
-@dataclass(frozen=True)
-class BenchmarkColumn:
-    """A column of the usual tables."""
-
+class BenchmarkColumn(NamedTuple):
     title: str
     task: str
     metric: str
-    is_accuracy: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task, self.metric
+
+    @property
+    def is_accuracy(self) -> bool:
+        return "perplexity" not in self.metric
 
 
 COLUMNS = (
-    BenchmarkColumn("Wiki ppl", "wikitext", "word_perplexity", is_accuracy=False),
-    BenchmarkColumn("LMB ppl", "lambada_openai", "perplexity", is_accuracy=False),
+    BenchmarkColumn("Wiki ppl", "wikitext", "word_perplexity"),
+    BenchmarkColumn("LMB ppl", "lambada_openai", "perplexity"),
     BenchmarkColumn("LMB", "lambada_openai", "acc"),
     BenchmarkColumn("PIQA", "piqa", "acc"),
     BenchmarkColumn("Hella", "hellaswag", "acc_norm"),
@@ -64,12 +69,6 @@ COLUMNS = (
     BenchmarkColumn("BoolQ", "boolq", "acc"),
 )
 """In the usual order. Perplexities are by word: for WikiText per word of the text, for LAMBADA of the last word."""
-
-
-def average_accuracy(scores: Mapping[tuple[str, str], float]) -> float | None:
-    """Mean of the eight accuracies in scores by (task, metric); None if one is missing."""
-    keys = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
-    return sum(scores[key] for key in keys) / len(keys) if all(key in scores for key in keys) else None
 
 
 @dataclass(frozen=True)
@@ -88,25 +87,23 @@ class BenchmarkResults:
     @property
     def average(self) -> float | None:
         """Mean of the eight accuracies; None unless all were measured."""
-        return average_accuracy(self.scores)
+        keys = [column.key for column in COLUMNS if column.is_accuracy]
+        return sum(self.scores[key] for key in keys) / len(keys) if self.scores.keys() >= {*keys} else None
 
     def standard_error(self, column: BenchmarkColumn) -> float | None:
         """Standard error of an accuracy by its number of questions; None for a perplexity."""
-        n, p = self.samples.get(column.task, 0), self.scores.get((column.task, column.metric))
+        n, p = self.samples.get(column.task, 0), self.scores.get(column.key)
         return math.sqrt(p * (1 - p) / (n - 1)) if column.is_accuracy and p is not None and n > 1 else None
 
     def columns(self) -> list[tuple[BenchmarkColumn, float]]:
         """The measured columns of the usual tables, and their values."""
-        found = ((column, self.scores.get((column.task, column.metric))) for column in COLUMNS)
-        return [(column, value) for column, value in found if value is not None]
+        return [(column, self.scores[column.key]) for column in COLUMNS if column.key in self.scores]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics under the names that a run logs."""
         found = {f"lm-eval/{task}/{metric}": value for (task, metric), value in self.scores.items()}
         return found if self.average is None else found | {"lm-eval/average": self.average}
 
     def to_json(self) -> dict[str, Any]:
-        """All results as plain JSON data."""
         tasks = {
             task: {
                 "version": version,
@@ -116,8 +113,7 @@ class BenchmarkResults:
             for task, version in self.versions.items()
         }
         columns = [
-            {"title": column.title, "task": column.task, "metric": column.metric, "value": value}
-            | {"standard_error": self.standard_error(column)}
+            {**column._asdict(), "value": value, "standard_error": self.standard_error(column)}
             for column, value in self.columns()
         ]
         return {"columns": columns, "average": self.average, "tasks": tasks, **self.facts}
@@ -222,12 +218,9 @@ def benchmark(
 
 def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
     """Tokenizer of the data. Raises ValueError if the data has none or its vocabulary size differs from the model's."""
-    tokenizer = data.load_tokenizer()
+    tokenizer = Prompts(data, vocab_size).tokenizer
     if tokenizer is None:
         raise ValueError(f"its data ({type(data).__name__}) is not text; give a model that was trained on text")
-    if tokenizer.vocab_size != vocab_size:
-        now = f"has a vocabulary of {vocab_size} tokens, but its tokenizer now has {tokenizer.vocab_size}"
-        raise ValueError(f"{now}; restore the training's tokenizer")
     return tokenizer
 
 

@@ -1,5 +1,6 @@
 """Statistics of the rows of a layer's attention, computed by blocks of rows: `[B, H, T, T]` is never stored."""
 
+from collections import defaultdict
 from itertools import product
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def summarise(
     size, n_tiles = TILES[0], -(-length // TILES[0])
     columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
-    by_row = torch.zeros(len(_RowStatistics._fields), batch, heads, length, dtype=dtype, device=q.device)
+    by_row: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(columns))
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
     thresholded, theta = False, None
     for sequences, rows in _split_into_blocks(batch, heads * normaliser.maps, length, most_scores):
@@ -97,7 +98,8 @@ def summarise(
         block = block._replace(w=block.w.masked_fill(~counts[..., None], 0))
         seen = block.rows.visible & counts[..., None]
 
-        by_row[:, sequences, :, rows] = torch.stack(_summarise_rows(block, theta, seen, counts))
+        for name, values in _summarise_rows(block, theta, seen, counts).items():
+            by_row[name][sequences, :, rows] = values
         first[sequences, :, rows, : rows.stop] = block.w[..., : first.shape[-1]]
         columns[sequences, :, : rows.stop] += block.w.sum(2)
         used = torch.cat([block.w != 0, seen], 1)
@@ -106,8 +108,8 @@ def summarise(
         touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
         thresholded = thresholded or (theta is not None and bool((theta != 0).any()))
 
-    found = _RowStatistics(*by_row)._asdict() | {"first": first, "columns": columns}
-    return _join(normaliser, call, found, touched, counted, thresholded, theta is not None)
+    by_row |= {"first": first, "columns": columns}
+    return _join(normaliser, call, by_row, touched, counted, thresholded, theta is not None)
 
 
 def _summarise_compiled(
@@ -151,21 +153,11 @@ def _join(
     )
 
 
-class _RowStatistics(NamedTuple):
-    """The `[B, H, T]` fields of `RowSummary` except columns, for a block of rows."""
+def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """The `[B, H, Lq]` fields of `RowSummary` except columns.
 
-    mass: Tensor
-    total: Tensor
-    theta: Tensor
-    zeros: Tensor
-    small: Tensor
-    entropy: Tensor
-    squares: Tensor
-    score_variance: Tensor
-
-
-def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> _RowStatistics:
-    """seen: bool `[B, 1, Lq, Lk]`, visible keys of counted rows; counts: bool `[B, 1, Lq]`."""
+    seen: bool `[B, 1, Lq, Lk]`, visible keys of counted rows; counts: bool `[B, 1, Lq]`.
+    """
     w, n = block.w, seen.sum(-1)
     total = w.sum(-1)
     share = w / torch.where(total > 0, total, 1)[..., None]
@@ -175,16 +167,16 @@ def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, coun
     deviation = (scores - mean).masked_fill_(~seen[:, :, None], 0)
     variance = deviation.square_().sum(-1) / (n - 1).clamp(min=1)[:, :, None]
     flat = torch.zeros_like(total)
-    return _RowStatistics(
-        mass=torch.where(counts, block.mass, 0),
-        total=total,
-        theta=flat if theta is None else torch.where(counts, theta.squeeze(-1), 0).expand_as(flat),
-        zeros=((w == 0) & seen).sum(-1).to(w.dtype),
-        small=((w <= SMALL_WEIGHT) & seen).sum(-1).to(w.dtype),
-        entropy=torch.special.entr(share).sum(-1),
-        squares=share.square().sum(-1),
-        score_variance=variance.mean(2),
-    )
+    return {
+        "mass": torch.where(counts, block.mass, 0),
+        "total": total,
+        "theta": flat if theta is None else torch.where(counts, theta.squeeze(-1), 0).expand_as(flat),
+        "zeros": ((w == 0) & seen).sum(-1),
+        "small": ((w <= SMALL_WEIGHT) & seen).sum(-1),
+        "entropy": torch.special.entr(share).sum(-1),
+        "squares": share.square().sum(-1),
+        "score_variance": variance.mean(2),
+    }
 
 
 def _split_into_blocks(batch: int, heads: int, length: int, most_scores: int) -> list[tuple[slice, slice]]:
@@ -200,6 +192,6 @@ def _split_into_blocks(batch: int, heads: int, length: int, most_scores: int) ->
 
 
 def _count_touched(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
-    """Number of touched tiles `[B, H + 1]`, in sequences of at least one tile."""
+    """`[B, H + 1]`, in sequences of at least one tile."""
     merged = max_pool2d(touched.float(), tile // TILES[0], ceil_mode=True) > 0
     return merged.sum((2, 3)) * (counted.sum(1) >= tile)[:, None]

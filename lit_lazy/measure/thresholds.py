@@ -1,7 +1,7 @@
 """A threshold for each head of a trained model, as high as a given rise of the loss allows."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,19 @@ from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.checks import PositiveFloat, check_value
 
 log = logging.getLogger("lit_lazy.measure.thresholds")
+LARGEST = 4.0
+"""Largest tau."""
 PARTS, MOST_PARTS = 8, 32
 """The rise is spent in parts, each by the gradients where the former ended; more than planned if they were too high."""
 HALVINGS = 6
 """Bisections of the part that goes beyond the rise."""
 
 
-def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float = 4.0) -> Tensor:
+def raise_thresholds(model: DecoderLM, batch: Batch, rise: float) -> Tensor:
     """Raise tau of each head from 0 until the mean loss of the batch is `rise` nats above that at 0: `[layers, H]`.
 
     In each part every head spends the same rise, by the gradient of the loss with respect to its tau; a tau whose
-    gradient is not above 0 rises by largest / PARTS. No tau exceeds `largest`: a warning says so if the loss then rises
+    gradient is not above 0 rises by LARGEST / PARTS. No tau exceeds LARGEST: a warning says so if the loss then rises
     by less. They are left in the model.
 
     batch: `tokens` and `targets` `[B, T]`. Raises a one-line ValueError unless rise is above 0 and the model has a tau
@@ -37,7 +39,8 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float, largest: float
             parameter.requires_grad_(any(parameter is tau for tau in taus))
         with evaluation_mode(model):
             on_device = {name: part.to(model.device) for name, part in batch.items()}
-            return _raise(_Loss(model, on_device, taus), rise, largest)
+            own = torch.stack([tau.detach().clone() for tau in taus])
+            return _raise(_make_loss(model, on_device, taus), own, rise)
     finally:
         for parameter, before in trained:
             parameter.requires_grad_(before)
@@ -52,49 +55,48 @@ def _get_tau(normaliser: nn.Module) -> nn.Parameter:
     return tau
 
 
-class _Loss:
-    """The mean loss of a batch as a function of all taus, `[layers, H]`."""
+Loss = Callable[[Tensor], tuple[float, Tensor]]
+"""The mean loss of a batch at all taus `[layers, H]`, which are left in the model, and its gradient `[layers, H]`."""
 
-    def __init__(self, model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> None:
-        self.model, self.batch, self.taus = model, batch, taus
-        self.zeros = torch.zeros(len(taus), len(taus[0]), device=model.device)
 
-    def measure(self, at: Tensor) -> tuple[float, Tensor]:
-        """The loss, and its gradient `[layers, H]`. Leaves the taus in the model."""
-        for tau, value in zip(self.taus, at, strict=True):
+def _make_loss(model: DecoderLM, batch: Batch, taus: Sequence[nn.Parameter]) -> Loss:
+    def measure(at: Tensor) -> tuple[float, Tensor]:
+        for tau, value in zip(taus, at, strict=True):
             tau.data = value.clone()  # not in place: another model may share the tensor
-        hidden = self.model.compute_hidden(self.batch["tokens"], self.batch.get("place"))
-        loss = mean_nll(head_nll(hidden, self.model.head.weight, self.batch["targets"]), self.batch["targets"])
-        return loss.item(), torch.stack(torch.autograd.grad(loss, self.taus))
+        hidden = model.compute_hidden(batch["tokens"], batch.get("place"))
+        loss = mean_nll(head_nll(hidden, model.head.weight, batch["targets"]), batch["targets"])
+        return loss.item(), torch.stack(torch.autograd.grad(loss, taus))
+
+    return measure
 
 
-def _raise(loss: _Loss, rise: float, largest: float) -> Tensor:
-    with_own, _ = loss.measure(torch.stack([tau.detach().clone() for tau in loss.taus]))
-    at = loss.zeros
-    start, slope = loss.measure(at)
+def _raise(measure: Loss, own: Tensor, rise: float) -> Tensor:
+    with_own, _ = measure(own)
+    at = torch.zeros_like(own)
+    start, slope = measure(at)
     if with_own < start - rise:  # from 0 on, no rise is one over the model
         problem = f"thresholds rise from 0, where the loss is {start:.4f}; with its own the model has {with_own:.4f}"
         fix = "give a model that was trained without"
         raise ValueError(f"rise={rise:g}: {problem}, so it was trained with them; {fix}")
     now = start
-    share, step = rise / PARTS / at.numel(), torch.full_like(at, largest / PARTS)
+    share, step = rise / PARTS / at.numel(), torch.full_like(at, LARGEST / PARTS)
     for _ in range(MOST_PARTS):
         added = torch.where(slope > 0, torch.minimum(share / slope, step), step)
-        following = (at + added).clamp(max=largest)
-        now, slope = loss.measure(following)
+        following = (at + added).clamp(max=LARGEST)
+        now, slope = measure(following)
         if now - start > rise:
-            return _bisect(loss, at, following, start + rise)
+            return _bisect(measure, at, following, start + rise)
         at = following
-    count = f"{int((at == largest).sum())} of {at.numel()}"
-    reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {largest:g}"
+    count = f"{int((at == LARGEST).sum())} of {at.numel()}"
+    reached = f"the loss rose by {now - start:.4f} nats, and {count} heads are at the largest tau, {LARGEST:g}"
     log.warning("rise=%g: not reached; %s", rise, reached)
     return at
 
 
-def _bisect(loss: _Loss, low: Tensor, high: Tensor, limit: float) -> Tensor:
+def _bisect(measure: Loss, low: Tensor, high: Tensor, limit: float) -> Tensor:
     """The taus nearest to `high` between two vectors that keep the loss at or below the limit."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if loss.measure(middle)[0] > limit else (middle, high)
-    loss.measure(low)
+        low, high = (low, middle) if measure(middle)[0] > limit else (middle, high)
+    measure(low)
     return low

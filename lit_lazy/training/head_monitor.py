@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Stats
-from lit_lazy.data import DataSource
-from lit_lazy.data.facts import compute_learned_nats
+from lit_lazy.data import DataSource, compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics, average_by_head, collect_learned
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.model.compiled import compute_residual
@@ -137,7 +136,7 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
         last, stats = compute_residual(model.eval(), tokens, place, with_stats=True)
     finally:
         model.train(was_training)
-    attention = AttentionMetrics.of(model.attentions, device=model.device)
+    attention = AttentionMetrics(model.attentions)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last.float()).mean().item()

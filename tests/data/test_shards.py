@@ -331,7 +331,7 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
     monkeypatch.setattr(shards, "encode_documents", die)
     with pytest.raises(UnfinishedError, match=r"died \(status 9\), .* fewer --processes"):
-        config._tokenise(cache / config._key(*sources), *sources, 2)
+        config._tokenise(cache / config._key(sources), sources, 2)
     assert not any(cache.glob("*"))
 
 
@@ -412,14 +412,14 @@ def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
         assert fetched == [f"/datasets/someone/text/resolve/{'c' * 40}/{i}.parquet" for i in range(3)]
     small(hub="someone/text", max_tokens=10_000).load()
     assert [path for command, path in hub if command == "GET"] == fetched
-    stream = Hub("someone/text", None, None, "train", "text", stream=True)
+    stream = Hub("data.hub", "someone/text", "text", None, None, "train", stream=True)
     assert stream.split_parts() == [stream]
 
 
 def test_a_file_that_the_hub_does_not_give_is_one_line(hub, monkeypatch):
     def expect_error(name: str, why: str) -> None:
         with pytest.raises(ValueError, match=rf"^data\.hub='someone/text': cannot be read \(.*{why}.*$"):
-            list(HubFile("someone/text", "c" * 40, name, "text").documents())
+            list(HubFile("data.hub", "someone/text", "text", "c" * 40, name).documents())
 
     expect_error("9.parquet", "")
     hub.clear()

@@ -7,7 +7,7 @@ import pytest
 
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.pipeline.documents import find_cut
-from lit_lazy.data.pipeline.tokens import open_corpus
+from lit_lazy.data.pipeline.tokens import Corpus
 from lit_lazy.data.text import FEW_DOCUMENTS, Text
 
 
@@ -24,7 +24,7 @@ def write_lines(path: Path, size: int, mark: str) -> bytes:
 
 def read_parts(folder: Path) -> list[list[bytes]]:
     """The documents of the training and of the validation part."""
-    corpus = open_corpus(folder)
+    corpus = Corpus(folder)
     parts = {"train": corpus.train, "validation": corpus.validation}
     split = {part: np.split(tokens, corpus.ends(part))[:-1] for part, tokens in parts.items()}
     return [[bytes(document)[:-1] for document in documents] for documents in split.values()]

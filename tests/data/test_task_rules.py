@@ -36,7 +36,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def chain():
-    return make_chain(BACKCOPY, np.random.default_rng(np.random.SeedSequence(BACKCOPY.task_seed).spawn(3)[0]))
+    return make_chain(BACKCOPY)
 
 
 def trigger_probability(config):

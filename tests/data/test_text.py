@@ -38,7 +38,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data.facts import list_doubts
+from lit_lazy.data import list_doubts
 from lit_lazy.data.pipeline import documents
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.text import Text
@@ -49,7 +49,7 @@ WITHOUT_A_SPACE = [pytest.param(b"x" * n + c.encode() * 100_000, id=f"{n}{c}") f
 
 
 def pieces(path: Path) -> list[bytes]:
-    return [piece for _, piece in documents.Files("data.path", "", (path,), "text").documents()]
+    return [piece for _, piece in documents.Files("data.path", "", "text", (path,)).documents()]
 
 
 def tokens_of(config: Text, dtype: type = np.uint16) -> np.ndarray:
@@ -142,7 +142,7 @@ def test_folders_and_globs_select_the_same_files_each_once(tmp_path, capfd):
     (root / "broken.txt").symlink_to(root / "nowhere")
     left_out = "1 .csv, 1 empty, 2 hidden, 4 linked again, 1 unreadable"
     for given in (root, f"{root}/**/*", f"{root}/**", f"{tmp_path}/do*/**/*"):
-        train, _ = small(path=str(given))._sources()
+        (train,) = small(path=str(given))._sources()
         found = [content.decode() for _, content in train.documents()]
         assert found == ["upper", "mark", "deep", "deeper", "line", "linked"]
         assert train.left_out == left_out

@@ -1,6 +1,7 @@
 """First-key weight, mass and sparsity against closed forms and against a dense matrix of weights."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,9 +26,15 @@ def stats(mass=1.0, first_weight=0.0, zeros=0.0):
     return Stats(torch.zeros(BATCH, HEADS, LENGTH), *fields)
 
 
-def measure(*layers, rows=None, can_zero=True, renormalised=False, window=None, signed=False):
-    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, [window] * len(layers), signed)
-    metrics.update(layers, rows or {"all": ALL})
+def layer(can_zero=True, renormalised=False, window=None, signed=False):
+    """What the metrics read of a layer."""
+    rule = SimpleNamespace(can_zero=can_zero, signed=signed)
+    return SimpleNamespace(normaliser=rule, renormalise=renormalised, window=window)
+
+
+def measure(layer_stats, rows=None, **settings):
+    metrics = AttentionMetrics([layer(**settings)], tuple(rows or ()))
+    metrics.update([layer_stats], rows or {"all": ALL})
     return metrics.compute()
 
 
@@ -87,7 +94,7 @@ def test_closed_forms(name):
 
 
 def test_layers_are_pooled_each_with_its_own_window():
-    metrics = AttentionMetrics((), True, False, [6, None])
+    metrics = AttentionMetrics([layer(window=6), layer()])
     metrics.update([stats(zeros=N.clamp(max=6)), stats(mass=0.5)], {"all": ALL})
     seen, found = N.clamp(max=6).sum().item(), metrics.compute()
     assert found["sparsity/zero"] == pytest.approx(seen / (seen + N.sum().item()))
@@ -120,8 +127,8 @@ class TestWatchedKey:
     def test_only_rows_that_see_it_count_and_only_from_the_eighth_on(self):
         position = torch.arange(1, LENGTH + 1.0).expand(BATCH, HEADS, LENGTH)
         for key in (2, 11):
-            metrics = AttentionMetrics((), can_zero=False, renormalised=False)
-            metrics.update_watched_key([position / LENGTH], key, {"all": ALL})
+            metrics = AttentionMetrics([layer()])
+            metrics.update_watched_key(position / LENGTH, key, {"all": ALL})
             rows = range(max(key, FIRST), LENGTH + 1)
             expected = sum(rows) / len(rows) / LENGTH
             assert metrics.compute() == pytest.approx({"sink/fixed_key_weight": expected})
@@ -143,7 +150,7 @@ class TestWatchedKey:
 
 
 def test_many_small_masses_are_added_in_fp64():
-    metrics = AttentionMetrics((), can_zero=False, renormalised=False)
+    metrics = AttentionMetrics([layer(), layer()])
     big, small = stats(mass=2.0**24), stats(mass=2.0**-20)
     metrics.update([big, small], {"all": ALL})
     assert metrics.compute()["mass/all"] == (2.0**24 + 2.0**-20) / 2

@@ -265,7 +265,7 @@ def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position
     """`AttentionMetrics` of groups of rows, in one batch or several."""
     module, tokens = make(attention, position).double(), draw()["tokens"]
     model, rows = module.model, {"rare": tokens < 6, "other": tokens >= 6}
-    whole, parts = (AttentionMetrics.of(model.attentions, tuple(rows)) for _ in range(2))
+    whole, parts = (AttentionMetrics(model.attentions, tuple(rows)) for _ in range(2))
     whole.update(model.compute_residual(tokens, with_stats=True)[1], rows)
     for part in torch.arange(SEQUENCES).split(2):
         stats = model.compute_residual(tokens[part], with_stats=True)[1]
@@ -534,7 +534,7 @@ def test_a_sample_is_spread_over_the_validation_set() -> None:
 def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], Diagnostics]:
     """A model with a rule, its ratios on all rows, and its diagnostics."""
     model, batch = make(AttentionSpec(normaliser, LearnedBias(init_std=0.5)), n_kv_heads=4).model, draw()
-    metrics = AttentionMetrics.of(model.attentions)
+    metrics = AttentionMetrics(model.attentions)
     with torch.no_grad():
         stats = model.compute_residual(batch["tokens"], with_stats=True)[1]
     metrics.update(stats, {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from lit_lazy.attention import AttentionCall, Elastic
 from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.collapse import Collapse
-from lit_lazy.measure.head_metrics import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
+from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms
 from lit_lazy.measure.row_statistics import summarise
 
 PROCESSES = 2
@@ -24,7 +24,7 @@ def measured(sequences: slice) -> list[dict[str, Tensor]]:
     q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
     normaliser = Elastic().build(layer_shape(HEADS, LENGTH))
     summary = summarise(normaliser, AttentionCall(q[sequences], k[sequences], v[sequences]))
-    of_summary = (Sink(HEADS, LENGTH), Mass(HEADS, LENGTH), *(of(HEADS) for of in (Sparsity, Entropy, ScoreSpread)))
+    of_summary = (Sink(HEADS, LENGTH), Mass(HEADS, LENGTH), *(of(HEADS) for of in (Sparsity, Entropy, Spread)))
     reads: list[tuple[Metric, tuple[Any, ...]]] = [
         *((metric, (summary,)) for metric in of_summary),
         (ValueNorms(HEADS, LENGTH), (v[sequences],)),

@@ -8,16 +8,7 @@ import torch
 from layers import layer_shape
 
 from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, NormaliserModule, Softmax
-from lit_lazy.measure.head_metrics import (
-    Entropy,
-    GaussianNull,
-    Mass,
-    ScoreSpread,
-    Sink,
-    Sparsity,
-    ValueNorms,
-    null_sparsity,
-)
+from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms, null_sparsity
 from lit_lazy.measure.row_statistics import summarise
 
 LENGTH = 64
@@ -58,8 +49,7 @@ def summary_of(spec, q, k, bias=BiasTerms(), window=None):  # noqa: B008
 
 def metrics(n_heads, length):
     """One metric of each class that reads a summary."""
-    of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
-    return [Sink(n_heads, length), Mass(n_heads, length), *(metric(n_heads) for metric in of_heads)]
+    return [Sink(n_heads, length), Mass(n_heads, length), *(metric(n_heads) for metric in (Sparsity, Entropy, Spread))]
 
 
 def measure(*summaries, n_heads=None, length=None):

@@ -10,7 +10,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.lengths import (
-    compute_keys_and_thresholds,
+    compute_length_arrays,
     compute_length_metrics,
     compute_streaming_arrays,
     loss_by_position,
@@ -92,7 +92,8 @@ class TestThresholds:
             tau = layer.normaliser.tau
             tau.data += torch.arange(tau.numel()).view(tau.shape) * 0.01 + i
         taus = torch.stack([layer.normaliser.tau.detach() for layer in model.attentions]).numpy()
-        return taus, compute_keys_and_thresholds(model, T, eviction)
+        arrays = compute_length_arrays(model, T, eviction)
+        return taus, {name.removeprefix("streamed/" if eviction else "length/"): x for name, x in arrays.items()}
 
     @pytest.mark.parametrize(("eviction", "room"), [(None, T), (Eviction(3, 9), 12)])
     def test_are_those_of_the_rows(self, eviction, room):
@@ -109,7 +110,7 @@ class TestThresholds:
         taus, found = self.of("per_query", window=5)
         assert found["n"].tolist() == self.EVERY.clip(max=5).tolist()
         np.testing.assert_allclose(found["theta"], taus[..., None] / self.EVERY.clip(max=5), rtol=1e-6)
-        assert compute_keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
+        assert compute_length_arrays(build(attention=AttentionSpec(Softmax())), T).keys() == {"length/n"}
 
 
 def test_scalars_are_perplexities_of_parts_and_the_last_row():

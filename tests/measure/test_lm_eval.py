@@ -235,7 +235,7 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
         (None, ["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
         (config(Backcopy()), ["--tasks", "piqa"], "its data (Backcopy) is not text"),
         (config(Text("x", tokenizer="gone.json")), ["--tasks", "piqa"], "gone.json': cannot be read (No such file"),
-        (config(Text("x")), ["--tasks", "piqa"], "has a vocabulary of 300 tokens, but its tokenizer now has 256"),
+        (config(Text("x")), ["--tasks", "piqa"], "vocabulary size of the tokenizer=256: the model has 300 token ids"),
     ],
 )
 def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, line, capsys):

@@ -16,12 +16,11 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.recall import Recall
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
-from lit_lazy.measure.haystack import FILLER, NEEDLE, PASSKEY, Hiding, hide_in_symbols, hide_in_text
-from lit_lazy.measure.retrieval import Needle, Passkey
+from lit_lazy.measure.retrieval import FILLER, PASSKEY, Needle, Passkey, hide_in_symbols, hide_in_text
 from lit_lazy.model.decoder import DecoderLM
 
 TINY = ModelConfig(d_model=8, n_heads=1, d_ff=8)
-HIDING = Hiding(depths=(0.0, 0.5, 1.0), sequences=4, distractors=3, digits=3, seed=1)
+SIZES = {"depths": (0.0, 0.5, 1.0), "sequences": 4, "digits": 3, "seed": 1}
 BACKCOPY = Backcopy(vocab_size=40, context_length=64, train_sequences=4, validation_sequences=6)
 MQAR = Mqar(vocab_size=64, context_length=64, pairs=4, train_sequences=4, validation_sequences=6)
 
@@ -58,10 +57,10 @@ def read(batch, row):
 
 @pytest.mark.parametrize("length", [240, 400, 1000])
 def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
-    hiding = HIDING._replace(distractors=0, digits=5)
-    batch = hide_in_text(ByteTokenizer(), PASSKEY, hiding, length)
+    task = Passkey(**SIZES | {"digits": 5})
+    batch = hide_in_text(ByteTokenizer(), task, length)
     assert length - max(map(len, FILLER)) <= batch["tokens"].shape[1] <= length
-    for number, depth in enumerate(hiding.depths):
+    for number, depth in enumerate(task.depths):
         for row in range(4 * number, 4 * number + 4):
             text, key = read(batch, row)
             assert re.fullmatch("[1-9][0-9]{4}", key)
@@ -78,7 +77,7 @@ def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
 
 
 def test_a_needle_is_among_distractors_that_are_the_same_at_every_depth():
-    batch = hide_in_text(ByteTokenizer(), NEEDLE, HIDING, 500)
+    batch = hide_in_text(ByteTokenizer(), Needle(**SIZES), 500)
     for row in range(12):
         text, key = read(batch, row)
         named = dict(re.findall(r"The number of the (\w+) is (\d{3})\.", text))
@@ -90,7 +89,7 @@ def test_a_needle_is_among_distractors_that_are_the_same_at_every_depth():
 
 def test_a_key_s_tokens_are_those_of_the_whole_text(bpe):  # noqa: F811
     tokenizer = FileTokenizer(bpe, begin_of_text="<s>")
-    batch = hide_in_text(tokenizer, PASSKEY, HIDING._replace(distractors=0), 300)
+    batch = hide_in_text(tokenizer, Passkey(**SIZES), 300)
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
         assert tokens[0] == tokenizer.begin
         answered = [i for i, target in enumerate(targets) if target != IGNORED]
@@ -105,12 +104,12 @@ def test_a_key_s_tokens_are_those_of_the_whole_text(bpe):  # noqa: F811
 @pytest.mark.parametrize(("data", "digits"), [(BACKCOPY, 3), (MQAR, 1)])
 def test_symbols_are_hidden_behind_a_marker_that_is_nowhere_else(data, digits):
     source = data.load()
-    hiding = HIDING._replace(digits=digits)
-    batch = hide_in_symbols(source, hiding)
+    task = Needle(**SIZES | {"digits": digits})
+    batch = hide_in_symbols(source, task)
     tokens, targets = (batch[name].view(3, 4, -1).numpy() for name in ("tokens", "targets"))
     width = 1 + digits
     slots = (data.context_length - width) // width
-    for row, depth in zip(tokens, hiding.depths, strict=True):
+    for row, depth in zip(tokens, task.depths, strict=True):
         for number, sequence in enumerate(row):
             marker, place = sequence[-digits], 1 + round(depth * (slots - 1)) * width
             assert np.flatnonzero(sequence[:-digits] == marker).tolist() == [place]

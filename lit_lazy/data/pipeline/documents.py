@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
 from lit_lazy.support.checks import require
@@ -43,17 +43,13 @@ class Document(NamedTuple):
     text: bytes
 
 
+@dataclass(frozen=True)
 class Source(ABC):
     """Source of documents, named by an option: `field` with the value `given`. column: that with the text."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def field(self) -> str: ...
-        @property
-        def given(self) -> str: ...
-        @property
-        def column(self) -> str: ...
+    field: str
+    given: str
+    column: str
 
     @property
     def size(self) -> int:
@@ -77,10 +73,7 @@ class Source(ABC):
 class Files(Source):
     """Local files, read in the order of their paths."""
 
-    field: str
-    given: str
     paths: tuple[Path, ...]
-    column: str
     left_out: str = ""
     """What of the given folder or glob is not read, in words."""
     span: tuple[float, float] = (0.0, 1.0)
@@ -220,7 +213,6 @@ def extract_documents(tables: Iterator[Any], column: str, where: str) -> Iterato
 
 
 def format_names(names: Collection[str]) -> str:
-    """The first MAX_NAMES names, for an error message."""
     return ", ".join([*itertools.islice(names, MAX_NAMES), *["..."][: len(names) - MAX_NAMES]]) or "no columns"
 
 

@@ -28,13 +28,10 @@ HUB_URL = "hf://datasets/"
 class Hub(Source):
     """One split of a dataset of the Hugging Face Hub, or of a folder with the same layout."""
 
-    given: str
     config: str | None
     revision: str | None
     split: str
-    column: str
     stream: bool
-    field = "data.hub"
 
     def split_parts(self) -> Sequence[Source]:
         """One part per parquet file; a streamed dataset, or another format, is one part that `datasets` reads."""
@@ -45,10 +42,10 @@ class Hub(Source):
             return [self]
         # A URL such as hf://datasets/NAME@COMMIT/PATH.
         addresses = [re.sub(f"^{HUB_URL}[^@]*@", "", path).partition("/") for path in paths if path.startswith(HUB_URL)]
-        remote = [HubFile(self.given, commit, path, self.column) for commit, _, path in addresses]
+        remote = [HubFile(self.field, self.given, self.column, commit, path) for commit, _, path in addresses]
         if remote:
             return remote if len(remote) == len(paths) else [self]
-        return [Files(self.field, self.given, (Path(path),), self.column) for path in paths] or [self]
+        return [Files(self.field, self.given, self.column, (Path(path),)) for path in paths] or [self]
 
     def _list_files(self) -> list[str]:
         """Paths or URLs of the split's files as the dataset lists them; empty if it cannot be read (reading it then
@@ -90,11 +87,8 @@ class Hub(Source):
 class HubFile(Source):
     """Parquet file of a Hugging Face Hub dataset; the download stays in the cache of the Hub client."""
 
-    given: str
     commit: str
     path: str
-    column: str
-    field = "data.hub"
 
     def read_state(self) -> list[Any]:
         return [self.given, self.commit, self.path]
@@ -109,7 +103,7 @@ class HubFile(Source):
         except (OSError, ValueError, RuntimeError) as error:
             # Where the Hub did not answer, the library's message names no cause.
             raise make_unreadable_error(self.given, error.__cause__ or error) from None
-        return Files(self.field, self.given, (Path(path),), self.column).documents()
+        return Files(self.field, self.given, self.column, (Path(path),)).documents()
 
 
 def make_unreadable_error(name: str, error: BaseException) -> ValueError:

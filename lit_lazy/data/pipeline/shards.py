@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -53,9 +54,9 @@ class FileJob:
 
     @property
     def name(self) -> str:
-        """Name of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
-        parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
+        boundaries = [self.tokenizer.begin_of_text, self.tokenizer.end_of_text]
+        parts = [LAYOUT, self.state, self.source.column, self.tokenizer.digest, boundaries, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 
@@ -77,7 +78,6 @@ class Shard:
 
     @classmethod
     def find(cls, folder: Path, name: str) -> "Shard | None":
-        """Finished shard of this name, or None."""
         try:
             return cls(folder / f"{name}.bin", **json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -96,7 +96,6 @@ class Shard:
         return None
 
     def remove(self) -> None:
-        """Remove the shard from the cache."""
         self.path.with_suffix(".json").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
@@ -141,7 +140,6 @@ def select_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
 
 
 def find_or_make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
-    """Shard of a job, made if missing."""
     with lock(folder / f"{job.name}.lock"):
         return Shard.find(folder, job.name) or _make_shard(job, folder, count)
 
@@ -150,25 +148,28 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     digest, table = hashlib.sha256(), array("Q")
-    tokens = training = size = sampled = lossy = 0
+    counts = Counter(tokens=0, documents=0, bytes=0, sampled=0, lossy=0)
 
     def write(file: BinaryIO) -> None:
-        nonlocal tokens, training, size, sampled, lossy
+        training = 0
         for documents, ids in encode_documents(tokenizer, job.source.documents(), job.tokenizer.control):
-            if not sampled:  # the first batch, which costs less than a hundredth of a large file's encoding
-                sampled, lossy = len(documents), tokenizer.count_lossy([text for _, text in documents], ids)
-            before, counted = size, training
+            if not counts["sampled"]:  # the first batch, which costs less than a hundredth of a large file's encoding
+                lossy = tokenizer.count_lossy([text for _, text in documents], ids)
+                counts.update(sampled=len(documents), lossy=lossy)
+            before, counted = counts["bytes"], training
             for (where, text), text_ids in zip(documents, ids, strict=True):
-                encoded = _add_boundary_tokens(tokenizer, text_ids, where)
+                encoded, number = _add_boundary_tokens(tokenizer, text_ids, where), hash_document(text)
                 raw = encoded.astype(dtype).tobytes()
                 file.write(raw)
                 digest.update(raw)
-                tokens, size, number = tokens + len(encoded), size + len(text), hash_document(text)
-                table.extend((tokens, len(text), number))
+                counts["tokens"] += len(encoded)
+                counts["documents"] += 1
+                counts["bytes"] += len(text)
+                table.extend((counts["tokens"], len(text), number))
                 training += 0 if number < job.share * 2**64 else len(encoded)
                 if is_full := job.limit is not None and training >= job.limit:
                     break
-            count(size - before, training - counted)
+            count(counts["bytes"] - before, training - counted)
             if is_full:
                 break
         file.write(table)
@@ -180,15 +181,7 @@ def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
         require(unchanged, job.source.field, job.source.given, "changed while it was read; run again")
 
     write_atomically(folder / f"{job.name}.bin", write)
-    facts = {
-        "dtype": dtype.str,
-        "tokens": tokens,
-        "documents": len(table) // COLUMNS,
-        "bytes": size,
-        "sampled": sampled,
-        "lossy": lossy,
-        "sha256": digest.hexdigest(),
-    }
+    facts: dict[str, Any] = {"dtype": dtype.str, **counts, "sha256": digest.hexdigest()}
     write_text(folder / f"{job.name}.json", json.dumps(facts))
     return Shard(folder / f"{job.name}.bin", **facts)
 

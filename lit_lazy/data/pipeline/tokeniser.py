@@ -67,11 +67,6 @@ class TokenizerSpec:
     """Whether documents may contain control tokens, see `Tokenizer.encode`."""
 
     @property
-    def special_tokens(self) -> list[str | None]:
-        """Begin and end token as configured; None where the default applies."""
-        return [self.begin_of_text, self.end_of_text]
-
-    @property
     def digest(self) -> str:
         """Digest of the file and the version of the library that reads it."""
         content = self.hash_file()
@@ -79,20 +74,19 @@ class TokenizerSpec:
 
     def hash_file(self) -> str | None:
         """Digest of the file; None for bytes. Raises a one-line ValueError if it cannot be read."""
-        if self.name == BYTES:
-            return None
-        fix = suggest_file(self.name, "give 'bytes' or a JSON file of the tokenizers library")
-        kinds = OSError, RuntimeError, ValueError, MemoryError
-        with explain(f"data.tokenizer={self.name!r}: cannot be read", fix, *kinds), open_file(self._path) as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return None if self.name == BYTES else hashlib.sha256(read_file(self.name)).hexdigest()
 
     def build(self) -> "ByteTokenizer | FileTokenizer":
         """Raises a one-line ValueError if the tokeniser cannot be loaded."""
-        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special_tokens)
+        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self.name, self.begin_of_text, self.end_of_text)
 
-    @property
-    def _path(self) -> Path:
-        return Path(self.name).expanduser()
+
+def read_file(name: str) -> bytes:
+    """Content of a tokeniser's file. Raises a one-line ValueError if it cannot be read."""
+    fix = suggest_file(name, "give 'bytes' or a JSON file of the tokenizers library")
+    kinds = OSError, RuntimeError, ValueError, MemoryError
+    with explain(f"data.tokenizer={name!r}: cannot be read", fix, *kinds), open_file(Path(name).expanduser()) as file:
+        return file.read()
 
 
 class ByteTokenizer:
@@ -146,27 +140,18 @@ class FileTokenizer:
     `RAYON_NUM_THREADS` limits the threads; their number affects no token. Only the begin and end tokens are added.
     """
 
-    def __init__(self, path: Path, begin_of_text: str | None = None, end_of_text: str | None = None):
-        import tokenizers
-
+    def __init__(self, path: str | Path, begin_of_text: str | None = None, end_of_text: str | None = None):
         self.path = str(path)
-        try:
-            try_tokenizer(path.read_bytes())
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower type
-            fix = "give a JSON file of the tokenizers library, or 'bytes'"
-            raise ValueError(f"data.tokenizer={str(path)!r}: cannot be used ({one_line(error)}); {fix}") from None
+        self.tokenizer = parse_tokenizer(read_file(self.path), f"data.tokenizer={self.path!r}")
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        for name, token in (("end_of_text", end_of_text), ("begin_of_text", begin_of_text)):
+            missing = f"is no token of data.tokenizer={self.path!r}; choose one of its tokens"
+            require(not token or token in vocabulary, f"data.{name}", token, missing)
         end_tokens = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
-        missing = f"is no token of data.tokenizer={str(path)!r}; choose one of its tokens"
-        if end_of_text:
-            require(bool(end_tokens), "data.end_of_text", end_of_text, missing)
         fix = f"has none of the tokens {' '.join(END_OF_TEXT)}; set data.end_of_text to the token that ends a document"
-        require(bool(end_tokens), "data.tokenizer", str(path), fix)
-        if begin_of_text:
-            require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
+        require(bool(end_tokens), "data.tokenizer", self.path, fix)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
         self.separator = vocabulary[end_tokens[0]]
         make_special(self.tokenizer, [token for token in (self.begin, self.separator) if token is not None])
@@ -269,7 +254,7 @@ def fit_to_embedding(content: str, words: int, special: Sequence[int]) -> str:
     Published embeddings are often larger than their vocabulary. special: ids of tokens that are kept out of documents,
     unless a byte or a word of the text is such a token. Raises a one-line ValueError for an embedding that is smaller.
     """
-    tokenizer = parse_tokenizer(content)
+    tokenizer = parse_tokenizer(content.encode())
     used = max(tokenizer.get_vocab().values(), default=-1) + 1
     if used > words:
         raise ValueError(f"the tokenizer has ids up to {used - 1}, the embedding only {words} rows")
@@ -285,7 +270,7 @@ def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None
 
     ends: ids of the tokens that end a text by the model's settings. Raises a one-line ValueError if there is none.
     """
-    tokenizer = parse_tokenizer(content)
+    tokenizer = parse_tokenizer(content.encode())
     plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = tokenizer.id_to_token(framed[0]) if framed[:1] != plain[:1] else None
     if any(tokenizer.token_to_id(token) is not None for token in END_OF_TEXT):
@@ -295,12 +280,11 @@ def find_ends(content: str, ends: Sequence[int]) -> tuple[str | None, str | None
     return begin, tokenizer.id_to_token(ends[0])
 
 
-def parse_tokenizer(content: str) -> "tokenizers.Tokenizer":
+def parse_tokenizer(content: bytes, name: str = "tokenizer.json") -> "tokenizers.Tokenizer":
     """Raises a one-line ValueError for what the library does not read, or not within limits."""
     from tokenizers import Tokenizer
 
-    try:
-        try_tokenizer(content.encode())
-        return Tokenizer.from_str(content)
-    except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"tokenizer.json: cannot be used ({one_line(error)})") from None
+    fix = "give a JSON file of the tokenizers library"
+    with explain(f"{name}: cannot be used", fix, Exception):  # the library raises no narrower type
+        try_tokenizer(content)
+        return Tokenizer.from_buffer(content)

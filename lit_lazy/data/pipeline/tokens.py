@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lit_lazy.data.facts import list_doubts
+from lit_lazy.data import list_doubts
 from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import format_count, plain_console
@@ -41,68 +42,53 @@ WHOLE_BYTES = 2**30
 larger one each block is checked before its first use."""
 BLOCK_BYTES = 2**20
 """Small, because the first batches of a training use as many blocks as windows."""
+NO_LIMIT = 2**63 - 1
 ATTEMPTS = 3
 """Attempts to read a shard that is damaged, or that another corpus of the same files has removed."""
 
 
-class BlockCheck:
-    """Checks the blocks of a part, each once, before they are used."""
-
-    def __init__(self, path: Path, tokens: np.ndarray) -> None:
-        """path: of their digests; tokens `[n]`: the part, memory-mapped."""
-        self.folder, self.tokens = path.parent, tokens
-        self.digests = np.fromfile(path, np.uint8).reshape(-1, hashlib.sha256().digest_size)
-        self.per_block = BLOCK_BYTES // self.tokens.itemsize
-        self.unchecked = np.ones(len(self.digests), bool)
-
-    def check(self, starts: np.ndarray, length: int) -> None:
-        """As `Corpus.check`."""
-        first, last = starts // self.per_block, (starts + length - 1) // self.per_block
-        for block in {number for span in zip(first, last, strict=True) for number in range(span[0], span[1] + 1)}:
-            if self.unchecked[block]:
-                self._check_block(block)
-                self.unchecked[block] = False
-
-    def _check_block(self, block: int) -> None:
-        content = self.tokens[block * self.per_block : (block + 1) * self.per_block]
-        if hashlib.sha256(content.tobytes()).digest() == self.digests[block].tobytes():
-            return
-        with contextlib.suppress(FileNotFoundError):  # another process found it too
-            quarantine(self.folder, f"block {block} of its tokens differs from its digest")
-        fix = "run again to tokenise it anew"
-        raise ValueError(f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name} is damaged; {fix}")
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """Tokens of a corpus, memory-mapped from its cache folder, and its metadata."""
+    """Tokens of an intact corpus, memory-mapped from its cache folder, and its metadata."""
 
-    train: np.ndarray
-    """Unsigned `[n]`: the concatenated documents, each followed by the separator."""
-    validation: np.ndarray
-    vocab_size: int
-    fingerprint: str
-    """Digest of the vocabulary size and all tokens."""
-    train_documents: int
-    validation_documents: int
-    bytes_per_token: float
-    """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
-    token counts as one token and no byte."""
-    validation_overlap: float
-    """Share of the documents of a separate validation text that the training text has too."""
-    lossy_documents: float
-    """Share of a sample of the documents that decoding their tokens does not restore."""
-    folder: Path
-    checks: Mapping[str, BlockCheck]
-    """Of the parts that were not checked as a whole."""
+    def __init__(self, folder: Path) -> None:
+        """Reads only the metadata."""
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        self.folder = folder
+        self.train, self.validation = (np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS)
+        """Unsigned `[n]`: the concatenated documents, each followed by the separator."""
+        self.vocab_size: int = facts["vocab_size"]
+        self.fingerprint: str = facts["fingerprint"]
+        """Digest of the vocabulary size and all tokens."""
+        self.train_documents, self.validation_documents = facts["documents"]
+        self.bytes_per_token: float = facts["bytes_per_token"]
+        """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
+        token counts as one token and no byte."""
+        self.validation_overlap: float = facts["validation_overlap"]
+        """Share of the documents of a separate validation text that the training text has too."""
+        self.lossy_documents: float = facts["lossy_documents"]
+        """Share of a sample of the documents that decoding their tokens does not restore."""
+        self.digests = {path.stem: np.fromfile(path, np.uint8).reshape(-1, 32) for path in folder.glob("*.sha256")}
+        """Of the blocks of each part that was not checked as a whole."""
+        self.unchecked = {part: {*range(len(digests))} for part, digests in self.digests.items()}
 
     def check(self, part: str, starts: np.ndarray, length: int) -> None:
         """Check what was not checked yet of the `length` tokens after each of `starts` `[n]`, before their use.
 
         Raises a one-line ValueError if a block is damaged; the corpus is then in quarantine.
         """
-        if part in self.checks:
-            self.checks[part].check(starts, length)
+        if part not in self.unchecked:
+            return
+        tokens = getattr(self, part)
+        size = BLOCK_BYTES // tokens.itemsize
+        spans = zip(starts // size, (starts + length - 1) // size, strict=True)
+        for block in {number for first, last in spans for number in range(first, last + 1)} & self.unchecked[part]:
+            content = tokens[block * size : (block + 1) * size].tobytes()
+            if hashlib.sha256(content).digest() != self.digests[part][block].tobytes():
+                with contextlib.suppress(FileNotFoundError):  # another process found it too
+                    quarantine(self.folder, f"block {block} of its tokens differs from its digest")
+                where = f"LIT_LAZY_CACHE={str(self.folder.parent)!r}: its folder {self.folder.name}"
+                raise ValueError(f"{where} is damaged; run again to tokenise it anew")
+            self.unchecked[part].remove(block)
 
     def ends(self, part: str) -> np.ndarray:
         """End offset of each document of a part, including its separator: int64 `[documents]`, memory-mapped."""
@@ -112,11 +98,10 @@ class Corpus:
 def cache_folder() -> Path:
     """Folder of the cached corpora: `LIT_LAZY_CACHE`, by default `~/.cache/lit-lazy/tokens`."""
     setting = os.environ.get("LIT_LAZY_CACHE") or "~/.cache/lit-lazy/tokens"
-    try:
+    problem = f"LIT_LAZY_CACHE={setting!r}: cannot be used"
+    with explain(problem, "set it to another folder", OSError, RuntimeError):  # a name too long, an unknown user
         folder = Path(setting).expanduser()
         folder.exists()
-    except (OSError, RuntimeError) as error:  # a name too long, an unknown user
-        raise ValueError(f"LIT_LAZY_CACHE={setting!r}: cannot be used ({error}); set it to another folder") from None
     return folder
 
 
@@ -174,27 +159,7 @@ def _digest_file(path: Path, prefix: bytes = b"") -> str:
 
 
 def make_fingerprint(vocab_size: int, digests: Sequence[str]) -> str:
-    """Fingerprint of a corpus whose parts have these digests."""
     return hashlib.sha256(" ".join([str(vocab_size), *digests]).encode()).hexdigest()[:16]
-
-
-def open_corpus(folder: Path) -> Corpus:
-    """Memory-map an intact corpus; reads only its metadata."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    parts = {part: np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS}
-    return Corpus(
-        train=parts["train"],
-        validation=parts["validation"],
-        vocab_size=facts["vocab_size"],
-        fingerprint=facts["fingerprint"],
-        train_documents=facts["documents"][0],
-        validation_documents=facts["documents"][1],
-        bytes_per_token=facts["bytes_per_token"],
-        validation_overlap=facts["validation_overlap"],
-        lossy_documents=facts["lossy_documents"],
-        folder=folder,
-        checks={path.stem: BlockCheck(path, parts[path.stem]) for path in folder.glob("*.sha256")},
-    )
 
 
 def make_once(
@@ -238,29 +203,23 @@ class CorpusPlan:
     """Empty if a share of the training documents is held out."""
     vocab_size: int
     validation_share: float
-    max_tokens: int | None
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum tokens of a part: max_tokens, and one for the last target."""
-        return None if self.max_tokens is None else self.max_tokens + 1
 
 
 def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: Callable[[], object]) -> None:
     """Tokenise documents into a folder, which may already hold the corpus.
 
     Without validation documents, a share of the training documents is held out. The training part and the validation
-    documents are cut at `plan.limit` tokens; reading stops there.
+    documents are cut at the limit of their jobs; reading stops there.
     check: called before the corpus counts as complete. Raises ValueError if a part gets no document.
     """
     shards = folder.parent
     jobs = [*plan.validation, *plan.train]
     if not (folder / FACTS).exists():
-        with _Meter(jobs, shards, plan.max_tokens) as meter:
+        with _Meter(jobs, shards) as meter:
             facts = _join(folder, plan, shards, processes, meter)
-            if misfit := _explain_misfit(facts, plan):
-                _remove_shards(jobs, shards)
-                raise ValueError(misfit)
+        if not all(facts["documents"]):
+            _remove_shards(jobs, shards)
+            raise _make_empty_error(facts["documents"], plan.validation_share)
         check()
         write_text(folder / FACTS, json.dumps(facts))
         meter.report(facts)
@@ -268,39 +227,35 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
 
 
 def _remove_shards(jobs: Iterable[FileJob], shards: Path) -> None:
-    """Remove the shards of a corpus."""
     for job in jobs:
         remove_shard(shards, job.name)
 
 
-def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
-    """Error message if a part has no document, otherwise ""."""
-    if all(facts["documents"]):
-        return ""
-    there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
-    problem = f"data.validation_share={plan.validation_share}: of {format_count(there, 'document')} none is for {empty}"
+def _make_empty_error(documents: Sequence[int], share: float) -> ValueError:
+    there, empty = sum(documents), "validation" if documents[0] else "training"
+    problem = f"data.validation_share={share}: of {format_count(there, 'document')} none is for {empty}"
     # A document is never divided, so no share would help with one.
     fix = "choose a larger share, give more documents" if there > 1 else "divide the text into more files"
-    return f"{problem}; {fix}, or set data.validation"
+    return ValueError(f"{problem}; {fix}, or set data.validation")
 
 
 def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:
     """Write the parts of the corpus as the shards arrive; returns the metadata."""
-    dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
-    share = 0.0 if plan.validation else plan.validation_share
-    overlap, sampled, lossy = _Overlap(), 0, 0
-    add, look_for = (overlap.add, overlap.look_for) if plan.validation else (None, None)
+    dtype, sampled, lossy = np.min_scalar_type(plan.vocab_size - 1), 0, 0
+    known: Counter[int] = Counter()  # hashes of the documents of a separate validation text
+    shared: set[int] = set()  # those that the training text has too
     with (
-        _PartWriter(folder, "train", dtype, limit, look_for) as train,
-        _PartWriter(folder, "validation", dtype, limit if plan.validation else None, add) as validation,
+        _PartWriter(folder, "train", dtype, plan.train, lambda hashes: shared.update(known.keys() & hashes)) as train,
+        _PartWriter(folder, "validation", dtype, plan.validation, known.update) as validation,
     ):
-        for jobs, part in ((plan.validation, validation), (plan.train, train)):
-            with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:
-                for job, shard in zip(jobs, found, strict=False):
+        for part in (validation, train):
+            count = choose_process_count(part.jobs, processes)
+            with closing(make_shards(part.jobs, shards, count, meter.count)) as found:
+                for job, shard in zip(part.jobs, found, strict=False):
                     intact, file = _open_intact(shard, job, shards, meter)
                     with file:
-                        _append(intact.pieces(file), part, validation, share if part is train else 0.0)
-                    meter.count_shard(shard)
+                        _append(intact.pieces(file), part, validation, job.share)
+                    meter.count_file()
                     sampled, lossy = sampled + intact.sampled, lossy + intact.lossy
                     if part.is_full:
                         break
@@ -314,7 +269,7 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
         "tokens": [train.tokens, validation.tokens],
         "documents": [train.documents, validation.documents],
         "bytes_per_token": validation.bytes_per_token,
-        "validation_overlap": overlap.measure_share() if plan.validation else 0.0,
+        "validation_overlap": sum(known[number] for number in shared) / max(known.total(), 1),
         "lossy_documents": lossy / max(sampled, 1),
     }
 
@@ -334,11 +289,8 @@ def _append(pieces: Iterable[Piece], part: "_PartWriter", held_out: "_PartWriter
     """Add a shard's documents to `part`, until it is full, and the held-out share to `held_out`."""
     for piece in pieces:
         is_held_out = select_held_out(piece.hashes, share)
-        if part.limit is not None:
-            reached = part.tokens + np.cumsum(np.where(is_held_out, 0, piece.lengths)) >= part.limit
-            read = np.arange(len(reached)) <= (int(reached.argmax()) if reached.any() else len(reached))
-        else:
-            read = np.ones(len(is_held_out), bool)
+        reached = part.tokens + np.cumsum(np.where(is_held_out, 0, piece.lengths)) >= part.limit
+        read = np.arange(len(reached)) <= (int(reached.argmax()) if reached.any() else len(reached))
         part.add(piece.select(read & ~is_held_out))
         if share:
             held_out.add(piece.select(read & is_held_out))
@@ -346,48 +298,24 @@ def _append(pieces: Iterable[Piece], part: "_PartWriter", held_out: "_PartWriter
             return
 
 
-class _Overlap:
-    """Finds the validation documents that the training text has too, by their hashes."""
-
-    def __init__(self) -> None:
-        self.hashes: list[np.ndarray] = []
-
-    def add(self, hashes: np.ndarray) -> None:
-        """Add validation documents, before any of the training text."""
-        self.hashes.append(hashes)
-
-    @functools.cached_property
-    def known(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The distinct hashes in order, how many documents have each, and whether the training text has it."""
-        distinct, counts = np.unique(np.concatenate(self.hashes), return_counts=True)
-        return distinct, counts, np.zeros(len(distinct), bool)
-
-    def look_for(self, hashes: np.ndarray) -> None:
-        """Look for training documents."""
-        distinct, _, found = self.known
-        places = np.minimum(np.searchsorted(distinct, hashes), len(distinct) - 1)
-        found[places[distinct[places] == hashes]] = True
-
-    def measure_share(self) -> float:
-        _, counts, found = self.known
-        return float(counts[found].sum() / counts.sum())
-
-
 class _PartWriter:
-    """Writes the files of tokens and of document ends of one part, and counts; `observe` is given the hashes."""
+    """Writes the files of tokens and of document ends of one part, and counts; `observe` is given the hashes.
+
+    jobs: empty if the part is a share of the other's documents, which are then not observed.
+    """
 
     def __init__(
         self,
         folder: Path,
         name: str,
         dtype: np.dtype[Any],
-        limit: int | None,
-        observe: Callable[[np.ndarray], object] | None,
+        jobs: Sequence[FileJob],
+        observe: Callable[[Sequence[int]], object],
     ) -> None:
-        self.observe = observe
+        self.jobs, self.observe, self.dtype = jobs, observe, dtype
+        self.limit = NO_LIMIT if not jobs or jobs[0].limit is None else jobs[0].limit
         self.path = folder / f"{name}.bin"
         self.files = [self.path.with_suffix(suffix).open("wb") for suffix in (".bin", ".ends")]
-        self.dtype, self.limit = dtype, limit
         self.digest, self.ends_digest = hashlib.sha256(dtype.str.encode()), hashlib.sha256()
         self.tokens = self.documents = 0
         # Of complete documents; the limit may cut `tokens` inside one.
@@ -408,7 +336,7 @@ class _PartWriter:
 
     @property
     def is_full(self) -> bool:
-        return self.limit is not None and self.tokens >= self.limit
+        return self.tokens >= self.limit
 
     @property
     def bytes_per_token(self) -> float:
@@ -416,10 +344,10 @@ class _PartWriter:
 
     def add(self, piece: Piece) -> None:
         """Write documents up to the limit."""
-        if self.observe is not None:
-            self.observe(piece.hashes)
+        if self.jobs:
+            self.observe(piece.hashes.tolist())
         ends = self.tokens + np.cumsum(piece.lengths, dtype=np.int64)
-        written = piece.tokens if self.limit is None else piece.tokens[: self.limit - self.tokens]
+        written = piece.tokens[: self.limit - self.tokens]
         raw = written.astype(self.dtype, copy=False).tobytes()
         tokens, ends_file = self.files
         tokens.write(raw)
@@ -436,17 +364,16 @@ class _PartWriter:
 class _Meter:
     """Progress bar on a terminal, and a final line with the speed."""
 
-    def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
+    def __init__(self, jobs: Sequence[FileJob], shards: Path) -> None:
         self.console = plain_console(stderr=True)
         text = TextColumn("{task.description}")
         columns = SpinnerColumn(), text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.sizes = {job.name: job.source.size for job in jobs}
         self.task = self.progress.add_task("tokenising", total=None)
-        self.max_tokens, self.lock = max_tokens, threading.Lock()
-        self.found = {name: shard for name in self.sizes if (shard := Shard.find(shards, name)) is not None}
+        self.files, self.limit, self.lock = len(jobs), jobs[0].limit, threading.Lock()
+        self.reused = sum(Shard.find(shards, job.name) is not None for job in jobs)
         self.started = time.monotonic()
-        self.bytes = self.tokens = self.joined = self.joined_bytes = 0
+        self.bytes = self.tokens = self.joined = 0
 
     def __enter__(self) -> "_Meter":
         self.progress.start()
@@ -459,28 +386,21 @@ class _Meter:
         """Add bytes of text and training tokens; thread-safe."""
         with self.lock:
             self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
-            done, total = self.bytes + sum(shard.bytes for shard in self.found.values()), None
-            if self.max_tokens is not None and self.tokens:  # expected, from the limit or the files joined so far
-                total = max(done, self.bytes * self.max_tokens / self.tokens)
-            elif self.joined:
-                total = max(done, self.joined_bytes * len(self.sizes) / self.joined)
-            files = f", {self.joined} of {len(self.sizes)} parts" if len(self.sizes) > 1 else ""
-            self.progress.update(
-                self.task, completed=done, total=total, description=f"tokenising, {self._format_rate()}{files}"
-            )
+            done, total = (self.joined, self.files) if self.limit is None else (self.tokens, self.limit)
+            files = f", {self.joined} of {self.files} parts" if self.files > 1 else ""
+            shown = f"tokenising, {self._format_rate()}{files}"
+            self.progress.update(self.task, completed=done, total=total if done else None, description=shown)
 
-    def count_shard(self, shard: Shard) -> None:
-        """Add a finished file."""
+    def count_file(self) -> None:
         with self.lock:
             self.joined += 1
-            self.joined_bytes += shard.bytes
 
     def log(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
     def report(self, facts: Mapping[str, Any]) -> None:
         """Print the speed, the number of tokens, and what makes figures on this corpus doubtful."""
-        reused = f", {len(self.found)} parts reused" if self.found else ""
+        reused = f", {self.reused} parts reused" if self.reused else ""
         self.log(f"tokenised {self._format_rate()}, into {sum(facts['tokens'])} tokens{reused}")
         for line in list_doubts(facts):
             self.log(line)

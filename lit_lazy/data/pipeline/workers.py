@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,10 +110,8 @@ class _Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            try:
+            with suppress(OSError):  # unsent data
                 pipe.close()
-            except OSError:  # unsent data
-                continue
         for folder, name in self.unfinished:
             remove_shard(folder, name, keep_finished=True)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Generation
 
 TOKENS_AT_ONCE = 8192
 """Tokens per forward pass, unless a single sequence is longer."""
@@ -93,7 +94,6 @@ class LmEvalAdapter(TemplateLM):
         scored = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
         return [sum(next(scored)[0] for _ in text) for text in windows]
 
-    @torch.no_grad()
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:  # noqa: ARG002
         """Greedy continuation of each context, up to a stop. Contexts are truncated on their left to leave room."""
         texts = []
@@ -109,15 +109,13 @@ class LmEvalAdapter(TemplateLM):
         return texts
 
     def _continue_greedily(self, context: list[int], stops: Iterable[str], most: int) -> str:
-        cache, new, generated, text = self.model.new_cache(), context, [], ""
-        while len(generated) < most and not any(stop in text for stop in stops):
-            tokens = torch.tensor([new], device=self.model.device)
-            with self.autocast:
-                token = int(self.model(tokens, cache)[0, -1].argmax())
-            if token == self.eot_token_id:
-                break
-            generated.append(token)
-            new, text = [token], "".join(self.text.decode(generated, context))
+        generated, text = [], ""
+        with self.autocast:
+            for _, token in Generation(self.model, [context], most, stop=(self.eot_token_id,)):
+                generated.append(token)
+                text = "".join(self.text.decode(generated, context))
+                if any(stop in text for stop in stops):
+                    break
         ends = [text.find(stop) for stop in stops if stop and stop in text]
         return text[: min(ends)] if ends else text
 
@@ -137,11 +135,11 @@ def _score(logits: Tensor, targets: list[int]) -> tuple[float, bool]:
     return scores.double().sum().item(), bool((logits.argmax(-1) == index).all())
 
 
-def make_batches(lengths: Sequence[int], most: int = TOKENS_AT_ONCE) -> list[list[int]]:
-    """Batches of sequence indices, longest first, each of at most `most` tokens including padding."""
+def make_batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Batches of sequence indices, longest first, each of at most TOKENS_AT_ONCE tokens including padding."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > most:
+        if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > TOKENS_AT_ONCE:
             found.append([])
         found[-1].append(i)
     return found

@@ -96,7 +96,7 @@ def load_tokenizer(folder: Path) -> str:
     """
     import transformers
 
-    parse_tokenizer(_read(folder / TOKENIZER).decode(errors="replace"))
+    parse_tokenizer(_read(folder / TOKENIZER))
     with one_line_errors(TOKENIZER):
         found: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return found.backend_tokenizer.to_str()

@@ -17,7 +17,7 @@ TABLE = "table.json"
 """As in `lit_lazy.table.build`, whose import takes long."""
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.grid_folder import GridFolder
+    pass
 
 
 def add_to(commands: Commands) -> None:
@@ -95,29 +95,7 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
     print_status(grid, plain_console())
-    if edits := _describe_edits(options, grid):
-        print(f"{options.ablation} was edited: {edits}")
     return 0
-
-
-def _describe_edits(options: argparse.Namespace, grid: "GridFolder") -> str:
-    """What a grid's file says otherwise than when the grid began; "" if nothing, or if NAME is not that file's."""
-    from lit_lazy.command.ablate_run import check_settings, parse_request
-
-    if not (Path(options.ablation).is_file() or options.ablation in list_available("ablations")):
-        return ""
-    all_cells = {"looks": None, "rows": [], "baseline": None, "seeds": [], "init_from": None}
-    try:
-        request = parse_request(argparse.Namespace(**vars(options), **all_cells), [])
-        if request.grid != grid.path.name:
-            return ""
-        check_settings(request, {cell.variant: cell.settings for cell in grid.cells if cell.settings})
-        begun, declared = grid.plan.declaration, request.declaration
-        if begun is not None and declared is not None and begun.digest != declared.digest:
-            return "its claim or rules changed since its run, so another verdict would be exploratory"
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -136,6 +136,8 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
 
 def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
     """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
+    if base and (asked := f"{name}-{Path(base).stem}") in known:  # without importing the ablation, and torch with it
+        return asked
     from lit_lazy.grid.question import load_ablation_or_question
 
     if name in list_available("ablations") or name.endswith(".py"):

@@ -1,21 +1,16 @@
 """A grid from the command line to the table: real trainings, workers and MLflow store."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from asked_grid import ask_for_grid
-from forked import forget_user_files
-from rich.console import Console
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.run import save_plan
-from lit_lazy.support.named_files import PROJECT, find
+from lit_lazy.support.named_files import find
 from lit_lazy.table.build import read_table
-from lit_lazy.training.run_folder import write_settings
 
 ID = "pair-backcopy_tiny"
 
@@ -77,45 +72,6 @@ def test_the_command_imports_little() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout
     assert said.split("\n")[:2] == ["set()", "set()"]
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "said"),
-    [
-        (
-            "mine.py",
-            "Elastic()",
-            "Elastic(tau_init=0.5)",
-            "row 'lazy': model.attention.normaliser.tau_init changed from 1.0 to 0.5 since this grid began; --changed "
-            "trains it anew",
-        ),
-        ("q_mask_2.py", "margin=REMOVED", "margin=0.04", "its claim or rules changed since its run"),
-    ],
-)
-def test_the_status_says_that_a_file_was_edited_since_the_grid_began(name, old, new, said, tmp_path, capsys) -> None:
-    """No cell is trained, each has its settings."""
-    path = tmp_path / name
-    if name == "mine.py":
-        path.write_text(two_rows("mine"))
-    else:
-        shutil.copy(find("ablations", path.stem), path)
-        shutil.copy(find("ablations", path.stem).with_suffix(".toml"), tmp_path)
-    grid = ask_for_grid(["ablate", "run", str(path), "--runs", str(tmp_path)])
-    grid.folder.mkdir()
-    save_plan(grid, Console())
-    for cell in grid.cells:
-        grid.locate(cell.key).mkdir(parents=True)
-        write_settings(grid.locate(cell.key), cell.key, "data", cell.config)
-    if name != "mine.py":
-        shutil.copy(PROJECT / "docs" / "results" / grid.id / "table.json", grid.folder)
-    command = ["ablate", "status", str(path), "--runs", str(tmp_path)]
-    assert main(command) == 0
-    assert "edited" not in (out := capsys.readouterr().out)
-    assert f"{grid.id}: 0/" in out
-    forget_user_files()
-    path.write_text(path.read_text().replace(old, new))
-    assert main(command) == 0
-    assert f"{path} was edited: {said}" in capsys.readouterr().out
 
 
 def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(tmp_path, pair, monkeypatch, capsys) -> None:

@@ -64,8 +64,12 @@ def make_record(kind: type[T], values: Mapping[str, Any], **changes: Any) -> T:
     changes: fields that come from elsewhere. Raises ValueError or TypeError for missing values and for other types.
     """
     hints = field_types(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name in values]  # type: ignore[arg-type]
-    given = {name: make_value(values[name], hints[name], make_record) for name in names if name not in changes}
+    fields = [field for field in dataclasses.fields(kind) if field.name not in changes]  # type: ignore[arg-type]
+    names = [field.name for field in fields if field.name in values]
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    if lacking := [name for name in required if name not in values]:
+        raise ValueError(f"lacks {', '.join(lacking)}")
+    given = {name: make_value(values[name], hints[name], make_record) for name in names}
     made = kind(**given, **changes)
     check_kinds(kind.__name__, made)
     return made

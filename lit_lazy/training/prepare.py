@@ -105,7 +105,7 @@ def check_size(
     saved = min(tokens * vocab_size, LOGITS_AT_ONCE)
     saved += tokens * cfg.n_layers * (cfg.d_model if checkpointed else 2 * cfg.d_model + 2 * cfg.d_ff)
     sizes = {f"model.{name}": getattr(cfg, name) for name in ("d_model", "n_layers", "d_ff")}
-    sizes |= {"sequences at a time": sequences, "vocabulary": vocab_size, "context length": context_length}
+    sizes |= {"sequences at a time": sequences, "vocabulary": vocab_size, "data.context_length": context_length}
     needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * saved
     require_memory(sizes, needed)
     parts = 0  # parameters of mixer and position without the projections, which are counted already

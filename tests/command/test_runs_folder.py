@@ -68,7 +68,7 @@ WRONG = [
     ("ablate compare duo BOTH", "'duo': names several tables; give a folder with a table.json, or a grid in 'runs': d"),
     ("ablate compare duo-backcopy_tini BOTH", "'duo-backcopy_tini': no such table (did you mean duo-backcopy_tiny?)"),
     ("ablate compare notes BOTH", "'notes': 'notes' holds no table.json"),
-    ("ablate compare wrong.json BOTH", "'wrong.json': is no table.json (KeyError"),
+    ("ablate compare wrong.json BOTH", "'wrong.json': is no table.json (ValueError: lacks ablation"),
     ("ablate compare HEAD:runs/nothing BOTH", "'HEAD:runs/nothing/table.json': git shows no such file"),
     ("ablate compare BOTH BOTH --columns loss/exces", "--columns 'loss/exces': is not in both tables (did you mean"),
     *(  # no option of git, which would write into the folder y:./x
@@ -137,7 +137,7 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
         in text
     )
     assert f"{ODD} unfinished `lit-lazy ablate status {ODD}` shows its cells 1 finished" in text
-    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'columns')" in text
+    assert f"{ODD}-damaged damaged table.json: is no table.json (KeyError: 'rows')" in text
     assert "train-backcopy_tiny complete Validation loss" in text
     assert "search-odd Its points are in its table" in text
     assert text.index("q_window_2-stdlib_small") < text.index(f"{DUO} complete") < text.index("search-odd")

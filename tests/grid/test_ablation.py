@@ -36,8 +36,8 @@ from lit_lazy.grid.ablation import (
 )
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
-from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.records import check_row_name, is_metric_name, make_outcome_name
+from lit_lazy.table.columns import COLUMNS, is_metric_name
+from lit_lazy.table.records import check_row_name, make_outcome_name
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
 ROWS = (Row("softmax", {NORMALISER: Softmax()}, "ours"), Row("elastic", {NORMALISER: Elastic()}, "ours"))

@@ -33,6 +33,7 @@ from lit_lazy.table.verdicts import describe_bounds, format_finding, format_inte
 
 T = TypeVar("T")
 SUBJECTS = (
+    "Compute-optimal models",
     "The sink",
     "Sparsity",
     "Loss on text",
@@ -40,12 +41,11 @@ SUBJECTS = (
     "Length and streaming",
     "The threshold",
     "A trained model",
-    "Compute-optimal models",
     "Cost",
     "Other",
 )
 """The order of the table of all verdicts."""
-THEMES = ("Sink", "Loss", "Sparsity", "Extrapolation", "Adaptation", "Cost")
+THEMES = ("Loss", "Extrapolation", "Sparsity", "Sink", "Adaptation", "Cost")
 """The order of the table of findings."""
 
 

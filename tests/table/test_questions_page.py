@@ -113,7 +113,7 @@ def test_mistakes_in_words_are_named(
     (tmp_path / "ablations").mkdir()
     asked = [result for result in found if result.table.ablation == "q_text_2"]
     for text, said in (
-        ('subject = "The sinc"', "has no words of a question .*subject='The sinc': must be one of The sink"),
+        ('subject = "The sinc"', "has no words of a question .*subject='The sinc': must be one of Compute-optimal"),
         ("topic = 1", "has no words of a question .*topic"),
         ("subject =", "has no words of a question"),
         ('effect = "{row: lasy}"', "effect: the table has no 'row: lasy'; it has row: softmax"),

@@ -75,9 +75,9 @@ def _naming_user_errors(what: str) -> Iterator[None]:
     """Turn whatever a user's class raises into a one-line ValueError, with its last line instead of a traceback."""
     try:
         yield
-    except (ValueError, KeyboardInterrupt):
+    except ValueError:
         raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind, _, text = describe_exception(error).partition(": ")
         where = f"{what}: {kind} ({Path(last.filename).name}, line {last.lineno})"

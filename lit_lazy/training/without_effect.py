@@ -43,7 +43,8 @@ def _iter_without_effect(model: ModelConfig, context_length: int) -> Iterator[tu
     unchanged = cache(lambda layer: _probe_layer(model, layer, context_length))
 
     def changes_nothing(path: str, value: Any) -> bool:
-        with suppress(Exception):  # the other settings need what is changed
+        # Suppressed if the other settings need what is changed.
+        with suppress(ValueError, TypeError, AttributeError, LookupError, RuntimeError, AssertionError):
             changed = replace_at(model, {path: value})
             probes = ((unchanged(i), _probe_layer(changed, i, context_length)) for i in range(model.n_layers))
             return all(_agree(*pair) for pair in probes)

@@ -18,7 +18,6 @@ from lit_lazy.data import compute_learned_nats, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
-from lit_lazy.support.locks import read_id
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
@@ -30,8 +29,6 @@ VERSION_DIGITS = 6
 """Digits by which a table tells what a changed row trained before and now."""
 ASIDE = ".until-"
 """In the names of folders that `--fresh` has moved aside."""
-GRID_ID = "grid_id"
-"""File in a grid's folder, with the tag `grid` of its parent run."""
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
 ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
@@ -174,11 +171,6 @@ def read_grid(folder: Path) -> GridFolder:
     if grid is None:
         raise ValueError(f"{str(folder)!r}: has no {PLAN}; `lit-lazy ablate run` makes it")
     return grid
-
-
-def read_grid_id(folder: Path) -> str:
-    """The random id of a grid's folder."""
-    return read_id(folder / GRID_ID)
 
 
 def list_grids(runs: Path) -> list[str]:

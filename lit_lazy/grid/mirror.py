@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 from rich.console import Console
 
-from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, GridFolder, read_grid, read_grid_id
+from lit_lazy.grid.grid_folder import ASIDE, GridFolder, read_grid
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
@@ -29,7 +29,7 @@ from lit_lazy.table.records import Table, make_outcome_name
 from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
 from lit_lazy.tracking.views import build_views
 from lit_lazy.training.result import METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import is_locked, read_failure, read_settings
+from lit_lazy.training.run_folder import GRID_ID, is_locked, read_failure, read_grid_id, read_settings
 
 if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in the thread of `follow`
     from lit_lazy.tracking.tracker import MirroredRun, Tracker

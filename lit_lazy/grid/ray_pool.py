@@ -22,7 +22,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import read_files
-from lit_lazy.grid.grid_folder import GRID_ID
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.pool import Pool
 from lit_lazy.grid.worker import execute, log_by, prepare_process
@@ -31,7 +30,7 @@ from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.process import count_cores
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
-from lit_lazy.training.run_folder import FAILURE, SETTINGS, clear_failure, locate_cell
+from lit_lazy.training.run_folder import FAILURE, GRID_ID, SETTINGS, clear_failure, locate_cell
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0

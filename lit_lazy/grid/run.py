@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
-from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid, read_grid_id
+from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.merge import describe_measurable, merge_plan
 from lit_lazy.grid.packed import TakenResult, find_shared, read_end
@@ -30,7 +30,7 @@ from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.training.execution import find_missing_backend
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell
+from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell, read_grid_id
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS, LOOK_SHARE = 5.0, 20.0

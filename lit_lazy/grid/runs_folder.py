@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lit_lazy.grid.cells import State, read_state
-from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, GridFolder
+from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
@@ -16,7 +16,7 @@ from lit_lazy.support.named_files import delete, find_grids, is_entry_name, join
 from lit_lazy.tracking.store import ARTIFACTS, read_run_address, sqlite_file
 from lit_lazy.tracking.tracker import Tracker, list_experiment_names
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, hold, is_locked, keep_quarantined
+from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, GRID_ID, hold, is_locked, keep_quarantined
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""
@@ -163,10 +163,11 @@ class RunsFolder:
             delete(entry.artifacts, self.path)
         elif entry.tracked:  # others may use the store
             tracker = Tracker(self.uri, entry.name)
-            of_grid = tracker.find({"grid": grid_id}) if grid_id else []
-            own = [run for run in tracker.find({"kind": "run"}) if run.info.run_id in named]
-            for run in own if entry.kind == "training" else of_grid:
-                tracker.delete_run(run.info.run_id)
+            own = [run.info.run_id for run in tracker.find({"grid": grid_id})] if grid_id else []
+            if entry.kind == "training":  # of an earlier version
+                own += [run.info.run_id for run in tracker.find({"kind": "run"}) if run.info.run_id in named - {*own}]
+            for run_id in own:
+                tracker.delete_run(run_id)
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""

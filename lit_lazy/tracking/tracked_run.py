@@ -34,7 +34,7 @@ from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run import read_finished, train_logged
-from lit_lazy.training.run_folder import is_locked, make_lock
+from lit_lazy.training.run_folder import is_locked, make_lock, read_grid_id
 
 SEND_SECONDS = 5.0
 
@@ -120,9 +120,15 @@ def train_tracked(
     check_store(uri := default_uri(runs))
     experiment = f"train-{name}"
     folder = join_name(runs, experiment) / key
-    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    run = MirroredRun(Tracker(uri, experiment), folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
+    tags = {
+        "kind": "run",
+        "cell": key,
+        "seed": str(cfg.seed),
+        "git_sha": git_sha(),
+        "grid": read_grid_id(folder.parent),
+    }
+    run = MirroredRun(Tracker(uri, experiment), folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     if line := describe_leases(folder):
         log.warning("%s", line)
     if is_locked(folder):

@@ -63,6 +63,8 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 MOST_RUNS_SEEN = 1000
 BETWEEN = "\n\n"
+IDENTITY = "kind", "cell", "grid", PARENT
+"""Tags by which the run of a run folder is found: of a training, its folder's id; of a cell, the grid's run."""
 
 T = TypeVar("T")
 
@@ -302,7 +304,7 @@ class MirroredRun:
     folder: Path
     name: str
     tags: Mapping[str, str]
-    """Include `cell` and `kind`, and PARENT of a cell."""
+    """Include `cell` and `kind`, and PARENT of a cell or `grid` of a training."""
     params: Mapping[str, str]
     """Logged in addition to the config's fields."""
     config: Mapping[str, Any]
@@ -312,14 +314,15 @@ class MirroredRun:
     def _open(self) -> str:
         """The id of the MLflow run, which is created if MLflow has none.
 
-        A grid's cell has the run with its key below the grid's. Several people may train one configuration in one
-        experiment, so that a training has the run that its folder names.
+        Several people may train one configuration in one experiment, so that a training has the run of its folder's id;
+        of an earlier version, that which its folder names.
         """
         if not self._run_id:
             tracker, (named, _) = self.tracker, read_run_address(self.folder)
-            same = tracker.find({name: self.tags[name] for name in ("kind", "cell", PARENT) if name in self.tags})
-            mine = (run.info.run_id for run in same if PARENT in self.tags or run.info.run_id == named)
-            run_id = next(mine, "") or tracker.create_run(self.name, self.tags)
+            mine = tracker.find({name: self.tags[name] for name in IDENTITY if name in self.tags})
+            if not mine and named and PARENT not in self.tags:  # of an earlier version
+                mine = [run for run in tracker.find({"cell": self.tags["cell"]}) if run.info.run_id == named]
+            run_id = mine[0].info.run_id if mine else tracker.create_run(self.name, self.tags)
             self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
             write_run_address(self.folder, run_id, tracker.experiment_id)
             tracker.log_config(run_id, self.params, self.config)

@@ -12,7 +12,7 @@ from typing import Any
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
 from lit_lazy.support.disk import guards, write_text
-from lit_lazy.support.locks import is_held, make_file_lock
+from lit_lazy.support.locks import is_held, make_file_lock, read_id
 from lit_lazy.support.named_files import delete, join_name
 from lit_lazy.support.stored_records import parse_record
 
@@ -20,6 +20,8 @@ CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 """Folder of a run's checkpoints, and the one to resume from."""
 CELLS = "cells"
 """Folder of a grid's run folders."""
+GRID_ID = "grid_id"
+"""File in the folder of a grid, or of the trainings of an experiment, with the tag `grid` of its MLflow run or runs."""
 
 SETTINGS, FAILURE = "cell.json", "failed.json"
 """What a run folder trains, and why its last training failed."""
@@ -104,6 +106,11 @@ def _read(path: Path) -> dict[str, Any]:
         return parse_record(path.read_bytes(), str(path), "settings", FORMAT, dict)
     except (OSError, ValueError):
         return {}
+
+
+def read_grid_id(folder: Path) -> str:
+    """The random id of the folder of a grid or of trainings."""
+    return read_id(folder / GRID_ID)
 
 
 def locate_cell(grid: Path, key: str) -> Path:

@@ -142,7 +142,7 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
     assert "search-odd Its points are in its table" in text
     assert text.index("q_window_2-stdlib_small") < text.index(f"{DUO} complete") < text.index("search-odd")
     trainings = runs / "train-backcopy_tiny"
-    shutil.copytree(next(trainings.iterdir()), trainings / "another")
+    shutil.copytree(next(trainings.glob("*/")), trainings / "another")
     (finding,) = (entry.finding for entry in list_entries(runs) if entry.folder == trainings)
     assert finding.startswith("Newest run: validation loss ")
 
@@ -212,7 +212,7 @@ def test_results_are_listed_and_an_ablation_is_removed_by_its_short_name(runs, c
 
 
 def test_garbage_is_collected_and_nothing_that_is_needed(runs, duo, capsys) -> None:
-    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
+    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").glob("*/"))
     for folder in (cell, training, runs / "lost-tiny" / "cells" / "a", runs / "shell-tiny" / "cells" / "a"):
         (folder / "checkpoints").mkdir(parents=True)
     for folder in (cell, training, runs / "lost-tiny" / "cells" / "a"):
@@ -312,7 +312,7 @@ def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys
 
 
 def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").iterdir())
+    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").glob("*/"))
     (cell / "checkpoints").mkdir()
     lock = claim(first := runs / DUO / "cells" / "another")
     assert lock is not None

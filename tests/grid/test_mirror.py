@@ -23,7 +23,7 @@ from two_rows import WILD, two_rows
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid import mirror as mirror_module
-from lit_lazy.grid.grid_folder import ASIDE, GRID_ID, read_grid
+from lit_lazy.grid.grid_folder import ASIDE, read_grid
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
@@ -31,7 +31,7 @@ from lit_lazy.table.render import FILES
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note, list_artifacts
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
-from lit_lazy.training.run_folder import make_lock, read_lines
+from lit_lazy.training.run_folder import GRID_ID, make_lock, read_lines
 
 ID = "pair-backcopy_tiny"
 VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.source.git.commit", "mlflow.note.content")

@@ -21,11 +21,11 @@ from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import read_state
-from lit_lazy.grid.grid_folder import read_grid, read_grid_id
+from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.table.build import read_table
-from lit_lazy.training.run_folder import read_failure
+from lit_lazy.training.run_folder import read_failure, read_grid_id
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -60,8 +61,8 @@ def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypa
 def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path) -> None:
     """Also one of an earlier version, which tagged its owner; a run that others began from the same settings stays."""
     tracker = Tracker(default_uri(runs), EXPERIMENT)
-    tags = {"kind": "run", "cell": "abc"}
-    theirs, former = (tracker.create_run("a", tags | {"owner": owner}) for owner in ("them", "me"))
+    tags = {"kind": "run", "cell": "abc", "grid": "mine"}
+    theirs, former = (tracker.create_run("a", tags | {"grid": "theirs", "owner": owner}) for owner in ("them", "me"))
     folder = tmp_path / "mine" / EXPERIMENT / "abc"
     folder.mkdir(parents=True)
 
@@ -77,6 +78,16 @@ def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path
     mine = begin()
     assert begin() == mine
     assert {run.info.run_id for run in tracker.find({"kind": "run"})} == {theirs, mine}
+
+
+def test_a_run_that_was_not_named_in_its_folder_is_found_again(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a kill between the two."""
+    with monkeypatch.context() as patched:
+        patched.setattr("lit_lazy.tracking.tracker.write_run_address", Mock(side_effect=OSError("no space")))
+        assert main([*TRAIN, str(runs)]) == 1
+    assert main([*TRAIN, str(runs)]) == 0
+    found = Tracker(default_uri(runs), EXPERIMENT).find({"kind": "run"})
+    assert [run.data.tags["state"] for run in found] == ["complete"]
 
 
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")

@@ -55,7 +55,8 @@ class MadeGrid:
 
     def make_config(self, seed: int, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A cell's config, with no more than readers ask of it."""
-        return {"seed": seed, "train": {"steps": 3}, "model": dict(model or {})}
+        shape = {"train": {"steps": 3, "batch_size": 8}, "data": {"context_length": 16}}
+        return {"seed": seed, "model": dict(model or {}), **shape}
 
     def train(self, variant: str, seed: int, steps: range) -> Path:
         """Begin or resume a cell: log the loss 1 / step of each step; returns its run folder."""

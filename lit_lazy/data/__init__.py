@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]
 
+MOST_PASSES = 16
+"""Passes through a text of which further ones teach nothing new (Muennighoff et al., arXiv 2305.16264)."""
+
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is (PEP 562), as the functions on facts need no torch."""
@@ -34,6 +37,17 @@ def compute_learned_nats(info: Mapping[str, str | int | float]) -> float | None:
         bits = (float(info["unigram_bits_per_byte"]) + float(info["trigram_bits_per_byte"])) / 2
         return bits * math.log(2) * float(info["bytes_per_token"])
     return None
+
+
+def describe_repetition(info: Mapping[str, str | int | float], tokens: int) -> str:
+    """Says that a training on so many tokens repeats its text too often; "" if it does not, and of other data."""
+    passes = tokens / int(info["train_tokens"]) if "bytes_per_token" in info else 0.0
+    if passes < MOST_PASSES:
+        return ""
+    return (
+        f"{passes:,.0f} passes through the text: a model learns it by heart, and its validation loss rises; give more "
+        "text, or fewer train.steps"
+    )
 
 
 def list_doubts(info: Mapping[str, str | int | float]) -> list[str]:

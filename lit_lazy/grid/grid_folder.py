@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from lit_lazy.config.serialisation import flatten
-from lit_lazy.data import compute_learned_nats, list_doubts
+from lit_lazy.data import compute_learned_nats, describe_repetition, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.measure.arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
@@ -94,6 +94,12 @@ class CellRecord:
         return {} if result is None else {**result.metrics, **{f"time/{k}": v for k, v in result.timings.items()}}
 
     @property
+    def tokens(self) -> int:
+        """How many its training sees; 0 before it began, and of a task whose sequences have no set length."""
+        shape = "train.steps", "train.batch_size", "data.context_length"
+        return math.prod(int(self.settings.get(path, 0)) for path in shape)
+
+    @property
     def normaliser(self) -> str:
         """Class name of the normaliser, or of the mixer if that is not attention; "" before the training began."""
         mixer = str(self.settings.get("model.mixer", "SelfAttention"))
@@ -159,7 +165,9 @@ class GridFolder:
     def build_table(self) -> Table:
         """The table of the plan's cells."""
         plan, observations = self.plan, [cell.observe() for cell in self.cells]
-        warnings = [*list_doubts(plan.facts), *_warn_undertrained(plan, self.cells)]
+        tokens = max((cell.tokens for cell in self.cells), default=0)
+        repeated = [line] if (line := describe_repetition(plan.facts, tokens)) else []
+        warnings = [*list_doubts(plan.facts), *(repeated or _warn_undertrained(plan, self.cells))]
         table = build_table(make_table_spec(plan, observations, warnings), observations)
         taken = [cell for cell in self.cells if cell.result is not None and cell.result.taken_from]
         return replace(table, seconds=_sum_seconds(self.cells), seconds_elsewhere=_sum_seconds(taken) or 0.0)

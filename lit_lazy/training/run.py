@@ -21,7 +21,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key, list_user_files, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.data import DataConfig, DataSource
+from lit_lazy.data import DataConfig, DataSource, describe_repetition
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
@@ -136,6 +136,9 @@ def _announce(cfg: RunConfig, source: DataSource, module: LitLM) -> str:
     log.info("attention: %s, runs on %s", cfg.model.rule, where)
     for note in filter(None, (find_busy_cores(), *list_ineffective(cfg, source.context_length))):
         log.info("%s", note)
+    tokens = cfg.train.steps * cfg.train.batch_size * source.context_length
+    if repeated := describe_repetition(source.info, tokens):
+        log.warning("data=%s: %s", type(cfg.data).__name__, repeated)
     if validates_on_training(source):
         what = "validation begins with the training sequences, so its loss says nothing of new ones; give it others"
         log.warning("data=%s: %s", type(cfg.data).__name__, what)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lit_lazy.config.user_files import experiment
+from lit_lazy.data import describe_repetition
 from lit_lazy.data.pipeline.documents import find_cut
 from lit_lazy.data.pipeline.tokens import Corpus
 from lit_lazy.data.text import FEW_DOCUMENTS, Text
@@ -79,3 +80,4 @@ def test_four_kilobytes_are_enough_for_the_experiment(
     assert source.info["validation_tokens"] == 256
     said = " ".join(capsys.readouterr().err.split())
     assert "data.validation_windows=128: the validation text has 1, all count" in said
+    assert "571 passes through the text" in describe_repetition(source.info, 1000 * 8 * 256)

@@ -254,7 +254,11 @@ def test_the_best_softmax_row_is_held_against_the_trigram(tmp_path: Path) -> Non
             made.finish(name, seed, {"loss/bits_per_byte": loss}, model)
     (said,) = made.read().build_table().warnings
     assert said.startswith("UNDERTRAINED: 'softmax at 0.2' reaches 2.250 bits/byte; 2.200 would be 0.3 below")
-    made.change_plan(facts={"trigram_bits_per_byte": 2.6})
+    text = {"trigram_bits_per_byte": 2.5, "bytes_per_token": 1.0, "train_tokens": 3 * 8}
+    made.change_plan(facts=text)  # more training would not help
+    (said,) = made.read().build_table().warnings
+    assert said.startswith("16 passes through the text: a model learns it by heart")
+    made.change_plan(facts=text | {"trigram_bits_per_byte": 2.6, "train_tokens": 3 * 8 + 1})
     assert made.read().build_table().warnings == ()
 
 

@@ -100,8 +100,13 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
         assert theirs.decode(ids.tolist()) == TEXT
         assert theirs.bos_token_id == begin
         assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
-        padded = theirs("a cat on that", return_tensors="pt", padding="max_length", max_length=30)
-        assert padded.input_ids.shape == (1, 30)
+        model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+        both = theirs(["a cat on that", "that"], return_tensors="pt", padding=True)
+        (_, padded), alone = (
+            model.generate(**given, max_new_tokens=4, do_sample=False)
+            for given in (both, theirs("that", return_tensors="pt"))
+        )
+        assert padded[-4:].equal(alone[0, -4:]), "a shorter prompt goes on as it does alone"
         written = [(out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}]
         assert str(tmp_path) not in "".join(written)
 

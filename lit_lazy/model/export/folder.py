@@ -108,6 +108,7 @@ def make_tokenizer_config(tokenizer: str, tokens: SpecialTokens, context_length:
         **({} if tokens.begin is None else {"bos_token": names[tokens.begin]}),
         "eos_token": names[tokens.ends[0]],
         "pad_token": names[tokens.ends[0] if tokens.pad is None else tokens.pad],
+        "padding_side": "left",  # where it has no effect, also on what is generated after it
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,

@@ -34,7 +34,7 @@ class MyMetric(Evaluation):
 
 
 # Of a table: Ablation(common={"evaluations": (MyMetric(),)}, columns=(*COLUMNS, COLUMN), ...)
-COLUMN = Column("my_metric/own_key", "own-key weight")
+COLUMN = Column("my_metric/own_key", "own-key weight", plotted=True)  # in the short table and figures too
 
 
 def config():

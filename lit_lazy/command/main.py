@@ -30,9 +30,8 @@ from lit_lazy.command import (
 from lit_lazy.command.options import DECLARED, Commands, Parser, add_command, checkpoint, folder, json_file, path
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
-from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
+from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, hide_passwords, sanitise
 from lit_lazy.support.process import prepare_streams
-from lit_lazy.support.secrets import hide_passwords
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}

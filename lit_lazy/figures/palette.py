@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.canvas import NEUTRAL
-from lit_lazy.support.class_source import read_constants
+from lit_lazy.support.provenance import read_constants
 from lit_lazy.table.records import Table
 
 SPARE = ("#000000", "#BB00BB", "#00CED1", "#7F3C8D", "#F0E442")

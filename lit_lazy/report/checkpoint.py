@@ -25,10 +25,9 @@ from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import UnfinishedError, naming
+from lit_lazy.support.errors import UnfinishedError, format_command_line, naming
 from lit_lazy.support.named_files import find, join_name
 from lit_lazy.support.provenance import collect_environment
-from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker

@@ -21,8 +21,7 @@ from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.secrets import redact_url
+from lit_lazy.support.errors import did_you_mean, redact_url
 from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.document import render_template
 from lit_lazy.table.records import Table

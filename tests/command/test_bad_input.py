@@ -683,7 +683,7 @@ def test_in_a_process_of_its_own(place: Path) -> None:
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.support.secrets import format_command_line
+    from lit_lazy.support.errors import format_command_line
 
     url = f"postgresql://me:{PASSWORD}@host/x"
     for words in (["--storage", url], [f"--storage={url}"]):

@@ -54,7 +54,7 @@ from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import collect_code, write
 from lit_lazy.model.export.sources import collect_sources
 from lit_lazy.model.generation import generate
-from lit_lazy.support.class_source import OWN
+from lit_lazy.support.provenance import OWN
 
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12

@@ -15,11 +15,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from lit_lazy.support.class_source import OWN, get_content, locate
+from lit_lazy.support.provenance import OWN, get_content, locate
 
 HERE = Path(__file__).parent
 MODELLING, STAND_IN = (HERE / name for name in ("modeling_lit_lazy.py", "stand_in.py"))
-STANDS_FOR = ("flash_lazy.api", "lit_lazy.attention.custom_rule_check", "lit_lazy.support.class_source")
+STANDS_FOR = ("flash_lazy.api", "lit_lazy.attention.custom_rule_check", "lit_lazy.support.provenance")
 """Modules whose names a copy imports from the stand-in."""
 ROOTS = {name: Path(str(spec.origin)).parents[1] for name in OWN if (spec := find_spec(name))}
 """The folders of this project's packages."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention import Attention, PassInputs
-from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import get_default, replace_at
 from lit_lazy.model.decoder import parameter_generator

@@ -24,7 +24,7 @@ from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
 from flash_lazy import Rows
 from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
-from lit_lazy.attention.parts import Drawn
+from lit_lazy.attention.mixer import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute, load_module
 from lit_lazy.figures import ablation, canvas, effects, heads, palette

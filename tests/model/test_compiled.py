@@ -22,7 +22,8 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
+from lit_lazy.attention.mixer import LayerShape
+from lit_lazy.attention.normaliser import LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
 from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED

@@ -20,8 +20,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 
 from lit_lazy.attention.layer import Attention, AttentionSpec
-from lit_lazy.attention.mixer import PassInputs
-from lit_lazy.attention.normaliser import AttentionCall, LayerShape
+from lit_lazy.attention.mixer import LayerShape, PassInputs
+from lit_lazy.attention.normaliser import AttentionCall
 from lit_lazy.attention.position import NoPosition, Position
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.model.decoder import SwiGLU, find_boundaries

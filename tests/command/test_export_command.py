@@ -20,8 +20,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
-from lit_lazy.command.new import fill_template
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer

@@ -50,7 +50,7 @@ class RealCommand:
         self.log = log
         with log.open("wb") as file:
             self.process = forked.Popen(
-                [sys.executable, "-P", "-m", "lit_lazy.command", *words],
+                [sys.executable, "-P", "-m", "lit_lazy", *words],
                 stdout=file,
                 stderr=file,
                 stdin=forked.DEVNULL,

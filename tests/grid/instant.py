@@ -26,7 +26,7 @@ from rich.console import Console
 from two_rows import two_rows
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.command.ablate_search import make_search
+from lit_lazy.command.ablate_questions_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict

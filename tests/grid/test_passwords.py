@@ -105,7 +105,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
     storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
     ablation.write_text(two_rows("secret"))
-    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(ablation), "--seeds", "0"]
+    words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(ablation), "--seeds", "0"]
     words += ["--runs", str(runs), "--workers", "1", "--storage", storage]
     given = os.environ | {"MLFLOW_TRACKING_URI": guarded, "OMP_NUM_THREADS": "1"}
     out = (tmp_path / "out").open("wb")

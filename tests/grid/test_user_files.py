@@ -100,7 +100,7 @@ def mine(tmp_path: Path) -> Path:
 
 def command(path: Path, runs: Path, *more: str) -> list[str]:
     """`lit-lazy ablate run`."""
-    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(path), "--runs", str(runs)]
+    words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(path), "--runs", str(runs)]
     return [*words, "--workers", "1", *more]
 
 

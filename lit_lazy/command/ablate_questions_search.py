@@ -1,20 +1,23 @@
-"""`lit-lazy ablate questions`"""
+"""`lit-lazy ablate questions` and `lit-lazy ablate search`"""
 
+import argparse
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid, parse_request
-from lit_lazy.command.grid_helpers import default_workers
-from lit_lazy.command.options import Commands, add_command, add_options
+from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.options import Commands, ablation_name, add_command, add_options
 from lit_lazy.support.named_files import find, list_available, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.grid.job import Grid
+    from lit_lazy.grid.search.run import SearchWork
 
 
-def add_to(commands: Commands) -> None:
+def add_questions_to(commands: Commands) -> None:
     summary = "run the missing cells of every question, the cheapest question first"
     parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True, resumes=True)
     add_options(
@@ -103,3 +106,78 @@ def _estimate_seconds(grid: "Grid") -> float:
     configs = {cell.variant: cell.config for cell in missing}
     seconds = {variant: estimate_training(config) for variant, config in configs.items()}
     return sum(seconds[cell.variant] for cell in missing)
+
+
+def add_search_to(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "search",
+        ablate_search,
+        "search the best values of continuous settings",
+        takes_overrides=True,
+        resumes=True,
+    )
+    add_options(
+        parser,
+        {"ablation NAME": ("a search in ablations/ or a .py file", {"type": ablation_name})},
+        "--base",
+        {"--trials N": "number of points to train (default: the number that the search names)"},
+        "--workers",
+    )
+    add_options(parser, "--threads", default=1, help="CPU threads of each worker (default 1)")
+    add_options(
+        parser,
+        {"--dry-run": "print the plan; create nothing", "--fresh": "move earlier results aside and start again"},
+        "--storage",
+        "--runs",
+        "--init-from",
+        "--logger",
+    )
+
+
+def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
+    from lit_lazy.support.console import plain_console, text_width
+    from lit_lazy.training.logger_kinds import check_logger_kinds
+
+    check_logger_kinds(options.loggers)
+    check_workers(options)
+    import torch
+
+    torch.set_num_threads(options.threads)  # as in a worker
+    work = make_search(options, overrides)
+    workers = options.workers or default_workers(options.threads)
+    from lit_lazy.grid.job import LaunchOptions
+    from lit_lazy.grid.search.run import SearchDriver, SearchMirror, print_search, run_search
+
+    if options.dry_run:
+        print_search(work, workers, options.threads, plain_console())
+        return 0
+    from lit_lazy.grid.mirror import follow
+    from lit_lazy.report.search import write_search_report
+    from lit_lazy.table.document import to_text
+
+    check_destinations(options)
+    launch = LaunchOptions(workers, options.threads, options.fresh, loggers=tuple(options.loggers))
+    driver, console = SearchDriver(work, options.storage), plain_console()
+    with follow(SearchMirror(driver), console):
+        finished = run_search(driver, launch, console)
+        report = write_search_report(driver)
+        print_results(to_text(report.to_blocks(), text_width()), work.folder, options.runs)
+    return 0 if finished else 1
+
+
+def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
+    """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
+    from lit_lazy.grid.ablation import load_defined
+    from lit_lazy.grid.search.definition import Search, define
+
+    search_path = find("ablations", options.ablation)
+    search = load_defined(search_path, "search", Search)
+    search = replace(search, trials=options.trials or search.trials)
+    prefix = f"search-{search.name}"
+    base = make_base(options, search, overrides, prefix)
+    definition = define(search, base.config, base.overridden)
+    from lit_lazy.grid.search.run import SearchWork
+
+    cells = [definition.make_placeholder(number) for number in range(search.trials)]
+    return SearchWork(f"{prefix}-{base.name}", cells, options.runs, (search_path, base.file), definition)

@@ -9,7 +9,7 @@ from typing import Any
 from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.grid_folder import GridFolder, read_grid
 from lit_lazy.grid.plan import PLAN, Plan
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo

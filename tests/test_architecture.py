@@ -30,7 +30,7 @@ ONLY = {
     "safetensors": ("lit_lazy/model/export/", "lit_lazy/model/import_/"),
     "torchmetrics": ("lit_lazy/measure/",),
     "matplotlib": ("lit_lazy/figures/", "lit_lazy/report/", "lit_lazy/api.py", "kernels/bench/"),
-    "lm_eval": ("lit_lazy/measure/lm_eval.py", "lit_lazy/measure/harness/"),
+    "lm_eval": ("lit_lazy/measure/lm_eval/",),
     "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "timings/"),
 }
 """Where a package may be imported, at the top of a file or later."""

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
-from lit_lazy.figures.palette import choose_rows
+from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, choose_rows, draw_legend_below, new_figure, use_style
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
 from lit_lazy.table.looks import Region, compute_support_interval, list_regions

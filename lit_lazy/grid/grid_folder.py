@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data import compute_learned_nats, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
-from lit_lazy.measure.arrays import SCALARS
+from lit_lazy.measure.diagnostic_arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
 from lit_lazy.support.locks import read_id
 from lit_lazy.support.named_files import find, list_available

@@ -18,8 +18,8 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures.canvas import save_figures
 from lit_lazy.figures.heads import RUN_FIGURES, draw_run_figures
 from lit_lazy.measure import lengths
-from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM

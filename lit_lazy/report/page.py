@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from lit_lazy.figures import ablation, canvas, effects, heads
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean, redact_url
 from lit_lazy.table.columns import shorten_learned

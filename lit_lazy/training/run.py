@@ -22,7 +22,7 @@ from lit_lazy.config.key import cell_key, evaluation_key, list_user_files, train
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.model.decoder import DecoderLM

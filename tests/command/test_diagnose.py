@@ -23,7 +23,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.report.checkpoint import Request, diagnose
 from lit_lazy.table.build import read_table

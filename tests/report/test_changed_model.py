@@ -12,7 +12,7 @@ from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, Out
 from lit_lazy.command.main import main
 from lit_lazy.command.options import CHANGES
 from lit_lazy.measure import thresholds
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.model.loss import mean_nll, token_nll
 

@@ -23,7 +23,7 @@ from two_rows import ODD
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking.store import default_uri

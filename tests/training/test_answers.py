@@ -11,7 +11,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.named_files import find

@@ -11,7 +11,7 @@ import torch
 from flash_lazy import Rows
 from lit_lazy.attention import AttentionSpec, Elastic, LayerShape, LearnedBias, Normaliser, NormaliserModule, Softmax
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM

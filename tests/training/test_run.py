@@ -33,7 +33,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
 from lit_lazy.support.errors import BusyError
 from lit_lazy.training import execution, head_monitor

@@ -1,6 +1,6 @@
 """Standard benchmarks: lm-evaluation-harness on a model in this process.
 
-Prompts, metrics and task versions are the harness's; `harness/lm_eval_adapter.py` adapts the model. The harness is an
+Prompts, metrics and task versions are the harness's; `adapter.py` adapts the model. The harness is an
 optional dependency and takes seconds to import, so only functions that run or look up a task import it.
 """
 
@@ -26,7 +26,7 @@ from lit_lazy.support.errors import iter_causes, one_line
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-    from lit_lazy.measure.harness.lm_eval_adapter import Count
+    from lit_lazy.measure.lm_eval.adapter import Count
 
 TASKS = {
     "wikitext": "wikitext",
@@ -179,7 +179,7 @@ def benchmark(
     """
     import lm_eval
 
-    from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter
+    from lit_lazy.measure.lm_eval.adapter import LmEvalAdapter
 
     adapter = LmEvalAdapter(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}

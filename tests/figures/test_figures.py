@@ -87,9 +87,9 @@ def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
     bounds = heads.NO_OPERATION_RATIO, heads.BROADCAST_RATIO, heads.BROADCAST_RANK
     assert bounds == (
-        collapse_and_sink_kinds.NO_OPERATION_RATIO,
-        collapse_and_sink_kinds.BROADCAST_RATIO,
-        collapse_and_sink_kinds.BROADCAST_RANK,
+        NO_OPERATION_RATIO,
+        BROADCAST_RATIO,
+        BROADCAST_RANK,
     )
 
 

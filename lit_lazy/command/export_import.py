@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import command, folder, path, prepare_process
-from lit_lazy.model.import_ import KINDS, is_hub_name
 from lit_lazy.support.errors import naming
+from lit_lazy.support.named_files import MODEL_SOURCES, is_hub_name
 
 if TYPE_CHECKING:
     from lit_lazy.data.base import SpecialTokens
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     {"out OUT": ("output folder, new or empty", {"type": folder})},
 )
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.model.export.folder import collect_code, write
+    from lit_lazy.model.export_folder import collect_code, write
     from lit_lazy.report.model_card import format_model_card, read_result
     from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
     from lit_lazy.training import checkpoints
@@ -48,7 +48,7 @@ def find_source(text: str) -> Path:
     """Option type: a folder or a file that exists, or what can only be a name on the Hub."""
     found = path(text)
     if not found.exists() and not is_hub_name(found):
-        raise ValueError(f"{text!r}: no such file or folder; give {KINDS}")
+        raise ValueError(f"{text!r}: no such file or folder; give {MODEL_SOURCES}")
     return found
 
 
@@ -62,7 +62,7 @@ def digest(text: str) -> str:
     "import",
     "make a checkpoint of a published model, of the form of Llama",
     {
-        "source SOURCE": (KINDS, {"type": find_source}),
+        "source SOURCE": (MODEL_SOURCES, {"type": find_source}),
         "out OUT": ("checkpoint to write, such as model.ckpt; tokenizer.json goes beside it", {"type": path}),
         "--unchecked": "do not compare the new model's logits with those of transformers",
         "--sha256 HEX": ("what SOURCE, one file, must have as its SHA-256", {"type": digest}),
@@ -73,9 +73,9 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.data.pipeline.tokeniser import find_ends, fit_to_embedding
     from lit_lazy.data.text import Text
-    from lit_lazy.model.import_.compare import compare
-    from lit_lazy.model.import_.convert import convert
-    from lit_lazy.model.import_.load import load_source
+    from lit_lazy.model.import_compare import compare
+    from lit_lazy.model.import_convert import convert
+    from lit_lazy.model.import_load import load_source
     from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
     from lit_lazy.training.prepare import check_size

@@ -26,8 +26,8 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
-from lit_lazy.model.export import folder
-from lit_lazy.model.export.folder import collect_code
+from lit_lazy.model import export_folder
+from lit_lazy.model.export_folder import collect_code
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -130,7 +130,7 @@ def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
     before = names(tmp_path)
     with monkeypatch.context() as patch:  # asked for after the weights are written
-        patch.setattr(folder, "make_token_ids", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(export_folder, "make_token_ids", Mock(side_effect=OSError(28, "No space left on device")))
         assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
     assert names(tmp_path) == before
     left = tmp_path / f".out.{socket.gethostname()}.0"  # locked by no process

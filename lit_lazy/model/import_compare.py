@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from lit_lazy.attention import Rope
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.import_.load import one_line_errors
+from lit_lazy.model.import_load import one_line_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lit_lazy.data.pipeline.tokeniser import parse_tokenizer
-from lit_lazy.model.import_ import KINDS, PICKLES, is_hub_name
-from lit_lazy.model.import_.convert import find_parts
+from lit_lazy.model.import_convert import find_parts
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.named_files import MODEL_SOURCES, PICKLES, is_hub_name
 from lit_lazy.support.process import require_memory
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def load_source(given: Path) -> tuple["PreTrainedModel", str]:
     if given.suffix in PICKLES:
         raise make_pickle_error(given)
     if given.suffix != ".gguf":
-        raise ValueError(f"must be {KINDS}")
-    from lit_lazy.model.import_.gguf_file import read_gguf
+        raise ValueError(f"must be {MODEL_SOURCES}")
+    from lit_lazy.model.import_gguf import read_gguf
 
     settings, weights, tokenizer = read_gguf(given)
     return load_model(settings, weights), tokenizer
@@ -81,7 +81,7 @@ def download(name: str) -> Path:
 def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
     """Raises a one-line ValueError for files that are missing or damaged, or hold other weights than floating-point."""
     if not (folder / CONFIG).exists():
-        raise ValueError(f"has no {CONFIG}; give {KINDS}")
+        raise ValueError(f"has no {CONFIG}; give {MODEL_SOURCES}")
     settings = _read_json(folder / CONFIG)
     if not (folder / TOKENIZER).exists():
         raise ValueError(f"has no {TOKENIZER}; write it there, in transformers by `tokenizer.save_pretrained(SOURCE)`")
@@ -109,7 +109,7 @@ def find_files(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
     if not there:
         if pickles := [x for x in folder.iterdir() if x.suffix in PICKLES]:
             raise make_pickle_error(pickles[0])
-        raise ValueError(f"has no {SINGLE}; give {KINDS}")
+        raise ValueError(f"has no {SINGLE}; give {MODEL_SOURCES}")
     listed: Any = {there[0]: there[0]}
     if there[0].endswith(".index.json"):
         listed = _read_json(folder / there[0]).get("weight_map")

@@ -12,7 +12,7 @@ from gguf.constants import GGUFValueType, TokenType
 from torch import Tensor
 
 from lit_lazy.data.pipeline.tokeniser import build_bpe
-from lit_lazy.model.import_.convert import PARTS
+from lit_lazy.model.import_convert import PARTS
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.process import require_memory
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from lit_lazy.support.provenance import OWN, get_content, locate
 
 HERE = Path(__file__).parent
-MODELLING, STAND_IN = (HERE / name for name in ("modeling_lit_lazy.py", "stand_in.py"))
+MODELLING, STAND_IN = (HERE / name for name in ("modeling_lit_lazy.py", "export_stand_in.py"))
 STANDS_FOR = ("flash_lazy.api", "lit_lazy.attention.custom_rule_check", "lit_lazy.support.provenance")
 """Modules whose names a copy imports from the stand-in."""
 ROOTS = {name: Path(str(spec.origin)).parents[1] for name in OWN if (spec := find_spec(name))}

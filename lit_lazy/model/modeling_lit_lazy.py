@@ -25,7 +25,7 @@ from lit_lazy.attention.normaliser import AttentionCall
 from lit_lazy.attention.position import NoPosition, Position
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.model.decoder import SwiGLU, find_boundaries
-from lit_lazy.model.export.stand_in import flash_lazy
+from lit_lazy.model.export_stand_in import flash_lazy
 
 NARROW = (torch.float16, torch.bfloat16)
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"

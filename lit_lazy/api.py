@@ -39,8 +39,7 @@ from lit_lazy.table.render import render_brief
 from lit_lazy.training import checkpoints
 from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, read_lines
 
 if TYPE_CHECKING:
     from lit_lazy.grid.grid_folder import CellRecord

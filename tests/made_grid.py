@@ -14,8 +14,14 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.training.loggers import MetricFile
-from lit_lazy.training.result import DIAGNOSTICS, RunResult
-from lit_lazy.training.run_folder import clear_failure, locate_cell, write_failure, write_settings
+from lit_lazy.training.run_folder import (
+    DIAGNOSTICS,
+    RunResult,
+    clear_failure,
+    locate_cell,
+    write_failure,
+    write_settings,
+)
 
 ROWS = ("softmax", "lazy")
 

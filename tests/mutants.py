@@ -35,7 +35,7 @@ GROUPS = {
         "tests/grid/test_grid.py tests/grid/test_plan.py tests/grid/test_packed.py tests/grid/test_state_machine.py",
     ),
     "keys and checkpoints": (
-        ["lit_lazy/config/key.py", "lit_lazy/training/checkpoints.py", "lit_lazy/training/result.py"],
+        ["lit_lazy/config/key.py", "lit_lazy/training/checkpoints.py", "lit_lazy/training/run_folder.py"],
         "tests/config/test_key.py tests/training/test_checkpoints.py tests/training/test_run.py",
     ),
 }

@@ -38,9 +38,8 @@ from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import STRONGEST, measure_model, run
-from lit_lazy.training.run_folder import locate_cell
+from lit_lazy.training.run_folder import RunResult, locate_cell
 from lit_lazy.training.trainer import fit
 from timings.results import collect_provenance, format_provenance, format_row, publish
 

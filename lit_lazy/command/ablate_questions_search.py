@@ -100,7 +100,7 @@ def _make_run_options(options: Namespace, name: str, limit: float | None = None)
 def _estimate_seconds(grid: "Grid") -> float:
     """Training time of a grid's missing cells on one worker and device."""
     from lit_lazy.grid.estimate import estimate_training
-    from lit_lazy.training.result import RESULT
+    from lit_lazy.training.run_folder import RESULT
 
     missing = [cell for cell in grid.cells if not (grid.locate(cell.key) / RESULT).exists()]
     configs = {cell.variant: cell.config for cell in missing}

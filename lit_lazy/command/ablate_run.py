@@ -169,8 +169,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.dry_run:
         return _dry_run(options, request, execution)
     from lit_lazy.support.console import plain_console
-    from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import CELLS
+    from lit_lazy.training.run_folder import CELLS, RESULT
 
     found = len(list((options.runs / request.grid / CELLS).glob(f"*/{RESULT}")))
     lacks_results = found < sum(len(seeds) for _, seeds in request.chosen)

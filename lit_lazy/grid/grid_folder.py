@@ -23,8 +23,7 @@ from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Table, Yardstick
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
+from lit_lazy.training.run_folder import CELLS, RunResult, is_locked, locate_cell, read_failure, read_settings
 
 VERSION_DIGITS = 6
 """Digits by which a table tells what a changed row trained before and now."""

@@ -28,8 +28,7 @@ from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
 from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
 from lit_lazy.tracking.views import build_views
-from lit_lazy.training.result import METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import is_locked, read_failure, read_settings
+from lit_lazy.training.run_folder import METRICS, RESULT, RunResult, is_locked, read_failure, read_settings
 
 if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in the thread of `follow`
     from lit_lazy.tracking.tracker import MirroredRun, Tracker

@@ -36,7 +36,7 @@ from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import load_data
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 

@@ -15,7 +15,7 @@ from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.build import parse_table
 from lit_lazy.table.document import render_template
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import RunResult
 
 INDEX = "index.html"
 PAGES = {"report": "report.html", "table": "table.html", "values": "table.csv"}

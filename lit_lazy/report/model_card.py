@@ -5,7 +5,7 @@ from pathlib import Path
 from lit_lazy.data.text import Text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import RESULT, RunResult
+from lit_lazy.training.run_folder import RESULT, RunResult
 
 
 def read_result(checkpoint: Path) -> RunResult | None:

@@ -27,8 +27,7 @@ from lit_lazy.table.document import render_template
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.store import read_run_address, run_link
-from lit_lazy.training.result import DIAGNOSTICS, METRICS
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, read_lines
 
 REPORT = "report.html"
 SHOWN_VARIANTS = 2

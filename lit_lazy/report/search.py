@@ -15,8 +15,7 @@ from lit_lazy.support.errors import format_command_line
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
 from lit_lazy.table.records import Point, format_csv
 from lit_lazy.table.render import NOT_DEFINED, write_texts
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import locate_cell
+from lit_lazy.training.run_folder import RunResult, locate_cell
 
 SHOWN = 20
 """Maximum number of points in the table; the CSV and JSON files contain all."""

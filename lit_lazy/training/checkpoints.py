@@ -26,7 +26,7 @@ from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
 from lit_lazy.training.optimiser import format_names, freeze_others, require_loaded
 from lit_lazy.training.prepare import check_size, load_data
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import RunResult
 
 log = logging.getLogger("lit_lazy.training.checkpoints")
 TOKENIZER = "tokenizer.json"

@@ -17,8 +17,7 @@ from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import require_held, write_atomically
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import delete
-from lit_lazy.training.result import METRICS
-from lit_lazy.training.run_folder import parse_line, read_lines
+from lit_lazy.training.run_folder import METRICS, parse_line, read_lines
 
 log = logging.getLogger("lit_lazy.training.loggers")
 

@@ -32,6 +32,7 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
+from lit_lazy.training.check_settings import list_ineffective
 from lit_lazy.training.execution import (
     ONE_DEVICE,
     Execution,
@@ -46,10 +47,19 @@ from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.ranks import start_ranks
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
+from lit_lazy.training.run_folder import (
+    CHECKPOINTS,
+    DIAGNOSTICS,
+    FINAL_CHECKPOINT,
+    LAST,
+    METRICS,
+    RESULT,
+    RunResult,
+    make_lock,
+    remove_checkpoints,
+    write_settings,
+)
 from lit_lazy.training.trainer import build_module, fit
-from lit_lazy.training.without_effect import list_ineffective
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "

@@ -34,7 +34,7 @@ from lit_lazy.report.checkpoint import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.named_files import find_python_file
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
 GONE = "cannot be read (No such file or directory)"

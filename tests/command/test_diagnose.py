@@ -30,8 +30,8 @@ from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 pytestmark = pytest.mark.xdist_group("diagnose")  # one process trains and diagnoses
 MAMBA = experiment("backcopy_tiny", {"model.mixer": Mamba2()})

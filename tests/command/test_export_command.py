@@ -29,8 +29,8 @@ from lit_lazy.data.text import Text
 from lit_lazy.model import export_folder
 from lit_lazy.model.export_folder import collect_code
 from lit_lazy.training.checkpoints import load
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 __all__ = ["bpe"]
 LAZY = {

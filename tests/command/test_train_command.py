@@ -25,8 +25,7 @@ from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracked_run import format_run_name
 from lit_lazy.tracking.tracker import MirroredRun
 from lit_lazy.training.head_monitor import HeadMonitor
-from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.run_folder import make_lock
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, make_lock
 
 STEPS = ["--train.steps=8", "--train.checkpoint_every=3"]
 CFG = replace_at(experiment("backcopy_tiny"), {"train.steps": 8, "train.checkpoint_every": 3})

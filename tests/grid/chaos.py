@@ -33,8 +33,7 @@ from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.training.result import METRICS, RunResult
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 
 SEEDS = 12
 BETWEEN = 0.5, 3.0

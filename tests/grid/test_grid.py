@@ -32,8 +32,7 @@ from lit_lazy.report.page import draw_table_figures
 from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.result import RESULT, RunResult
-from lit_lazy.training.run_folder import read_failure
+from lit_lazy.training.run_folder import RESULT, RunResult, read_failure
 
 
 @pytest.fixture

@@ -32,8 +32,7 @@ from lit_lazy.table.records import Point
 from lit_lazy.training.callbacks import MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import locate_cell, write_failure
+from lit_lazy.training.run_folder import RunResult, locate_cell, write_failure
 
 TAU, LR = "model.attention.normaliser.tau_init", "train.lr"
 ID = "search-rates-backcopy_tiny"

@@ -18,7 +18,7 @@ from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 ABLATION = """
 from beside import TAU, Mine

@@ -28,8 +28,7 @@ from lit_lazy.report.page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, RunResult, read_lines
 
 pytestmark = pytest.mark.xdist_group("duo")  # one process, one grid
 ID = "duo-backcopy_tiny"

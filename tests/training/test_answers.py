@@ -18,8 +18,8 @@ from lit_lazy.support.named_files import find
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT
 
 NORMALISER = {"model.attention.normaliser": Elastic(tau_init=0.5)}
 MQAR = {

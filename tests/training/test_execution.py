@@ -27,8 +27,8 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
-from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import RunResult
 
 TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
 SPREAD = Execution(devices=2, strategy="fsdp")

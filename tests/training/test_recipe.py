@@ -19,8 +19,8 @@ from lit_lazy.optim import SGD, Constant
 from lit_lazy.training import checkpoints
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 from lit_lazy.training.trainer import build_module, fit
 
 

@@ -40,8 +40,8 @@ from lit_lazy.training import execution, head_monitor
 from lit_lazy.training.execution import Execution, describe_backend
 from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 KERNEL = "chunked" if find_obstacle() else "cpu"

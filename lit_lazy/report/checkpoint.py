@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from lit_lazy.attention import Eviction
-from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.serialisation import read_checkpoint, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures.canvas import save_figures

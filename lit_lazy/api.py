@@ -27,7 +27,7 @@ from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_layers, measure, sample_validation
-from lit_lazy.measure.thresholds import raise_thresholds
+from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require

@@ -80,7 +80,7 @@ def make_cheap() -> None:
     from lit_lazy.grid import mirror  # noqa: F401  imported for the forks
     from lit_lazy.grid import run as grid
     from lit_lazy.grid.search import run as search  # noqa: F401
-    from lit_lazy.report import page, publish  # noqa: F401
+    from lit_lazy.report import ablation_page, write_reports  # noqa: F401
     from lit_lazy.training import (
         rank_process,  # noqa: F401
         ranks,
@@ -94,7 +94,7 @@ def make_cheap() -> None:
     training.list_user_files = lambda _: []
     grid.POLL_SECONDS = 0.1
     grid.LOOK_SECONDS = 1.0
-    page.SHOWN_VARIANTS = 0
+    ablation_page.SHOWN_VARIANTS = 0
 
 
 def start_fork_server(fork: bool = False) -> int:

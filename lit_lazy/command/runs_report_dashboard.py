@@ -157,7 +157,7 @@ def _write_page(options: argparse.Namespace) -> Path:
     from lit_lazy.support.disk import write_text
 
     if options.ablation is None:
-        from lit_lazy.report.index import INDEX, list_entries, render_index
+        from lit_lazy.report.index_page import INDEX, list_entries, render_index
 
         of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
         if given := [option for option, value in of_one.items() if value]:
@@ -171,7 +171,7 @@ def _write_page(options: argparse.Namespace) -> Path:
         page = render_index(entries, options.runs, file.parent)
     else:
         grid = open_grid_folder(options)
-        from lit_lazy.report.page import REPORT, render_report
+        from lit_lazy.report.ablation_page import REPORT, render_report
 
         file = _choose_file(options, grid.path / REPORT)
         page = render_report(grid, options.ui_url, options.figures)
@@ -182,8 +182,8 @@ def _write_page(options: argparse.Namespace) -> Path:
 
 def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
     """Write the reports of stored tables."""
-    from lit_lazy.report.page import REPORT
-    from lit_lazy.report.publish import write_table_report
+    from lit_lazy.report.ablation_page import REPORT
+    from lit_lazy.report.write_reports import write_table_report
     from lit_lazy.support.disk import check_writable_file
     from lit_lazy.table.build import TABLE
 

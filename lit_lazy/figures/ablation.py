@@ -26,8 +26,8 @@ from lit_lazy.figures.canvas import (
 )
 from lit_lazy.figures.label_placement import Label, place_labels
 from lit_lazy.support.console import compute_far_limit
+from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column, shorten_learned
-from lit_lazy.table.measures import Measure
 from lit_lazy.table.records import Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]

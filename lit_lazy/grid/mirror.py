@@ -23,7 +23,7 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.table.document import Paragraph, to_markdown
+from lit_lazy.table.document_blocks import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
 from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link

@@ -20,7 +20,7 @@ from lit_lazy.measure import lengths
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, measure, sample_validation
-from lit_lazy.measure.thresholds import raise_thresholds
+from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text

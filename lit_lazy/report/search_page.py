@@ -12,7 +12,7 @@ from lit_lazy.figures.search import TITLES, Axis, history_figure, importance_fig
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.errors import format_command_line
-from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
+from lit_lazy.table.document_blocks import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
 from lit_lazy.table.records import Point, format_csv
 from lit_lazy.table.render import NOT_DEFINED, write_texts
 from lit_lazy.training.run_folder import RunResult, locate_cell

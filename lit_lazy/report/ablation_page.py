@@ -23,7 +23,7 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean, redact_url
 from lit_lazy.table.columns import shorten_learned
-from lit_lazy.table.document import render_template
+from lit_lazy.table.document_blocks import render_template
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.store import read_run_address, run_link

@@ -21,11 +21,11 @@ from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
+from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
-from lit_lazy.table.document import Block, Heading, Paragraph, escape_markdown, to_markdown
+from lit_lazy.table.document_blocks import Block, Heading, Paragraph, escape_markdown, to_markdown
 from lit_lazy.table.finding_text import format_seeds
-from lit_lazy.table.measures import Measure
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import build_finding, choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST

@@ -12,7 +12,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.checks import PositiveFloat, check_value
 
-log = logging.getLogger("lit_lazy.measure.thresholds")
+log = logging.getLogger("lit_lazy.measure.raise_thresholds")
 LARGEST = 4.0
 """Largest tau."""
 PARTS, MOST_PARTS = 8, 32

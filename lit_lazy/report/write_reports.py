@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.figures import canvas
 from lit_lazy.grid.grid_folder import GridFolder, read_grid
-from lit_lazy.report.page import draw_table_figures, render_page, write_report
+from lit_lazy.report.ablation_page import draw_table_figures, render_page, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration

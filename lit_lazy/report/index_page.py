@@ -13,7 +13,7 @@ from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.support.console import format_count
 from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.build import parse_table
-from lit_lazy.table.document import render_template
+from lit_lazy.table.document_blocks import render_template
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.training.run_folder import RunResult
 

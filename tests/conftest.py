@@ -74,14 +74,14 @@ def _cheap_grids() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
     """Publish tables without figures and empty reports: drawing takes longer than a tiny grid."""
-    from lit_lazy.report import ablation_page, write_reports
+    from lit_lazy.report import ablation_page
 
     def write_empty_report(_grid: object, folder: Path, *_: object) -> None:
         (folder / ablation_page.REPORT).touch()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_reports, "draw_table_figures", lambda _table: {})
-        patch.setattr(write_reports, "write_report", write_empty_report)
+        patch.setattr(ablation_page, "draw_table_figures", lambda _table: {})
+        patch.setattr(ablation_page, "write_report", write_empty_report)
         yield
 
 

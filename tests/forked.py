@@ -80,7 +80,7 @@ def make_cheap() -> None:
     from lit_lazy.grid import mirror  # noqa: F401  imported for the forks
     from lit_lazy.grid import run as grid
     from lit_lazy.grid.search import run as search  # noqa: F401
-    from lit_lazy.report import ablation_page, write_reports  # noqa: F401
+    from lit_lazy.report import ablation_page
     from lit_lazy.training import (
         rank_process,  # noqa: F401
         ranks,

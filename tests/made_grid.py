@@ -13,7 +13,7 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.training.loggers import MetricFile
+from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.run_folder import (
     DIAGNOSTICS,
     RunResult,

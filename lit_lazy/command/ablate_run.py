@@ -206,7 +206,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
         report, saved = grid.folder / "report.html", grid.folder / "table.json"
         if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
-            from lit_lazy.report.write_reports import draw_report
+            from lit_lazy.report.ablation_page import draw_report
 
             draw_report(grid.folder, table)
         print(f"report:     {report}", flush=True)

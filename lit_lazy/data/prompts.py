@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lit_lazy.data.base import DataConfig, SpecialTokens
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
+from lit_lazy.data.sources_and_batches import DataConfig, SpecialTokens
 from lit_lazy.data.text import Text
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, short_repr

@@ -1,4 +1,5 @@
-"""The report of an ablation: table, figures and provenance in one HTML file, built from the grid's folder only.
+"""The report of an ablation: table, figures and provenance in one HTML file, built from the grid's folder only, and
+written with the table and its figures.
 
 The file needs no network and no scripts. It must be readable in a browser and in MLflow's artifact frame, where links
 do not work.
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from markupsafe import Markup
@@ -18,16 +19,22 @@ from matplotlib.figure import Figure
 
 from lit_lazy.figures import ablation, canvas, effects, heads
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.grid.grid_folder import CellRecord, GridFolder
+from lit_lazy.grid.grid_folder import CellRecord, GridFolder, read_grid
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean, redact_url
+from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.columns import shorten_learned
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document_blocks import render_template
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import render_html_parts
+from lit_lazy.table.render import FILES, render_html_parts, save
 from lit_lazy.tracking.store import read_run_address, run_link
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, read_lines
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.ablation import Ablation
+    from lit_lazy.grid.question import Question
 
 REPORT = "report.html"
 SHOWN_VARIANTS = 2
@@ -247,3 +254,68 @@ def _render_images(drawn: Mapping[str, Figure]) -> list[dict[str, Any]]:
         data = Markup(base64.b64encode(canvas.render_image(figure)).decode())
         images.append({"name": name, "width": width, "height": height, "wide": width > 800, "data": data})
     return images
+
+
+def draw_report(folder: Path, table: Table) -> None:
+    """Draw the figures of a grid's table, and its report, into the grid's folder."""
+    drawn = draw_table_figures(table)
+    canvas.save_figures(drawn, folder)
+    write_report(read_grid(folder), folder, table, drawn)
+
+
+def save_table(grid: GridFolder, folder: Path) -> Table:
+    """Build the table of a grid, and write it and its figures into a folder."""
+    table = grid.build_table()
+    save(table, folder)
+    canvas.save_figures(draw_table_figures(table), folder)
+    return table
+
+
+def recompute_table(path: Path, ablation: "Ablation", question: "Question | None") -> Table:
+    """Recompute the statistics of a table.json by what an ablation declares; rewrite it, and the files made of it.
+
+    Raises a one-line ValueError if the file is not a table of this ablation, or if its declaration differs from the
+    question's.
+    """
+    if path.is_dir():
+        raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / TABLE}")
+    try:
+        former = read_table(path)
+    except ValueError as error:
+        raise ValueError(f"--from {error}") from None
+    if former.ablation != ablation.name:
+        raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
+    _check_declaration(path, former.declaration, question)
+    table = recompute_statistics(former, ablation.columns, ablation.all_contrasts, ablation.primary)
+    write_text(path, FILES[TABLE](table))
+    save(table, path.parent, [name for name in FILES if path.name == TABLE and (path.parent / name).exists()])
+    return table
+
+
+def write_table_report(source: Path, file: Path) -> None:
+    """Write the report of a table.json to a file, and the table's other formats and its figures beside it.
+
+    Raises a one-line ValueError if the source is no table.json.
+    """
+    table = read_table(source)
+    drawn = draw_table_figures(table)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, render_page(table, drawn, {}))
+    save(table, file.parent)
+    canvas.save_figures(drawn, file.parent)
+
+
+def _check_declaration(path: Path, declared: Declaration | None, question: "Question | None") -> None:
+    """Raise ValueError if file and question differ in their declaration, which must precede the run."""
+    if declared is None and question is None:
+        return
+    if declared is None or question is None:
+        without, with_it = ("table", "question's file") if declared is None else ("question's file", "table")
+        problem = f"the {without} declares nothing, the {with_it} does"
+    elif differing := declared.differing_fields(question.partial_declaration):
+        problem = f"the table and the question declare another {', '.join(differing)}"
+    else:
+        return
+    raise ValueError(
+        f"--from {str(path)!r}: {problem}; a verdict is on what was declared before its run, so restore that"
+    )

@@ -26,7 +26,7 @@ from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import INTERRUPTED, End, default_uri
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 from lit_lazy.tracking.views import build_run_views
-from lit_lazy.training.callbacks import StepProgress
+from lit_lazy.training.callbacks_and_loggers import StepProgress
 from lit_lazy.training.check_settings import check_init_from
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution

@@ -14,7 +14,7 @@ from lit_lazy.measure.attention_metrics import AttentionMetrics, average_by_head
 from lit_lazy.measure.collapse_and_sink_kinds import effective_rank, token_cosine
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import compute_residual
-from lit_lazy.training.callbacks import AtStart
+from lit_lazy.training.callbacks_and_loggers import AtStart
 from lit_lazy.training.module import LitLM
 
 NAMES = {

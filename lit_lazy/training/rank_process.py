@@ -11,7 +11,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.training.callbacks import MissedValidation
+from lit_lazy.training.callbacks_and_loggers import MissedValidation
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts

@@ -31,7 +31,13 @@ from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
-from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
+from lit_lazy.training.callbacks_and_loggers import (
+    BackendMonitor,
+    MetricFile,
+    MissedValidation,
+    TimeMonitor,
+    open_loggers,
+)
 from lit_lazy.training.check_settings import list_ineffective
 from lit_lazy.training.execution import (
     ONE_DEVICE,
@@ -43,7 +49,6 @@ from lit_lazy.training.execution import (
 )
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
-from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.ranks import start_ranks

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
-from lit_lazy.data.sampler import Portion, train_loader, validation_loader
+from lit_lazy.data.sources_and_batches import Portion, train_loader, validation_loader
 from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.execution import Execution

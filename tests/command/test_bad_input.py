@@ -27,8 +27,8 @@ from wrong_values import wrong_texts
 from lit_lazy.command import options
 from lit_lazy.command.doctor_new_fields import identifier
 from lit_lazy.command.export_import import digest, find_source
-from lit_lazy.command.generate import prompt_file
 from lit_lazy.command.main import main, make_parser
+from lit_lazy.command.tokenise_train_generate import prompt_file
 from lit_lazy.config.serialisation import read_checkpoint
 from lit_lazy.report.checkpoint_report import read_checkpoint_history
 from lit_lazy.support.checks import parse

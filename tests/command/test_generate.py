@@ -18,7 +18,7 @@ from subwords import bpe
 from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
-from lit_lazy.command import generate as generate_command
+from lit_lazy.command import tokenise_train_generate as generate_command
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from lit_lazy import api
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.command.main import main
-from lit_lazy.command.train import format_summary
+from lit_lazy.command.tokenise_train_generate import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import get_program_name

@@ -67,7 +67,7 @@ def test_the_command_imports_little() -> None:
         "import sys, lit_lazy.command.ablate_run, lit_lazy.grid.run\n"
         "import lit_lazy.grid.runs_folder, lit_lazy.training.prepare\n"
         "print({'lightning', 'torchmetrics', 'transformers', 'matplotlib', 'scipy.stats'} & {*sys.modules})\n"
-        "import lit_lazy.report.write_reports, lit_lazy.command.runs_report_dashboard\n"
+        "import lit_lazy.report.ablation_page, lit_lazy.command.runs_report_dashboard\n"
         "print({'lightning', 'torchmetrics', 'transformers'} & {*sys.modules})"
     )
     said = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout

@@ -29,7 +29,7 @@ from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.search_page import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.records import Point
-from lit_lazy.training.callbacks import MissedValidation
+from lit_lazy.training.callbacks_and_loggers import MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.run_folder import RunResult, locate_cell, write_failure

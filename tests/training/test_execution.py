@@ -23,8 +23,8 @@ from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.training import ranks
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.run import run

@@ -12,8 +12,8 @@ from flash_lazy import Rows
 from lit_lazy.attention import AttentionSpec, Elastic, LayerShape, LearnedBias, Normaliser, NormaliserModule, Softmax
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS

@@ -21,7 +21,6 @@ from lit_lazy.attention import Attention, AttentionCall, Eviction
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
-from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.sources_and_batches import DataSource
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
@@ -29,7 +28,7 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_layers, measure, sample_validation
 from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.generation import Sampling, generate
+from lit_lazy.model.generation import Prompts, Sampling, generate
 from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr

@@ -82,8 +82,8 @@ def make_cheap() -> None:
     from lit_lazy.grid.search import run as search  # noqa: F401
     from lit_lazy.report import ablation_page
     from lit_lazy.training import (
-        rank_process,  # noqa: F401
         ranks,
+        trainer,  # noqa: F401
     )
     from lit_lazy.training import run as training
 

@@ -153,7 +153,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         print_search(work, workers, options.threads, plain_console())
         return 0
     from lit_lazy.grid.mirror import follow
-    from lit_lazy.report.search_page import write_search_report
+    from lit_lazy.report.index_and_search_pages import write_search_report
     from lit_lazy.table.document_blocks import to_text
 
     check_destinations(options)

@@ -157,7 +157,7 @@ def _write_page(options: argparse.Namespace) -> Path:
     from lit_lazy.support.disk import write_text
 
     if options.ablation is None:
-        from lit_lazy.report.index_page import INDEX, list_entries, render_index
+        from lit_lazy.report.index_and_search_pages import INDEX, list_entries, render_index
 
         of_one = {"--base": options.base, "--ui-url": options.ui_url, "--figures": options.figures}
         if given := [option for option, value in of_one.items() if value]:

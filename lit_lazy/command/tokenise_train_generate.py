@@ -25,8 +25,7 @@ from lit_lazy.support.errors import escape_controls
 from lit_lazy.support.process import is_stdout_read
 
 if TYPE_CHECKING:
-    from lit_lazy.data.prompts import Prompts
-    from lit_lazy.model.generation import Generation
+    from lit_lazy.model.generation import Generation, Prompts
 
 MOST_TOKENS = 10**7
 """Upper bound on the tokens drawn for a prompt."""
@@ -127,7 +126,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.training.ranks import join_torchrun
 
     if (group := join_torchrun()) and group.rank:
-        from lit_lazy.training.rank_process import join_training
+        from lit_lazy.training.trainer import join_training
 
         join_training(group)
         return 0

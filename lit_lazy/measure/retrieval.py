@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
-from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.sources_and_batches import IGNORED, Batch, DataSource, pick_evenly
 from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, Share, require
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")

@@ -26,7 +26,7 @@ from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
-from lit_lazy.report.search_page import SearchReport
+from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.records import Point
 from lit_lazy.training.callbacks_and_loggers import MissedValidation

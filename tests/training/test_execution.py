@@ -176,13 +176,13 @@ def test_what_goes_wrong_on_one_rank_ends_all(
 
 @pytest.mark.usefixtures("none_left")
 def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.training import rank_process
+    from lit_lazy.training import trainer
 
     def unreadable(_config: object) -> None:
         raise ValueError("data.path='gone': cannot be read")
 
-    monkeypatch.setattr(rank_process, "load_data", unreadable)
-    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank_process.main()))
+    monkeypatch.setattr(trainer, "load_data", unreadable)
+    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(trainer.main()))
     with pytest.raises(RankFailedError, match=r"rank 1: ValueError: data\.path='gone': cannot be read"):
         train(tmp_path, TWO)
 

@@ -18,8 +18,8 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
-from lit_lazy.data.prompts import Prompts
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checks import Bounds, PositiveInt, require
 from lit_lazy.support.errors import iter_causes, one_line
 

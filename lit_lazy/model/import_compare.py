@@ -40,7 +40,8 @@ def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
     named = getattr(theirs.config, "sliding_window", None), ours.cfg.attention.window
     windows = sorted({window for window in named if window and window < 2 * ours.context_length})
     reached = [window for window in windows if window + TOKENS <= LONGEST]
-    found = [measure_difference(*pair) for pair in _iter_logits(theirs, ours, lengths, reached[-1:])]
+    pairs = _iter_logits(theirs, ours, lengths, reached[-1:])
+    found = [float((own - expected).abs().max() / expected.std()) for own, expected in pairs]
     worst = max(found, key=lambda part: part if part == part else float("inf"))
     name = type(theirs).__name__
     if not worst <= MOST:
@@ -111,8 +112,3 @@ def _only(kept: Container[int], layers: nn.ModuleList, skip: Callable[..., Any])
     finally:
         for layer in others:
             del layer.forward
-
-
-def measure_difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, in units of the expected values' standard deviation."""
-    return float((found - expected).abs().max() / expected.std())

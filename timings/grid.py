@@ -34,10 +34,10 @@ from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import STRONGEST, measure_model, run
 from lit_lazy.training.run_folder import RunResult, locate_cell
 from lit_lazy.training.trainer import fit

@@ -172,7 +172,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.model.import_load import load_source
     from lit_lazy.support.disk import write_text
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.prepare import check_size
+    from lit_lazy.training.check_before_run import check_size
 
     option = f"SOURCE {str(options.source)!r}"
     if options.sha256 and (found := hash_file(str(options.source), "SOURCE", "give a file")) != options.sha256:

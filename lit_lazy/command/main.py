@@ -16,8 +16,8 @@ from lit_lazy import __version__
 from lit_lazy.command import ablate_results, ablate_run
 from lit_lazy.command.ablate_questions_search import add_questions_to, add_search_to
 from lit_lazy.command.doctor_new_fields import doctor, fields, new
+from lit_lazy.command.evaluate_diagnose_lm_eval import diagnose, evaluate_command, lm_eval
 from lit_lazy.command.export_import import export, import_model
-from lit_lazy.command.measure import diagnose, evaluate_command, lm_eval
 from lit_lazy.command.options import DECLARED, Commands, Parser, add_command, checkpoint, folder, json_file, path
 from lit_lazy.command.runs_report_dashboard import add_runs_to, dashboard, mirror, report
 from lit_lazy.command.tokenise_train_generate import generate, tokenise, train

@@ -118,7 +118,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         print("\n".join([*format_dry_run(path.stem, cfg, execution, options.gpu), "Nothing was created."]))
         return 0
-    from lit_lazy.training.prepare import outline_loads, prepare_outline
+    from lit_lazy.training.check_before_run import outline_loads, prepare_outline
 
     # Mistakes are told before Lightning and MLflow are imported, which takes seconds, unless that would load the data.
     if not outline_loads(cfg.data):

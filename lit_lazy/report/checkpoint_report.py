@@ -31,10 +31,10 @@ from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
+from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import load_data
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"

@@ -38,6 +38,7 @@ from lit_lazy.training.callbacks_and_loggers import (
     TimeMonitor,
     open_loggers,
 )
+from lit_lazy.training.check_before_run import prepare, validates_on_training
 from lit_lazy.training.check_settings import list_ineffective
 from lit_lazy.training.execution import (
     ONE_DEVICE,
@@ -50,7 +51,6 @@ from lit_lazy.training.execution import (
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.ranks import start_ranks
 from lit_lazy.training.run_folder import (
     CHECKPOINTS,

@@ -30,12 +30,12 @@ from lit_lazy.data.sources_and_batches import Portion, train_loader, validation_
 from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.callbacks_and_loggers import MissedValidation
+from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.interrupts import Interrupts, StopOnInterrupt
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import load_data
 from lit_lazy.training.ranks import GroupEnvironment, RankGroup, exit_on_eof, join_torchrun
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 

@@ -31,7 +31,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.run import run
 
 __all__ = ["bpe"]

@@ -36,8 +36,8 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import measure, sample_validation
     from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
     from lit_lazy.training import checkpoints
+    from lit_lazy.training.check_before_run import check_evaluations
     from lit_lazy.training.execution import select_training_device
-    from lit_lazy.training.prepare import check_evaluations
 
     prepare_process(options)
     trained = checkpoints.load(options.checkpoint)

@@ -73,13 +73,24 @@ def _cheap_grids() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
-    """Publish tables without figures and empty reports: drawing takes longer than a tiny grid."""
+    """Write tables without figures and empty reports: drawing takes longer than a tiny grid.
+
+    `lit-lazy report` draws as always.
+    """
     from lit_lazy.report import ablation_page
+
+    draw, render = ablation_page.draw_table_figures, ablation_page.render_report
 
     def write_empty_report(_grid: object, folder: Path, *_: object) -> None:
         (folder / ablation_page.REPORT).touch()
 
+    def render_drawn(*given: object) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ablation_page, "draw_table_figures", draw)
+            return render(*given)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ablation_page, "render_report", render_drawn)
         patch.setattr(ablation_page, "draw_table_figures", lambda _table: {})
         patch.setattr(ablation_page, "write_report", write_empty_report)
         yield

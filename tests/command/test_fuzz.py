@@ -178,7 +178,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         *(
             "report.checkpoint_report.measure_all",
             "tracking.serve.subprocess.Popen",
-            "command.generate.print_generation",
+            "command.tokenise_train_generate.print_generation",
         ),
         *(
             "support.disk.create_folder_atomically",

@@ -181,7 +181,6 @@ def _write_page(options: argparse.Namespace) -> Path:
 
 
 def _write_table_reports(options: argparse.Namespace) -> Iterator[Path]:
-    """Write the reports of stored tables."""
     from lit_lazy.report.ablation_page import REPORT, write_table_report
     from lit_lazy.support.disk import check_writable_file
     from lit_lazy.table.build import TABLE

@@ -21,7 +21,7 @@ from lit_lazy.attention import Attention, AttentionCall, Eviction
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
-from lit_lazy.data.sources_and_batches import DataSource
+from lit_lazy.data.base import DataSource
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
 from lit_lazy.measure.diagnostic_arrays import Diagnostics

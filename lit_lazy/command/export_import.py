@@ -11,7 +11,7 @@ from lit_lazy.support.errors import naming
 from lit_lazy.support.named_files import MODEL_SOURCES, is_hub_name
 
 if TYPE_CHECKING:
-    from lit_lazy.data.sources_and_batches import SpecialTokens
+    from lit_lazy.data.base import SpecialTokens
     from lit_lazy.training.module import LitLM
     from lit_lazy.training.run_folder import RunResult
 
@@ -212,7 +212,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
     """Those of a generation_config, by which transformers generates; an id beyond the `words` tokens is none."""
-    from lit_lazy.data.sources_and_batches import SpecialTokens
+    from lit_lazy.data.base import SpecialTokens
 
     given = settings.eos_token_id
     begin, pad, *ends = (

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.sources_and_batches import Outline, TokenDataset
+from lit_lazy.data.base import Outline, TokenDataset
 from lit_lazy.data.synthetic import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
+from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
 from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.files import find_files
 from lit_lazy.data.pipeline.hub import Hub
@@ -27,15 +28,7 @@ from lit_lazy.data.pipeline.tokens import (
     read_stamp,
     write_corpus,
 )
-from lit_lazy.data.sources_and_batches import (
-    DataConfig,
-    DataSource,
-    DocumentDataset,
-    Outline,
-    SpecialTokens,
-    TokenDataset,
-    pick_evenly,
-)
+from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.stdlib import ByteTrigram, cut_windows, trigrams
 from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import format_count, plain_console

@@ -13,7 +13,7 @@ from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
-from lit_lazy.data.sources_and_batches import validation_loader
+from lit_lazy.data.sampler import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, collect_learned, describe_learned, name_groups
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.model.decoder import DecoderLM, flops_per_token

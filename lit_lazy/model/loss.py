@@ -18,7 +18,7 @@ from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_loss, deco
 from lit_lazy.attention import Attention
 from lit_lazy.attention.layer import GateModule
 from lit_lazy.attention.normaliser import find_lazy_threshold
-from lit_lazy.data.sources_and_batches import IGNORED
+from lit_lazy.data.base import IGNORED
 from lit_lazy.model.decoder import Block, DecoderLM, SwiGLU
 
 HiddenAndHead = tuple[Tensor, Tensor]

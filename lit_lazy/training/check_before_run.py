@@ -11,7 +11,7 @@ from lit_lazy.attention import Attention, MixerModule, PassInputs
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
-from lit_lazy.data.sources_and_batches import Outline
+from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require

@@ -16,7 +16,7 @@ from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import CHECKPOINT_FORMAT, UnknownClassError, from_dict, read_checkpoint, to_dict
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.data.sources_and_batches import Outline
+from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checks import PositiveInt, check_value, list_changes, require

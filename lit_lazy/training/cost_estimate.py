@@ -12,7 +12,7 @@ from torch.utils.benchmark import Timer
 
 from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.data.sources_and_batches import Outline
+from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, build_empty, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checks import require

@@ -15,7 +15,7 @@ from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.schema import RunConfig, TrainConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
-from lit_lazy.data.sources_and_batches import Portion
+from lit_lazy.data.sampler import Portion
 from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor, sequence_keys

@@ -26,7 +26,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.data import DataSource
-from lit_lazy.data.sources_and_batches import Portion, train_loader, validation_loader
+from lit_lazy.data.sampler import Portion, train_loader, validation_loader
 from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.callbacks_and_loggers import MissedValidation

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.sources_and_batches import StepBatchSampler
+from lit_lazy.data.sampler import StepBatchSampler
 
 
 def batches(n_items, batch_size, seed=0, start=0, count=10):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import format_command_line
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.secrets import format_command_line
 
 
 def collect_provenance(out: Path | None) -> dict[str, Any]:

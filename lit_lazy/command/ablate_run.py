@@ -26,8 +26,8 @@ from lit_lazy.command.options import (
     make_execution,
 )
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import format_command_line
 from lit_lazy.support.named_files import find
+from lit_lazy.support.secrets import format_command_line
 
 MOST_LISTED = 3
 """Rows of earlier commands that the end of a command names."""

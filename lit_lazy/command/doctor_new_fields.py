@@ -38,7 +38,7 @@ SMOLLM2 = Path("models", "smollm2.ckpt")
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """Exit status 1 if a required dependency is missing or tracking is unusable."""
     from flash_lazy.cpu.library import find_obstacle
-    from lit_lazy.support.errors import redact_url
+    from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.check_store import check_store
     from lit_lazy.tracking.store import default_uri
 

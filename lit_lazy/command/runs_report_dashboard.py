@@ -229,7 +229,7 @@ def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
 def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
     from lit_lazy.grid.mirror import GridMirror
-    from lit_lazy.support.errors import redact_url
+    from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.check_store import check_store
     from lit_lazy.tracking.store import default_uri
 

@@ -13,15 +13,10 @@ from typing import Any
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.support.class_source import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.named_files import find
-from lit_lazy.support.provenance import (
-    find_last_commit,
-    find_local_files,
-    forget_unimported,
-    keep_files,
-    require_unedited,
-)
+from lit_lazy.support.provenance import find_last_commit
 
 COMMANDS = {"question": "ablate run", "ablation": "ablate run", "search": "ablate search"}
 """The command for a file that defines no experiment, by the name that it defines."""

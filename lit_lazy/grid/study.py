@@ -20,8 +20,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lit_lazy.grid.grid_folder import read_grid_id
 from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantine
-from lit_lazy.support.errors import describe_exception, redact_url
+from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
+from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.check_store import check_database, make_engine_options
 from lit_lazy.tracking.store import sqlite_file
 

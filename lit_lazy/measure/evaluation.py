@@ -16,8 +16,9 @@ from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, collect_learned, describe_learned, name_groups
 from lit_lazy.measure.diagnostics import hook_layers
+from lit_lazy.model.compiled import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
-from lit_lazy.model.loss import compute_hidden, head_nll
+from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checks import require
 
 VARIED_BATCH = 32

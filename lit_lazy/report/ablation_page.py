@@ -22,7 +22,8 @@ from lit_lazy.figures.ablation import Histories
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder, read_grid
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import did_you_mean, redact_url
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.declaration import Declaration

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from lit_lazy.attention import Eviction
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import read_checkpoint, to_dict
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures.canvas import save_figures
@@ -24,9 +25,10 @@ from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import UnfinishedError, format_command_line, naming
+from lit_lazy.support.errors import UnfinishedError, naming
 from lit_lazy.support.named_files import find, join_name
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.check_store import check_store
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker

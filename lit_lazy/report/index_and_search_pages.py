@@ -17,7 +17,7 @@ from lit_lazy.grid.runs_folder import TRAINING
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.run import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchDriver
 from lit_lazy.support.console import format_count
-from lit_lazy.support.errors import format_command_line
+from lit_lazy.support.secrets import format_command_line
 from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.build import parse_table
 from lit_lazy.table.document_blocks import (

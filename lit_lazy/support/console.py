@@ -1,13 +1,11 @@
 """Terminal output of commands."""
 
-import math
 import shutil
 import sys
 import time
 import webbrowser
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,8 +19,6 @@ LEAST_WIDTH, MOST_WIDTH = 60, 120
 """Bounds on the width of printed text, in characters."""
 QUIET_SECONDS, PLAIN_EVERY_SECONDS = 2.0, 15.0
 """Time before anything is shown, and between lines where stderr is no terminal."""
-FAR = 10
-"""Outliers are farther above the minimum than this times the median distance."""
 
 
 class PlainConsole(Console):
@@ -96,12 +92,3 @@ def track_progress(items: Sequence[T], what: str) -> Iterator[T]:
     finally:
         if bar.live.is_started:  # it would print an empty line
             bar.stop()
-
-
-def compute_far_limit(values: Iterable[float]) -> float:
-    """The largest value that is not an outlier; infinity if most values are equal."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return math.inf
-    reach = FAR * median(value - min(finite) for value in finite)
-    return min(finite) + reach if reach else math.inf

@@ -13,8 +13,9 @@ import sqlalchemy
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from lit_lazy.support.disk import check_writable_folder, is_read_only, open_file
-from lit_lazy.support.errors import explain, one_line, redact_text, redact_url
+from lit_lazy.support.errors import explain, one_line
 from lit_lazy.support.process import call_with_timeout
+from lit_lazy.support.secrets import redact_text, redact_url
 from lit_lazy.tracking.store import URI_VARIABLE, quote_path, sqlite_file
 
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")

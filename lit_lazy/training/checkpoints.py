@@ -11,10 +11,11 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import CHECKPOINT_FORMAT, UnknownClassError, from_dict, read_checkpoint, to_dict
+from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
@@ -44,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         del storage_options  # for remote file systems
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), lambda file: _save(checkpoint | {"format": CHECKPOINT_FORMAT}, file))
+        write_atomically(Path(path), lambda file: _save(checkpoint | {"format": FORMAT}, file))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

@@ -29,7 +29,7 @@ from lit_lazy.command.doctor_new_fields import identifier
 from lit_lazy.command.export_import import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.tokenise_train_generate import prompt_file
-from lit_lazy.config.serialisation import read_checkpoint
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.report.checkpoint_report import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
@@ -683,7 +683,7 @@ def test_in_a_process_of_its_own(place: Path) -> None:
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.support.errors import format_command_line
+    from lit_lazy.support.secrets import format_command_line
 
     url = f"postgresql://me:{PASSWORD}@host/x"
     for words in (["--storage", url], [f"--storage={url}"]):

@@ -20,7 +20,8 @@ from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, Mamba2, NoBias, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.serialisation import read_checkpoint, replace_at
+from lit_lazy.config.checkpoint_file import read_checkpoint
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure

@@ -22,12 +22,11 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.mixer import LayerShape
-from lit_lazy.attention.normaliser import LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
+from lit_lazy.attention.normaliser import LayerShape, LazyThreshold, NormaliserModule, SoftmaxModule, _Elastic
 from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
-from lit_lazy.model import loss as compiled
+from lit_lazy.model import compiled
 from lit_lazy.model.decoder import DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll
 
@@ -108,7 +107,7 @@ def measure_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[s
 def test_the_step_errs_no_more_than_the_models_own(name):
     """At most twice the model's own largest relative error in float32 over the loss and all gradients."""
     model, (tokens, targets) = make_model(name), draw(get_length(name))
-    assert compiled.describe_decoder(model, tokens) is not None
+    assert compiled.describe(model, tokens) is not None
     exact = run_in_double(model, tokens, targets)
     own = max(measure_errors(run_own_path(model, tokens, targets), exact).values())
     mine = measure_errors(compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)), exact)
@@ -119,7 +118,7 @@ def test_the_step_errs_no_more_than_the_models_own(name):
 def test_the_forward_pass_equals_the_models_own(name):
     model, (tokens, _) = make_model(name), draw(get_length(name))
     with torch.no_grad():
-        assert compiled.describe_decoder(model, tokens) is not None
+        assert compiled.describe(model, tokens) is not None
         hidden, stats = compiled.compute_hidden(model, tokens, with_stats=True)
         expected, expected_stats = model.compute_residual(tokens, with_stats=True)
         torch.testing.assert_close(hidden, model.norm(expected), rtol=1e-4, atol=1e-5)
@@ -226,7 +225,7 @@ UNKNOWN = {
 def test_unknown_models_run_their_own_path(name):
     cfg, spec = UNKNOWN[name]
     model, (tokens, targets) = DecoderLM(replace(cfg, attention=spec), WORDS, LENGTH, seed=3), draw()
-    assert compiled.describe_decoder(model, tokens) is None
+    assert compiled.describe(model, tokens) is None
     expected = run_own_path(model, tokens, targets)
     found = compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets))
     assert all(map(torch.equal, found.values(), expected.values()))
@@ -251,9 +250,9 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_models_run_their_own_path(name):
     model = make_model("elastic")
-    assert compiled.describe_decoder(model, torch.zeros(BATCH, LENGTH)) is not None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is not None
     CHANGES[name](model)
-    assert compiled.describe_decoder(model, torch.zeros(BATCH, LENGTH)) is None
+    assert compiled.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
@@ -266,12 +265,12 @@ def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
             compiled.compute_residual(model, tokens)
     for context in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
         with context:
-            assert compiled.describe_decoder(model, x) is None
+            assert compiled.describe(model, x) is None
     for few in (torch.zeros(torch.get_num_threads() - 1, LENGTH), torch.zeros(BATCH, 0)):
-        assert compiled.describe_decoder(model, few) is None
+        assert compiled.describe(model, few) is None
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert compiled.describe_decoder(model, x) is None
+    assert compiled.describe(model, x) is None
     handle.remove()
-    assert compiled.describe_decoder(model, x) is not None
+    assert compiled.describe(model, x) is not None
     monkeypatch.setenv(library.SWITCH, "0")
-    assert compiled.describe_decoder(model, x) is None
+    assert compiled.describe(model, x) is None

@@ -54,7 +54,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export_folder import collect_code, write
 from lit_lazy.model.export_sources import collect_sources
 from lit_lazy.model.generation import generate
-from lit_lazy.support.provenance import OWN
+from lit_lazy.support.class_source import OWN
 
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12

@@ -14,8 +14,9 @@ from torch import nn
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config import serialisation
+from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import read_checkpoint, replace_at, to_dict
+from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
 from lit_lazy.support.named_files import find

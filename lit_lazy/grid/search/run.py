@@ -24,8 +24,9 @@ from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, p
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import explain, format_command_line
+from lit_lazy.support.errors import explain
 from lit_lazy.support.locks import make_file_lock
+from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
 from lit_lazy.tracking.store import NOTE, End
 from lit_lazy.tracking.views import build_views

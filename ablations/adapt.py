@@ -7,7 +7,7 @@ from lit_lazy.attention import Elastic, LearnedBias, OffByOne, OutputGate, SinkL
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.retrieval import Needle
-from lit_lazy.optim.distillation import AttentionOutputs
+from lit_lazy.optim import AttentionOutputs
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column
 

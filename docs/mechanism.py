@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_lazy.figures.canvas import NEUTRAL, WIDTH, new_figure, save_figure, use_style
-from lit_lazy.figures.palette import choose_colours
+from lit_lazy.figures.canvas import NEUTRAL, WIDTH, choose_colours, new_figure, save_figure, use_style
 
 TAU = 1.0
 SPREAD = 0.25

@@ -70,7 +70,7 @@ def served_links(runs: Path, *name: str) -> Iterator[dict[str, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.command", "dashboard", *name, "--runs", str(runs), "--port", str(port)],
+        [sys.executable, "-m", "lit_lazy", "dashboard", *name, "--runs", str(runs), "--port", str(port)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -22,14 +22,13 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.base import DataSource
-from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_layers, measure, sample_validation
-from lit_lazy.measure.thresholds import raise_thresholds
+from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.generation import Sampling, generate
+from lit_lazy.model.generation import Prompts, Sampling, generate
 from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
@@ -39,8 +38,7 @@ from lit_lazy.table.render import render_brief
 from lit_lazy.training import checkpoints
 from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, read_lines
 
 if TYPE_CHECKING:
     from lit_lazy.grid.grid_folder import CellRecord

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_lazy import rule_attention, tiling
 from flash_lazy.rules import RuleSettings
 from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser, NormaliserModule
-from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.attention.mixer import SelfInitialised
 
 HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 8, 13
 SHAPE = LayerShape(HEADS, KV_HEADS, WIDTH, HEADS * WIDTH, context_length=16, layer=1, n_layers=2)

@@ -61,27 +61,38 @@ def _cheap_grids() -> Iterator[None]:
     import forked
 
     from lit_lazy.grid import run
-    from lit_lazy.report import page
+    from lit_lazy.report import ablation_page
 
     forked.start_fork_server(fork=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "POLL_SECONDS", 0.1)
         patch.setattr(run, "LOOK_SECONDS", 0.5)
-        patch.setattr(page, "SHOWN_VARIANTS", 0)
+        patch.setattr(ablation_page, "SHOWN_VARIANTS", 0)
         yield
 
 
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
-    """Publish tables without figures and empty reports: drawing takes longer than a tiny grid."""
-    from lit_lazy.report import page, publish
+    """Write tables without figures and empty reports: drawing takes longer than a tiny grid.
+
+    `lit-lazy report` draws as always.
+    """
+    from lit_lazy.report import ablation_page
+
+    draw, render = ablation_page.draw_table_figures, ablation_page.render_report
 
     def write_empty_report(_grid: object, folder: Path, *_: object) -> None:
-        (folder / page.REPORT).touch()
+        (folder / ablation_page.REPORT).touch()
+
+    def render_drawn(*given: object) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ablation_page, "draw_table_figures", draw)
+            return render(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publish, "draw_table_figures", lambda _table: {})
-        patch.setattr(publish, "write_report", write_empty_report)
+        patch.setattr(ablation_page, "render_report", render_drawn)
+        patch.setattr(ablation_page, "draw_table_figures", lambda _table: {})
+        patch.setattr(ablation_page, "write_report", write_empty_report)
         yield
 
 

@@ -27,7 +27,7 @@ import sqlalchemy
 import torch
 
 from lit_lazy.config.user_files import USER
-from lit_lazy.support import class_source
+from lit_lazy.support import provenance
 
 __all__ = [
     "DEVNULL",
@@ -80,10 +80,10 @@ def make_cheap() -> None:
     from lit_lazy.grid import mirror  # noqa: F401  imported for the forks
     from lit_lazy.grid import run as grid
     from lit_lazy.grid.search import run as search  # noqa: F401
-    from lit_lazy.report import page, publish  # noqa: F401
+    from lit_lazy.report import ablation_page
     from lit_lazy.training import (
-        rank_process,  # noqa: F401
         ranks,
+        trainer,  # noqa: F401
     )
     from lit_lazy.training import run as training
 
@@ -94,7 +94,7 @@ def make_cheap() -> None:
     training.list_user_files = lambda _: []
     grid.POLL_SECONDS = 0.1
     grid.LOOK_SECONDS = 1.0
-    page.SHOWN_VARIANTS = 0
+    ablation_page.SHOWN_VARIANTS = 0
 
 
 def start_fork_server(fork: bool = False) -> int:
@@ -219,7 +219,7 @@ def forget_user_files() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
             del sys.modules[name]
-    class_source._imported.clear()
+    provenance._imported.clear()
 
 
 def _execute(command: list[str]) -> None:

@@ -9,13 +9,19 @@ from typing import Any
 from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.grid_folder import GridFolder, read_grid
 from lit_lazy.grid.plan import PLAN, Plan
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.training.loggers import MetricFile
-from lit_lazy.training.result import DIAGNOSTICS, RunResult
-from lit_lazy.training.run_folder import clear_failure, locate_cell, write_failure, write_settings
+from lit_lazy.training.callbacks_and_loggers import MetricFile
+from lit_lazy.training.run_folder import (
+    DIAGNOSTICS,
+    RunResult,
+    clear_failure,
+    locate_cell,
+    write_failure,
+    write_settings,
+)
 
 ROWS = ("softmax", "lazy")
 

@@ -29,13 +29,13 @@ GROUPS = {
         "tests/kernels/test_api.py tests/kernels/test_chunked.py tests/kernels/test_reference.py "
         "tests/kernels/test_varlen.py tests/kernels/test_rules.py tests/kernels/test_func.py tests/kernels/test_cpu.py",
     ),
-    "statistics": (["lit_lazy/table/statistics.py", "lit_lazy/table/looks.py"], "tests/table"),
+    "statistics": (["lit_lazy/table/statistics.py", "lit_lazy/table/sequential_looks.py"], "tests/table"),
     "store": (
         [f"lit_lazy/grid/{name}.py" for name in ("cells", "plan", "run", "packed", "study", "worker")],
         "tests/grid/test_grid.py tests/grid/test_plan.py tests/grid/test_packed.py tests/grid/test_state_machine.py",
     ),
     "keys and checkpoints": (
-        ["lit_lazy/config/key.py", "lit_lazy/training/checkpoints.py", "lit_lazy/training/result.py"],
+        ["lit_lazy/config/key.py", "lit_lazy/training/checkpoints.py", "lit_lazy/training/run_folder.py"],
         "tests/config/test_key.py tests/training/test_checkpoints.py tests/training/test_run.py",
     ),
 }

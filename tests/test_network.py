@@ -62,7 +62,7 @@ import signal, subprocess, sys, urllib.request
 from subprocess import PIPE
 
 runs, port = sys.argv[1:]
-command = [sys.executable, "-P", "-m", "lit_lazy.command", "dashboard", "--runs", runs, "--port", port]
+command = [sys.executable, "-P", "-m", "lit_lazy", "dashboard", "--runs", runs, "--port", port]
 server = subprocess.Popen(command, stdout=PIPE, text=True)
 assert any("Ctrl-C stops the server" in line for line in iter(server.stdout.readline, ""))
 with urllib.request.urlopen(f"http://127.0.0.1:{port}/ajax-api/3.0/mlflow/ui-telemetry") as answer:
@@ -158,7 +158,7 @@ def test_the_dashboard_stays_on_this_machine(tmp_path: Path, runs: Path, closed_
 def test_a_grid_stays_on_this_machine(tmp_path: Path, runs: Path) -> None:
     ablation = tmp_path / "quiet.py"
     ablation.write_text(two_rows("quiet"))
-    command = ("-P", "-m", "lit_lazy.command", "ablate", "run", str(ablation), "--seeds", "0", "--workers", "1")
+    command = ("-P", "-m", "lit_lazy", "ablate", "run", str(ablation), "--seeds", "0", "--workers", "1")
     watched = watch(tmp_path, sys.executable, *command, "--runs", str(runs))
     assert watched.processes == 3, "the command, and multiprocessing's two, whose forks are the workers"
     check(watched)

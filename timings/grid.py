@@ -23,7 +23,7 @@ from lit_lazy.grid.ablation import (
     prepare_rows,
     select_rows,
 )
-from lit_lazy.grid.grid_folder import read_grid, read_grid_id
+from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Ending, Job, Work
 from lit_lazy.grid.mirror import GridMirror
 from lit_lazy.grid.plan import PLAN, Plan, group_keys
@@ -34,13 +34,12 @@ from lit_lazy.support.named_files import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.execution import select_training_device
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import STRONGEST, measure_model, run
-from lit_lazy.training.run_folder import locate_cell
+from lit_lazy.training.run_folder import RunResult, locate_cell, read_grid_id
 from lit_lazy.training.trainer import fit
 from timings.results import collect_provenance, format_provenance, format_row, publish
 

@@ -1,9 +1,9 @@
 """Errors and power of verdicts at looks, by simulation.
 
-Every scenario draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.looks` decides. Contrasts
-have correlation 0.5 over seeds, as differences to one common row have. Wrong support means that a contrast is at or
-above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all contrasts hold by the margin. Between
-them neither is wrong.
+Every scenario draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.sequential_looks`
+decides. Contrasts have correlation 0.5 over seeds, as differences to one common row have. Wrong support means that a
+contrast is at or above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all contrasts hold by
+the margin. Between them neither is wrong.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ import numpy as np
 from lit_lazy.support.named_files import PROJECT
 from lit_lazy.table.build import read_table
 from lit_lazy.table.declaration import BY_STATEMENT, Comparison, Declaration, Rule, Statement
-from lit_lazy.table.looks import decide_draws
+from lit_lazy.table.sequential_looks import decide_draws
 from timings.results import collect_provenance, format_provenance, format_row, publish
 
 AT_ONCE, SAMPLE = 2_000, 20_000

@@ -13,8 +13,17 @@ from lit_lazy.attention.layer import (
     SelfAttention,
     ValueGate,
 )
-from lit_lazy.attention.mixer import Cache, Eviction, LayerCache, Mixer, MixerModule, PassInputs, StreamingCache
-from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
+from lit_lazy.attention.mixer import (
+    Cache,
+    Eviction,
+    LayerCache,
+    LayerShape,
+    Mixer,
+    MixerModule,
+    PassInputs,
+    StreamingCache,
+)
+from lit_lazy.attention.normaliser import AttentionCall, Elastic, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrence import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import *  # noqa: F403

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
+from lit_lazy.attention.mixer import GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 

@@ -15,16 +15,14 @@ from torch.nn.functional import normalize
 
 from flash_lazy import Stats
 from lit_lazy.attention.bias import Bias, BiasTerms, NoBias
-from lit_lazy.attention.mixer import LayerCache, Mixer, MixerModule, PassInputs
+from lit_lazy.attention.mixer import LayerCache, LayerShape, Mixer, MixerModule, PassInputs, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionBackend,
     AttentionCall,
-    LayerShape,
     Normaliser,
     NormaliserModule,
     Softmax,
 )
-from lit_lazy.attention.parts import SelfInitialised
 from lit_lazy.support.checks import CheckedFields, PositiveInt
 
 Per = Literal["element", "head"]

@@ -1,4 +1,4 @@
-"""Interface of the token mixers, attention or a recurrent layer, and the key-value caches of attention.
+"""Interface of the token mixers, attention or a recurrent layer, and of their parts; the key-value caches of attention.
 
 A mixer is a frozen dataclass (its settings) whose `build` returns the module that holds its parameters.
 """
@@ -12,9 +12,44 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy import Stats
-from lit_lazy.attention.normaliser import LayerShape
-from lit_lazy.attention.parts import Drawn
 from lit_lazy.support.checks import CheckedFields, NonNegativeInt, PositiveInt
+
+
+class Drawn(CheckedFields):
+    """A part whose class figures show by a colour and a name. Both are the class's own, not its subclasses'."""
+
+    colour: ClassVar[str] = ""
+    """Hexadecimal; figures choose one where it is empty. The project's are Okabe and Ito's, then Tol's muted ones, for
+    positions his high-contrast ones: they are also distinguishable with common colour blindness."""
+    spoken: ClassVar[str] = ""
+    """How people write its name, where that is not the name of the class."""
+
+
+GeneratorOf = Callable[[str], torch.Generator]
+"""Returns the generator of a parameter, by the parameter's name within its module."""
+
+
+class SelfInitialised(nn.Module):
+    """A module that initialises its parameters, those of its submodules included."""
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        """Draw the random initial parameters, each from its own generator; by default there are none."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of the layer that a mixer, normaliser or gate is built for."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_model: int
+    context_length: int
+    layer: int = 0
+    """Index of the layer, from 0 to n_layers - 1."""
+    n_layers: int = 1
+    norm_eps: float = 1e-6
+    """Of the RMSNorm of queries and keys."""
 
 
 class Cache(ABC):

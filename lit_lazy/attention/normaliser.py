@@ -21,27 +21,11 @@ from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
-from lit_lazy.attention.parts import Drawn
+from lit_lazy.attention.mixer import Drawn, LayerShape
 from lit_lazy.support.checks import MOST_FACTOR, Bounds, Share, require
 
 AttentionBackend = Literal[Backend, "sdpa"]
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of the layer that a mixer, normaliser or gate is built for."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_model: int
-    context_length: int
-    layer: int = 0
-    """Index of the layer, from 0 to n_layers - 1."""
-    n_layers: int = 1
-    norm_eps: float = 1e-6
-    """Of the RMSNorm of queries and keys."""
 
 
 class AttentionCall(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.parts import Drawn, GeneratorOf, SelfInitialised
+from lit_lazy.attention.mixer import Drawn, GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 ENDLESS = 2**62

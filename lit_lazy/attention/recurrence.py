@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
-from lit_lazy.attention.normaliser import LayerShape
-from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
+from lit_lazy.attention.mixer import Cache, GeneratorOf, LayerShape, Mixer, MixerModule, PassInputs, SelfInitialised
 from lit_lazy.support.checks import PositiveInt
 
 DECAY_RATES = 1.0, 16.0

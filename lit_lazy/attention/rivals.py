@@ -13,11 +13,11 @@ from torch.nn.functional import softplus
 from flash_lazy import Rows, RuleWeights, Stats
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.layer import HEAD_NORM_EPS
+from lit_lazy.attention.mixer import GeneratorOf, LayerShape, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
     FixedRule,
     Fused,
-    LayerShape,
     Normaliser,
     NormaliserModule,
     SoftmaxModule,
@@ -25,7 +25,6 @@ from lit_lazy.attention.normaliser import (
     find_softmax_backend,
     fused_softmax,
 )
-from lit_lazy.attention.parts import GeneratorOf, SelfInitialised
 from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat, require
 
 __all__ = [

@@ -102,7 +102,7 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     """Rebuild the table of a grid, or that of a table.json, which it replaces."""
     if options.source is None:
         grid = open_grid_folder(options)
-        from lit_lazy.report.publish import save_table
+        from lit_lazy.report.ablation_page import save_table
         from lit_lazy.table.render import DETAILS
 
         place = choose_output(options, grid.path)
@@ -113,7 +113,7 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
         if given := [name for name in ("base", "out") if getattr(options, name)]:
             raise ValueError(f"--from, --{given[0]}: a {TABLE} says its experiment and place; leave one of the two out")
         from lit_lazy.grid.question import load_ablation_or_question
-        from lit_lazy.report.publish import recompute_table
+        from lit_lazy.report.ablation_page import recompute_table
 
         name = options.ablation.partition("-")[0]  # of NAME-EXPERIMENT
         declared = find("ablations", name if name in list_available("ablations") else options.ablation)
@@ -193,7 +193,7 @@ def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.findings import collect_answers, fill_page, format_summary, read_questions
+    from lit_lazy.report.questions_page import collect_answers, fill_page, format_summary, read_questions
 
     pages = {}
     for file in options.insert:

@@ -169,8 +169,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.dry_run:
         return _dry_run(options, request, execution)
     from lit_lazy.support.console import plain_console
-    from lit_lazy.training.result import RESULT
-    from lit_lazy.training.run_folder import CELLS
+    from lit_lazy.training.run_folder import CELLS, RESULT
 
     found = len(list((options.runs / request.grid / CELLS).glob(f"*/{RESULT}")))
     lacks_results = found < sum(len(seeds) for _, seeds in request.chosen)
@@ -207,7 +206,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"ended by --limit: {len(waiting)} of {len(grid.cells)} cells wait; the same command resumes")
         report, saved = grid.folder / "report.html", grid.folder / "table.json"
         if made or not report.exists() or report.stat().st_mtime_ns < saved.stat().st_mtime_ns:
-            from lit_lazy.report.publish import draw_report
+            from lit_lazy.report.ablation_page import draw_report
 
             draw_report(grid.folder, table)
         print(f"report:     {report}", flush=True)
@@ -391,7 +390,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
     ablation, base = request.ablation, request.base.config
     prepared = prepare_rows(request.chosen, base, request.base.overridden)
     cells = expand(prepared)
-    from lit_lazy.training.prepare import load_data
+    from lit_lazy.training.check_before_run import load_data
 
     if request.question is not None:
         from lit_lazy.measure.evaluation import require_measured

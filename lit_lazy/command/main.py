@@ -13,21 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from lit_lazy import __version__
-from lit_lazy.command import (
-    ablate_questions,
-    ablate_results,
-    ablate_run,
-    ablate_search,
-    convert,
-    doctor,
-    generate,
-    measure,
-    new,
-    report,
-    runs,
-    train,
-)
+from lit_lazy.command import ablate_results, ablate_run
+from lit_lazy.command.ablate_questions_search import add_questions_to, add_search_to
+from lit_lazy.command.doctor_new_fields import doctor, fields, new
+from lit_lazy.command.evaluate_diagnose_lm_eval import diagnose, evaluate_command, lm_eval
+from lit_lazy.command.export_import import export, import_model
 from lit_lazy.command.options import DECLARED, Commands, Parser, add_command, checkpoint, folder, json_file, path
+from lit_lazy.command.runs_report_dashboard import add_runs_to, dashboard, mirror, report
+from lit_lazy.command.tokenise_train_generate import generate, tokenise, train
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
@@ -44,18 +37,17 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    measures = (measure.evaluate_command, measure.diagnose, measure.lm_eval)
-    conversions = (convert.export, convert.import_model)
-    for action in (train.tokenise, train.train, *measures, generate.generate, *conversions, new.fields, new.new):
+    on_models = (tokenise, train, evaluate_command, diagnose, lm_eval, generate, export, import_model)
+    for action in (*on_models, fields, new):
         DECLARED[action](commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (ablate_run, ablate_questions, ablate_search, ablate_results):
-        part.add_to(ablate_commands)
-    for action in (report.report, report.dashboard, report.mirror):
+    for add_to in (ablate_run.add_to, add_questions_to, add_search_to, ablate_results.add_to):
+        add_to(ablate_commands)
+    for action in (report, dashboard, mirror):
         DECLARED[action](commands)
-    runs.add_to(commands)
-    DECLARED[doctor.doctor](commands)
+    add_runs_to(commands)
+    DECLARED[doctor](commands)
     _add_completion(commands, parser)
     return parser
 

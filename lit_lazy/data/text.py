@@ -145,15 +145,12 @@ class Text(DataConfig):
             require(not unused, f"data.{name}", getattr(self, name), "needs data.hub, a file has none; remove it")
         given = {"path": self.path, "validation": self.validation}
         if not self.hub:
-            return [self._find_files(f"data.{name}", text) for name, text in given.items() if text]
+            fields = [(f"data.{name}", text) for name, text in given.items() if text]
+            return [Files(*field, self.column, *find_files(*field)) for field in fields]
         require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
         splits = [self.split, self.validation] if self.validation else [self.split]
         options = self.hub_config, self.revision
         return [Hub("data.hub", self.hub, self.column, *options, name, self.stream) for name in splits]
-
-    def _find_files(self, field: str, given: str) -> Files:
-        paths, left_out = find_files(field, given)
-        return Files(field, given, self.column, paths, left_out)
 
     def _key(self, sources: Sequence[Source]) -> str:
         """Digest of all that the tokens depend on; files count by size and modification time, without reading them."""

@@ -14,12 +14,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.canvas import NEUTRAL, WIDTH, draw_legend_below, new_figure, set_log_axis, use_style
+from lit_lazy.figures.canvas import (
+    NEUTRAL,
+    WIDTH,
+    Colours,
+    choose_rows,
+    draw_legend_below,
+    new_figure,
+    set_log_axis,
+    use_style,
+)
 from lit_lazy.figures.label_placement import Label, place_labels
-from lit_lazy.figures.palette import Colours, choose_rows
 from lit_lazy.support.outliers import compute_far_limit
+from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column, shorten_learned
-from lit_lazy.table.measures import Measure
 from lit_lazy.table.records import Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]

@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
-from lit_lazy.figures.palette import choose_rows
+from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, choose_rows, draw_legend_below, new_figure, use_style
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
-from lit_lazy.table.looks import Region, compute_support_interval, list_regions
 from lit_lazy.table.records import Table, TableRow
+from lit_lazy.table.sequential_looks import Region, compute_support_interval, list_regions
 from lit_lazy.table.statistics import Effect
 
 UNLEARNED = "#8C8C8C"

@@ -15,7 +15,7 @@ from filelock import BaseFileLock, Timeout
 from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.support.stored_records import parse_json
 from lit_lazy.training import run_folder
-from lit_lazy.training.result import RESULT
+from lit_lazy.training.run_folder import RESULT
 
 State = Literal["waiting", "running", "complete", "failed"]
 HOLDER = "holder.json"

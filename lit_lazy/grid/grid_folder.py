@@ -16,14 +16,13 @@ from typing import Any, Literal
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.data import compute_learned_nats, describe_repetition, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
-from lit_lazy.measure.arrays import SCALARS
+from lit_lazy.measure.diagnostic_arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Table, Yardstick
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import CELLS, is_locked, locate_cell, read_failure, read_settings
+from lit_lazy.training.run_folder import CELLS, RunResult, is_locked, locate_cell, read_failure, read_settings
 
 VERSION_DIGITS = 6
 """Digits by which a table tells what a changed row trained before and now."""

@@ -12,7 +12,7 @@ from lit_lazy.grid.plan import Plan
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import RowInfo
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 GONE = "was removed from the ablation"
 MOST_CHANGES = 3

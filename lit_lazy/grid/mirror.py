@@ -23,13 +23,21 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.table.document import Paragraph, to_markdown
+from lit_lazy.table.document_blocks import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
 from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
 from lit_lazy.tracking.views import build_views
-from lit_lazy.training.result import METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import GRID_ID, is_locked, read_failure, read_grid_id, read_settings
+from lit_lazy.training.run_folder import (
+    GRID_ID,
+    METRICS,
+    RESULT,
+    RunResult,
+    is_locked,
+    read_failure,
+    read_grid_id,
+    read_settings,
+)
 
 if TYPE_CHECKING:  # MLflow takes seconds to import: the first `sync` does, in the thread of `follow`
     from lit_lazy.tracking.tracker import MirroredRun, Tracker

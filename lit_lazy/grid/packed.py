@@ -19,9 +19,8 @@ from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.errors import explain
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.table.records import check_row_name
-from lit_lazy.training.prepare import load_data
-from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import locate_cell
+from lit_lazy.training.check_before_run import load_data
+from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, RESULT, RunResult, locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2
 """Kind and format of a packed file; the format is raised when a line gets, loses or changes a field."""

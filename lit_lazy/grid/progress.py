@@ -18,8 +18,7 @@ from lit_lazy.grid.cells import Holder, find_dead
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise
-from lit_lazy.training.result import METRICS
-from lit_lazy.training.run_folder import TAIL_BYTES, read_lines
+from lit_lazy.training.run_folder import METRICS, TAIL_BYTES, read_lines
 
 PLAIN_EVERY_SECONDS = 15.0
 QUIET_SECONDS = 60.0

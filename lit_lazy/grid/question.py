@@ -18,8 +18,8 @@ from lit_lazy.support.named_files import PROJECT
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.declaration import Declaration, Rule, Statement, Verdict
-from lit_lazy.table.looks import ALPHA, find_open_rows
 from lit_lazy.table.records import Contrast
+from lit_lazy.table.sequential_looks import ALPHA, find_open_rows
 
 RESULTS = PROJECT / "docs" / "results"
 """Folder of published tables."""

@@ -29,8 +29,17 @@ from lit_lazy.support.disk import PRIVATE
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.process import count_cores
 from lit_lazy.training.interrupts import Interrupts
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT
-from lit_lazy.training.run_folder import FAILURE, GRID_ID, SETTINGS, clear_failure, locate_cell
+from lit_lazy.training.run_folder import (
+    DIAGNOSTICS,
+    FAILURE,
+    FINAL_CHECKPOINT,
+    GRID_ID,
+    METRICS,
+    RESULT,
+    SETTINGS,
+    clear_failure,
+    locate_cell,
+)
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0

@@ -29,8 +29,7 @@ from lit_lazy.support.provenance import git_sha, is_earlier
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
 from lit_lazy.training.execution import find_missing_backend
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import CELLS, clear_failure, is_locked, locate_cell, read_grid_id
+from lit_lazy.training.run_folder import CELLS, RunResult, clear_failure, is_locked, locate_cell, read_grid_id
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS, LOOK_SHARE = 5.0, 20.0

@@ -15,8 +15,17 @@ from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.named_files import delete, find_grids, is_entry_name, join_name, require_deletable
 from lit_lazy.tracking.store import ARTIFACTS, read_run_address, sqlite_file
 from lit_lazy.tracking.tracker import Tracker, list_experiment_names
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, GRID_ID, hold, is_locked, keep_quarantined
+from lit_lazy.training.run_folder import (
+    CELLS,
+    CHECKPOINTS,
+    FINAL_CHECKPOINT,
+    GRID_ID,
+    RESULT,
+    RunResult,
+    hold,
+    is_locked,
+    keep_quarantined,
+)
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
 """Prefixes of the names of trainings, of searches and of diagnoses, whose MLflow runs share one experiment."""

@@ -24,7 +24,7 @@ from lit_lazy.support.disk import describe_failed_write, is_disk_full, open_priv
 from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
-from lit_lazy.training.callbacks import AtStart, MissedValidation
+from lit_lazy.training.callbacks_and_loggers import AtStart, MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.ranks import RankLostError

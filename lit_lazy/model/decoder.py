@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
-from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.support.errors import one_line
 

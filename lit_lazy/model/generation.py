@@ -1,16 +1,21 @@
-"""Batched autoregressive generation with a cache. Needs only torch."""
+"""Prompts as tokens of a trained model, and batched autoregressive generation with a cache, which needs only torch."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_lazy.attention import Cache, Eviction
+from lit_lazy.data.base import DataConfig, SpecialTokens
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
-from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat
+from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, require
+from lit_lazy.support.errors import describe_exception, short_repr
+
+if TYPE_CHECKING:
+    from lit_lazy.data.pipeline.tokeniser import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -161,3 +166,54 @@ def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
     uniform = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=generator) for generator in generators])
     index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp(max=p.shape[1] - 1)
     return token.gather(1, index)[:, 0]
+
+
+class Prompts:
+    """Converts prompts to tokens and tokens to text; data without text uses token numbers separated by spaces."""
+
+    def __init__(self, data: DataConfig, vocab_size: int) -> None:
+        """Raises a one-line ValueError if the data's tokeniser cannot be loaded or does not match the model."""
+        from lit_lazy.data.text import Text  # which reads files by more than torch
+
+        self.name, self.vocab_size = type(data).__name__, vocab_size
+        try:
+            self.tokenizer: Tokenizer | None = data.load_tokenizer()
+        except ValueError:
+            raise
+        except Exception as error:  # from a custom data class
+            raise ValueError(f"data={self.name}: load_tokenizer() failed: {describe_exception(error)}") from error
+        size = vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+        fix = f"the model has {vocab_size} token ids; use the tokenizer it was trained with"
+        require(size == vocab_size, f"data={self.name}: vocabulary size of the tokenizer", size, fix)
+        self.special = SpecialTokens()
+        """Tokens that begin, end and pad a text; without a tokeniser none."""
+        if self.tokenizer is not None:
+            end = self.tokenizer.separator
+            given = data.special_tokens if isinstance(data, Text) else self.special
+            self.special = given if given.ends else SpecialTokens(self.tokenizer.begin, (end,), end)
+
+    def encode(self, option: str, text: bytes) -> list[int]:
+        """Tokens of a prompt; for an empty one, the separator that ends the previous document.
+
+        Raises a one-line ValueError, which names the option, if the prompt cannot be read.
+        """
+        if self.tokenizer is None:
+            return self._parse_numbers(option, text.decode(errors="replace"))
+        try:
+            return self.tokenizer.encode([text], control=True)[0].tolist() or [self.tokenizer.separator]
+        except UnicodeDecodeError:
+            raise ValueError(f"{option}: is not UTF-8; convert it to UTF-8") from None
+
+    def _parse_numbers(self, option: str, text: str) -> list[int]:
+        words = text.split()
+        most = self.vocab_size
+        wrong = [w for w in words if not (w.isascii() and w.isdecimal() and len(w) < 20 and int(w) < most)]
+        if wrong or not words:
+            is_none = f"{short_repr(wrong[0])} is no token of {self.name}" if wrong else "is empty"
+            numbers = f"token numbers from 0 to {self.vocab_size - 1} separated by spaces"
+            raise ValueError(f"{option}: {is_none}; give {numbers}, for example '0 1 2'")
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[int], after: Sequence[int]) -> Iterator[str]:
+        """Text of the tokens that follow the tokens `after`, piece by piece."""
+        return (f"{token} " for token in ids) if self.tokenizer is None else self.tokenizer.decode(ids, after)

@@ -200,12 +200,6 @@ def is_disk_full(error: BaseException) -> bool:
     return _find_cause(error, (errno.ENOSPC, errno.EDQUOT), full) is not None
 
 
-def is_file_too_long(error: BaseException) -> bool:
-    """Whether a write was refused by a limit on the size of files, so that it fails again until that is raised."""
-    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    return _find_cause(error, (errno.EFBIG,), SQLITE_FAILED if limited else ()) is not None
-
-
 def describe_failed_write(error: BaseException) -> str:
     """Cause and fix of a write that failed for lack of space, or although there is space; "" for other exceptions.
 
@@ -213,7 +207,8 @@ def describe_failed_write(error: BaseException) -> str:
     """
     if is_disk_full(error):
         return "no space left; free some"
-    if is_file_too_long(error):
+    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY  # writes fail until it is raised
+    if _find_cause(error, (errno.EFBIG,), SQLITE_FAILED if limited else ()) is not None:
         return WRITE_REFUSED
     if (failed := _find_cause(error, (errno.EIO,), SQLITE_FAILED)) is not None:
         file = getattr(failed, "filename", None)

@@ -1,6 +1,7 @@
-"""From names to paths: users' Python files, grids, entries of folders; deletion that stays in a folder."""
+"""From names to paths: users' Python files, grids, models, entries of folders; deletion that stays in a folder."""
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable
@@ -15,6 +16,9 @@ OTHER: dict[Room, Room] = {"experiments": "ablations", "ablations": "experiments
 RUN: dict[Room, str] = {"experiments": "train", "ablations": "ablate run"}
 MADE = {"models/smollm2.ckpt": "make smollm2", "models/tokenizer.json": "make smollm2"}
 """Files of shipped experiments that are no part of a clone -> the command that makes them."""
+MODEL_SOURCES = "a folder with config.json and safetensors, a .gguf file, or a name on the Hub"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LONGEST_NAME = 100
 """Bytes of a name that becomes part of a folder's name."""
 LONGEST_ENTRY = 255
@@ -67,6 +71,11 @@ def require_usable_name(path: Path) -> Path:
 def suggest_file(path: str, otherwise: str) -> str:
     """What to do about a file that cannot be read: the command that makes it if it is one of `MADE`, or `otherwise`."""
     return f"`{MADE[path]}` makes it" if path in MADE and not os.path.exists(path) else otherwise
+
+
+def is_hub_name(given: Path) -> bool:
+    """Whether a path that does not exist can be a name on the Hub."""
+    return HUB_NAME.fullmatch(str(given)) is not None and given.suffix not in (".gguf", *PICKLES)
 
 
 def find_grids(name: str, known: Iterable[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from lit_lazy.table.column_statistics import Summary
 from lit_lazy.table.columns import Column
-from lit_lazy.table.measures import Summary
 from lit_lazy.table.records import Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
 

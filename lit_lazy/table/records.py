@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lit_lazy.support.errors import escape_controls, short_repr
+from lit_lazy.table.column_statistics import Effect, Measure, Summary, compute_effects, measure_rows, summarise
 from lit_lazy.table.columns import LONGEST, REFUSED, Column, Contrast
 from lit_lazy.table.declaration import Declaration, Verdict
-from lit_lazy.table.measures import Effect, Measure, Summary, compute_effects, measure_rows, summarise
 from lit_lazy.table.verdicts import judge
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")

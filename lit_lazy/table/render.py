@@ -9,7 +9,7 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE
 from lit_lazy.table.columns import Column
-from lit_lazy.table.document import (
+from lit_lazy.table.document_blocks import (
     Block,
     BulletList,
     Collapsible,

@@ -9,7 +9,7 @@ from functools import partial
 
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
-from lit_lazy.table.looks import (
+from lit_lazy.table.sequential_looks import (
     ALPHA,
     Failures,
     Outcomes,

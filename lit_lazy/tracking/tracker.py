@@ -47,8 +47,7 @@ from lit_lazy.tracking.store import (
     sqlite_url,
     write_run_address,
 )
-from lit_lazy.training.result import DIAGNOSTICS, METRICS, RunResult
-from lit_lazy.training.run_folder import MetricRecord, read_lines
+from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, MetricRecord, RunResult, read_lines
 
 # MLflow logs every database that it creates, prints the traceback of an error that it also raises, and triggers a
 # deprecation warning.

@@ -27,7 +27,7 @@ from torch import distributed
 from lit_lazy.support.errors import UnfinishedError, describe_exception
 from lit_lazy.training.execution import read_torchrun_size
 
-MODULE = "lit_lazy.training.rank_process"
+MODULE = "lit_lazy.training.trainer"
 """The module that the other ranks run."""
 LOCAL = "127.0.0.1"
 TIMEOUT = timedelta(hours=2)
@@ -91,7 +91,7 @@ class RankGroup:
             distributed.destroy_process_group()
 
     def send_spec(self, **spec: Any) -> None:
-        """Start the other ranks' training (`rank_process`). spec: what JSON takes, and paths, which become texts."""
+        """Start the other ranks' training (`MODULE`). spec: what JSON takes, and paths, which become texts."""
         self.store.set(SPEC, json.dumps(spec, default=str))
 
     def receive_spec(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lit_lazy.config.key import cell_key, evaluation_key, list_user_files, train
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataConfig, DataSource, describe_repetition
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.model.decoder import DecoderLM
@@ -31,7 +31,15 @@ from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
-from lit_lazy.training.callbacks import BackendMonitor, MissedValidation, TimeMonitor
+from lit_lazy.training.callbacks_and_loggers import (
+    BackendMonitor,
+    MetricFile,
+    MissedValidation,
+    TimeMonitor,
+    open_loggers,
+)
+from lit_lazy.training.check_before_run import prepare, validates_on_training
+from lit_lazy.training.check_settings import list_ineffective
 from lit_lazy.training.execution import (
     ONE_DEVICE,
     Execution,
@@ -42,14 +50,21 @@ from lit_lazy.training.execution import (
 )
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
 from lit_lazy.training.interrupts import Interrupts
-from lit_lazy.training.loggers import MetricFile, open_loggers
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.prepare import prepare, validates_on_training
 from lit_lazy.training.ranks import start_ranks
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, METRICS, RESULT, RunResult
-from lit_lazy.training.run_folder import CHECKPOINTS, LAST, make_lock, remove_checkpoints, write_settings
+from lit_lazy.training.run_folder import (
+    CHECKPOINTS,
+    DIAGNOSTICS,
+    FINAL_CHECKPOINT,
+    LAST,
+    METRICS,
+    RESULT,
+    RunResult,
+    make_lock,
+    remove_checkpoints,
+    write_settings,
+)
 from lit_lazy.training.trainer import build_module, fit
-from lit_lazy.training.without_effect import list_ineffective
 
 log = logging.getLogger("lit_lazy.training.run")
 METRIC = "metric "

@@ -1,20 +1,21 @@
-"""A run folder: its lock, the settings of its training, its metrics, why it failed, and the checkpoints."""
+"""A run folder: its lock, the settings of its training, its metrics, its result or failure, and the checkpoints."""
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.disk import guards, write_text
+from lit_lazy.support.checks import PositiveInt, check_value, require
+from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
 from lit_lazy.support.named_files import delete, join_name
-from lit_lazy.support.stored_records import parse_record
+from lit_lazy.support.stored_records import make_record, parse_record
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"
 """Folder of a run's checkpoints, and the one to resume from."""
@@ -25,11 +26,13 @@ GRID_ID = "grid_id"
 
 SETTINGS, FAILURE = "cell.json", "failed.json"
 """What a run folder trains, and why its last training failed."""
-FORMAT = 1
-"""Format of both; raised when a field is added, removed or changes its meaning."""
-
+FORMAT, RESULT_FORMAT = 1, 1
+"""Format of both, and of the result; raised when a field is added, removed or changes its meaning."""
 TAIL_BYTES = 2**16
 """Bytes at the end of a metric file that hold its last records."""
+RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
+LARGEST = 1e150
+"""Largest size of a metric."""
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
@@ -163,3 +166,103 @@ def parse_line(line: bytes) -> MetricRecord | None:
         return MetricRecord(**json.loads(line))
     except (ValueError, TypeError):
         return None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a finished run. `metrics` is deterministic for a key, machine and thread count."""
+
+    key: str
+    config: dict[str, Any]
+    data: dict[str, str | int | float]
+    metrics: dict[str, float]
+    """Final values, without metrics that are undefined for this variant."""
+    labels: dict[str, str]
+    timings: dict[str, float]
+    """Seconds, and training tokens per second (since the last resume)."""
+    environment: dict[str, str]
+    fingerprint: str
+    """Fingerprint of the data."""
+    execution: dict[str, Any]
+    """`Execution` of the run."""
+    training_key: str
+    """`training_key` of the config."""
+    evaluations: dict[str, list[str]]
+    """Names of the metrics that each evaluation measured, by `evaluation_key`."""
+    taken_from: str = ""
+    """Where the result was taken from instead of being trained; "" if it was trained here."""
+    format: int = RESULT_FORMAT
+
+    @property
+    def before(self) -> str:
+        """What the metrics with the prefix `init/` are of, in words."""
+        return "untrained" if self.config.get("init_from") is None else "at the start"
+
+    @property
+    def made_in(self) -> str:
+        """Versions and machine in one line, without what the commit tells: a later one is no other environment."""
+        names = sorted(self.environment.keys() - {"git_sha", "lit-lazy"})
+        return ", ".join(f"{name} {self.environment[name]}" for name in names)
+
+    def keep_evaluations(self, keys: Collection[str]) -> "RunResult | None":
+        """The result without the metrics of other evaluations than these.
+
+        None if two of its evaluations gave the same name, whose value is that of one of them.
+        """
+        names = [name for measured in self.evaluations.values() for name in measured]
+        if len(set(names)) < len(names):
+            return None
+        kept = {key: measured for key, measured in self.evaluations.items() if key in keys}
+        unasked = set(names).difference(*kept.values())
+        metrics = {name: value for name, value in self.metrics.items() if name not in unasked}
+        return replace(self, metrics=metrics, evaluations=kept)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":
+        """The inverse of `asdict`. Raises ValueError or TypeError if the fields are not those of a result."""
+        result = make_record(cls, fields)
+        train = result.config.get("train")
+        check_value("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, PositiveInt)
+        require("loss/val" in result.metrics, "metrics", result.metrics, "must have loss/val")
+        require("git_sha" in result.environment, "environment", result.environment, "must have git_sha")
+        for name, value in result.metrics.items():
+            require(abs(value) <= LARGEST, name, value, f"must be at most {LARGEST:g}, so that its square is a number")
+        return result
+
+    @classmethod
+    def peek(cls, folder: Path) -> "RunResult | None":
+        """The result in a run folder, or None if there is none that can be read; changes nothing.
+
+        Raises NewerFormatError if a newer version wrote it.
+        """
+        try:
+            return cls.load(folder / RESULT)
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunResult | None":
+        """The result in a run folder, or None. Quarantines an unreadable result.
+
+        Raises NewerFormatError if a newer version wrote it.
+        """
+        path = folder / RESULT
+        if not path.exists():
+            return None
+        try:
+            return cls.load(path)
+        except ValueError as error:
+            quarantine(path, str(error))
+            return None
+
+    @classmethod
+    def load(cls, path: Path) -> "RunResult":
+        """The result in a file. Raises OSError, ValueError if it holds none, NewerFormatError as `peek`."""
+        return parse_record(path.read_bytes(), str(path), "result", RESULT_FORMAT, cls.from_dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+
+    def write(self, folder: Path) -> None:
+        """Write the result into a run folder, which finishes the run."""
+        write_text(folder / RESULT, self.to_json())

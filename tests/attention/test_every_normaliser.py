@@ -49,7 +49,7 @@ from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.testing import SHAPE, check_normaliser
-from lit_lazy.training.prepare import check_model
+from lit_lazy.training.check_before_run import check_model
 
 CONTEXT = SHAPE.context_length
 

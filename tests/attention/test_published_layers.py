@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2
-from lit_lazy.attention.mixer import PassInputs
-from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.attention.mixer import PassInputs, SelfInitialised
 
 pytestmark = pytest.mark.long
 WIDTH, HEADS, LENGTH = 16, 2, 70

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, PassInputs, RetNet, Rope
-from lit_lazy.attention.parts import SelfInitialised
+from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10

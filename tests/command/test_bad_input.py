@@ -25,16 +25,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from wrong_values import wrong_texts
 
 from lit_lazy.command import options
-from lit_lazy.command.convert import digest, find_source
-from lit_lazy.command.generate import prompt_file
+from lit_lazy.command.doctor_new_fields import identifier
+from lit_lazy.command.export_import import digest, find_source
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.command.new import identifier
+from lit_lazy.command.tokenise_train_generate import prompt_file
 from lit_lazy.config.checkpoint_file import read_checkpoint
-from lit_lazy.report.checkpoint import read_checkpoint_history
+from lit_lazy.report.checkpoint_report import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.named_files import find_python_file
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
 GONE = "cannot be read (No such file or directory)"
@@ -673,7 +673,7 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(trained, place, capsys) -
 
 def test_in_a_process_of_its_own(place: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
-    command = [sys.executable, "-m", "lit_lazy.command", *TRAIN, "--model.n_heads=3"]
+    command = [sys.executable, "-m", "lit_lazy", *TRAIN, "--model.n_heads=3"]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert not [*place.iterdir()]
     assert (done.returncode, done.stdout) == (2, "")

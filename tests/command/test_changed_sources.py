@@ -49,7 +49,7 @@ def test_an_edited_rule_is_said(place: Path) -> None:
 
     def run(*words: str) -> str:
         given = [words[0], str(checkpoint), *words[1:], "--import", "rule.py", "--threads", "1"]
-        done = forked.run([sys.executable, "-m", "lit_lazy.command", *given])
+        done = forked.run([sys.executable, "-m", "lit_lazy", *given])
         assert done.returncode == 0, done.stderr
         return done.stderr
 

@@ -19,9 +19,9 @@ import pytest
 from mistakes import iter_commands
 
 from flash_lazy.cpu import library
-from lit_lazy.command import doctor
+from lit_lazy.command import doctor_new_fields
+from lit_lazy.command.doctor_new_fields import COMMANDS, fill_template
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.command.new import COMMANDS, fill_template
 from lit_lazy.table.build import read_table
 
 
@@ -117,7 +117,7 @@ def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, 
     reader, writer = os.pipe()
     os.close(reader)
     given = {"stdout": forked.PIPE, "stderr": forked.PIPE} | {{"1": "stdout", "2": "stderr"}[streams]: writer}
-    with forked.Popen([sys.executable, "-m", "lit_lazy.command", *words], cwd=tmp_path, text=True, **given) as process:
+    with forked.Popen([sys.executable, "-m", "lit_lazy", *words], cwd=tmp_path, text=True, **given) as process:
         os.close(writer)
         out, err = process.communicate()
     assert process.returncode == 0
@@ -129,7 +129,7 @@ def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, 
 @pytest.mark.parametrize(("words", "status"), [("--help >&-", 0), ("ablate status nothing <&- >&- 2>&-", 2)])
 def test_closed_streams_are_no_failure(words: str, status: int, tmp_path: Path) -> None:
     """What is printed is lost, as with /dev/null, and the exit status is the same."""
-    command = f"{sys.executable} -m lit_lazy.command {words}"
+    command = f"{sys.executable} -m lit_lazy {words}"
     end = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "Traceback" not in end.stderr
     assert end.returncode == status
@@ -206,7 +206,7 @@ def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: 
 
 def test_missing_packages_and_programs_are_reported_with_their_use(runs, required, closed_port, capsys, monkeypatch):
     """Extras and programs are optional; a missing requirement is an error."""
-    monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
+    monkeypatch.setattr(doctor_new_fields, "which", lambda name: name != "chromium")
     monkeypatch.setenv(library.SWITCH, "0")
     required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
     assert main(["doctor", "--runs", str(runs)]) == 0
@@ -230,7 +230,7 @@ def test_missing_packages_and_programs_are_reported_with_their_use(runs, require
 def test_every_extra_has_a_use() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
-    assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor.USES.keys()
+    assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor_new_fields.USES.keys()
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])

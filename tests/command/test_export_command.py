@@ -20,17 +20,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
-from lit_lazy.command.new import fill_template
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
-from lit_lazy.model.export import folder
-from lit_lazy.model.export.folder import collect_code
+from lit_lazy.model import export_folder
+from lit_lazy.model.export_folder import collect_code
 from lit_lazy.training.checkpoints import load
-from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 __all__ = ["bpe"]
 LAZY = {
@@ -135,7 +135,7 @@ def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
     before = names(tmp_path)
     with monkeypatch.context() as patch:  # asked for after the weights are written
-        patch.setattr(folder, "make_token_ids", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(export_folder, "make_token_ids", Mock(side_effect=OSError(28, "No space left on device")))
         assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
     assert names(tmp_path) == before
     left = tmp_path / f".out.{socket.gethostname()}.0"  # locked by no process

@@ -175,8 +175,16 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (place / "loop").symlink_to("loop")
     for where in (
         *("tracking.tracked_run.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
-        *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
-        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.findings.format_summary"),
+        *(
+            "report.checkpoint_report.measure_all",
+            "tracking.serve.subprocess.Popen",
+            "command.tokenise_train_generate.print_generation",
+        ),
+        *(
+            "support.disk.create_folder_atomically",
+            "measure.lm_eval.load_tasks",
+            "report.questions_page.format_summary",
+        ),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.process.measure_total_memory", lambda: 2**28)

@@ -18,7 +18,7 @@ from subwords import bpe
 from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
-from lit_lazy.command import generate as generate_command
+from lit_lazy.command import tokenise_train_generate as generate_command
 from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
@@ -237,7 +237,7 @@ def test_what_the_library_panics_on_is_named(bpe: Path, tmp_path: Path) -> None:
 def test_a_text_that_nobody_reads_ends(of_bytes: str) -> None:
     """As in `lit-lazy generate ... | head -c 1`."""
     more = ["--prompt", "a", "--tokens", "10000000", "--window", "9"]
-    words = [sys.executable, "-m", "lit_lazy.command", "generate", of_bytes, *more]
+    words = [sys.executable, "-m", "lit_lazy", "generate", of_bytes, *more]
     with forked.Popen(words, stdout=forked.PIPE, stderr=forked.PIPE, text=True) as process:
         process.stdout.read(1)
         process.stdout.close()

@@ -20,7 +20,7 @@ from mistakes import expect_refusal, snapshot_tree
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import claim
 from lit_lazy.grid.run import IN_USE
-from lit_lazy.report.index import list_entries
+from lit_lazy.report.index_and_search_pages import list_entries
 from lit_lazy.support.locks import hold_shared
 from lit_lazy.tracking.serve import show_links
 from lit_lazy.tracking.store import default_uri

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from lit_lazy import api
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.command.main import main
-from lit_lazy.command.train import format_summary
+from lit_lazy.command.tokenise_train_generate import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import get_program_name
@@ -25,8 +25,7 @@ from lit_lazy.tracking.store import TrackingError
 from lit_lazy.tracking.tracked_run import format_run_name
 from lit_lazy.tracking.tracker import MirroredRun
 from lit_lazy.training.head_monitor import HeadMonitor
-from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.run_folder import make_lock
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, make_lock
 
 STEPS = ["--train.steps=8", "--train.checkpoint_every=3"]
 CFG = replace_at(experiment("backcopy_tiny"), {"train.steps": 8, "train.checkpoint_every": 3})
@@ -67,7 +66,7 @@ def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> Non
     assert len(lines) < 12
     assert {"loss/val", "train/loss"} <= set((folder / "csv" / "metrics.csv").read_text().splitlines()[0].split(","))
     with make_lock(folder):
-        words = [sys.executable, "-m", "lit_lazy.command", *command(runs, "--verbose")]
+        words = [sys.executable, "-m", "lit_lazy", *command(runs, "--verbose")]
         second = forked.Popen(words, stdout=forked.PIPE, stderr=forked.PIPE, text=True, env=dict(os.environ))
         assert second.stderr is not None
         said = second.stderr.readline()
@@ -201,7 +200,7 @@ def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.Ca
 def test_real_processes(start: list[str], tmp_path: Path) -> None:
     """Those that rank 0 starts, and those of torchrun."""
     options = [] if start else [*TWO]
-    command = [sys.executable, *start, "-m", "lit_lazy.command", "train", "backcopy_tiny", *options]
+    command = [sys.executable, *start, "-m", "lit_lazy", "train", "backcopy_tiny", *options]
     subprocess.run([*command, "--runs", str(tmp_path / "two")], check=True, timeout=200)
     assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
     (two,), (one,) = results(tmp_path / "two").values(), results(tmp_path / "one").values()

@@ -120,7 +120,7 @@ class Workspace:
 
         with (self.folder / "commands.log").open("ab") as log:
             process = forked.Popen(
-                [sys.executable, "-P", "-m", "lit_lazy.command", *argv, "--runs", str(self.runs)],
+                [sys.executable, "-P", "-m", "lit_lazy", *argv, "--runs", str(self.runs)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
                 env=os.environ | environment,
             )  # fmt: skip

@@ -40,8 +40,8 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import list_doubts
 from lit_lazy.data.pipeline import documents
-from lit_lazy.data.prompts import Prompts
 from lit_lazy.data.text import Text
+from lit_lazy.model.generation import Prompts
 from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.usefixtures("cache")

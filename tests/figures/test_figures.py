@@ -24,18 +24,29 @@ from test_drawn import RESULTS, RUN_FIGURES, draw_run, of_parts, read
 
 from flash_lazy import Rows
 from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
-from lit_lazy.attention.parts import Drawn
+from lit_lazy.attention.mixer import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute, load_module
-from lit_lazy.figures import ablation, canvas, effects, heads, palette
+from lit_lazy.figures import ablation, canvas, effects, heads
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WIDTH, WORSE, average_log_bins
+from lit_lazy.figures.canvas import (
+    BETTER,
+    FIRST,
+    NEUTRAL,
+    SECOND,
+    SPARE,
+    WIDTH,
+    WORSE,
+    Colours,
+    average_log_bins,
+    choose_colours,
+)
 from lit_lazy.figures.effects import compute_limits
-from lit_lazy.figures.palette import SPARE, Colours, choose_colours
 from lit_lazy.grid.search.definition import define
-from lit_lazy.measure import head_metrics, row_statistics, sink_kinds
-from lit_lazy.report.page import draw_table_figures
-from lit_lazy.report.search import SearchReport
+from lit_lazy.measure import head_metrics, row_statistics
+from lit_lazy.measure.collapse_and_sink_kinds import BROADCAST_RANK, BROADCAST_RATIO, NO_OPERATION_RATIO
+from lit_lazy.report.ablation_page import draw_table_figures
+from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.build import read_table
 from lit_lazy.table.records import Column, Point, Table
@@ -75,7 +86,11 @@ def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
     own = heads.SMALL_WEIGHT, heads.SINK_WEIGHT, heads.FIRST_KEYS
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
     bounds = heads.NO_OPERATION_RATIO, heads.BROADCAST_RATIO, heads.BROADCAST_RANK
-    assert bounds == (sink_kinds.NO_OPERATION_RATIO, sink_kinds.BROADCAST_RATIO, sink_kinds.BROADCAST_RANK)
+    assert bounds == (
+        NO_OPERATION_RATIO,
+        BROADCAST_RATIO,
+        BROADCAST_RANK,
+    )
 
 
 def test_long_lines_are_means_over_bins() -> None:
@@ -149,7 +164,7 @@ def many(better: str, count: int) -> tuple[Table, Histories]:
 def test_of_many_rows_the_baseline_and_the_best_are_shown(
     better: str, kept: str, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(palette, "MOST_ROWS", 5)
+    monkeypatch.setattr(canvas, "MOST_ROWS", 5)
     table, histories = many(better, 10)
     drawn, tau = effects.effects_figure(table, ["loss"]), ablation.parameter_over_training(table, histories)
     assert tau is not None
@@ -328,7 +343,7 @@ def count(owner: type, name: str) -> Any:
 def test_no_global_figure_state_and_no_heavy_import() -> None:
     """Colours are read from the files of their classes."""
     code = (
-        "import sys, json; from lit_lazy.figures.palette import choose_colours; import lit_lazy.figures;"
+        "import sys, json; from lit_lazy.figures.canvas import choose_colours; import lit_lazy.figures;"
         "said = choose_colours(sys.argv[1:]);"
         "print(json.dumps([*{'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules), said]))"
     )

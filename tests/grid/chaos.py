@@ -33,8 +33,7 @@ from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.store import default_uri
-from lit_lazy.training.result import METRICS, RunResult
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 
 SEEDS = 12
 BETWEEN = 0.5, 3.0
@@ -50,7 +49,7 @@ class RealCommand:
         self.log = log
         with log.open("wb") as file:
             self.process = forked.Popen(
-                [sys.executable, "-P", "-m", "lit_lazy.command", *words],
+                [sys.executable, "-P", "-m", "lit_lazy", *words],
                 stdout=file,
                 stderr=file,
                 stdin=forked.DEVNULL,

@@ -26,7 +26,7 @@ from rich.console import Console
 from two_rows import two_rows
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.command.ablate_search import make_search
+from lit_lazy.command.ablate_questions_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
@@ -38,9 +38,16 @@ from lit_lazy.grid.search.run import SearchDriver, SearchWork, run_search
 from lit_lazy.support.disk import describe_failed_write, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
-from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import read_finished
-from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, LAST, locate_cell, remove_checkpoints, write_settings
+from lit_lazy.training.run_folder import (
+    CELLS,
+    CHECKPOINTS,
+    LAST,
+    RunResult,
+    locate_cell,
+    remove_checkpoints,
+    write_settings,
+)
 
 STEPS = (2, 4, 6)
 """Steps with a validation and a checkpoint; the last one is that of `backcopy_tiny`."""

@@ -19,7 +19,7 @@ from trap import WAYS, Trap
 from two_rows import two_rows
 
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
-from lit_lazy.training.result import RESULT
+from lit_lazy.training.run_folder import RESULT
 
 FEW = 3
 EVERY = int(os.environ.get("EVERY_EFFECT", "12"))

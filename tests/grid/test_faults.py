@@ -23,8 +23,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.study import JOURNAL, open_study
 from lit_lazy.support import disk, locks
 from lit_lazy.support.disk import describe_shortage, write_text
-from lit_lazy.training.result import METRICS
-from lit_lazy.training.run_folder import CHECKPOINTS, LAST, read_failure
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST, METRICS, read_failure
 
 FEW = 10
 

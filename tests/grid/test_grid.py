@@ -28,12 +28,11 @@ from lit_lazy.grid.packed import TakenResult
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.runs_folder import RunsEntry
-from lit_lazy.report.page import draw_table_figures
+from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.result import RESULT, RunResult
-from lit_lazy.training.run_folder import read_failure
+from lit_lazy.training.run_folder import RESULT, RunResult, read_failure
 
 
 @pytest.fixture

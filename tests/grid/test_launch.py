@@ -65,9 +65,9 @@ def test_the_command_imports_little() -> None:
     """Only workers and `train` train, only a new table is drawn: Lightning takes as long to import as all else."""
     code = (
         "import sys, lit_lazy.command.ablate_run, lit_lazy.grid.run\n"
-        "import lit_lazy.grid.runs_folder, lit_lazy.training.prepare\n"
+        "import lit_lazy.grid.runs_folder, lit_lazy.training.check_before_run\n"
         "print({'lightning', 'torchmetrics', 'transformers', 'matplotlib', 'scipy.stats'} & {*sys.modules})\n"
-        "import lit_lazy.report.publish, lit_lazy.command.report\n"
+        "import lit_lazy.report.ablation_page, lit_lazy.command.runs_report_dashboard\n"
         "print({'lightning', 'torchmetrics', 'transformers'} & {*sys.modules})"
     )
     said = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout

@@ -30,8 +30,7 @@ from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note, list_artifacts
-from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT
-from lit_lazy.training.run_folder import GRID_ID, make_lock, read_lines
+from lit_lazy.training.run_folder import DIAGNOSTICS, GRID_ID, METRICS, RESULT, make_lock, read_lines
 
 ID = "pair-backcopy_tiny"
 VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.source.git.commit", "mlflow.note.content")
@@ -412,7 +411,7 @@ def test_a_run_names_the_user_of_the_environment(monkeypatch: pytest.MonkeyPatch
 BACKUP = "backup-backcopy_tiny"
 COPIED = """
 import shutil
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import RunResult
 here, write = Path(__file__).parent, RunResult.write
 
 def write_and_copy(self, folder):

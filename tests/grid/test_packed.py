@@ -17,7 +17,7 @@ from two_rows import two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.packed import TakenResult, find_shared
-from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, RESULT, RunResult
 
 ID = "pair-backcopy_tiny"
 pytestmark = pytest.mark.xdist_group("packed")

@@ -105,7 +105,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
     storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
     ablation.write_text(two_rows("secret"))
-    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(ablation), "--seeds", "0"]
+    words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(ablation), "--seeds", "0"]
     words += ["--runs", str(runs), "--workers", "1", "--storage", storage]
     given = os.environ | {"MLFLOW_TRACKING_URI": guarded, "OMP_NUM_THREADS": "1"}
     out = (tmp_path / "out").open("wb")
@@ -148,7 +148,7 @@ def test_mlflow_is_told_no_address_with_a_password(closed_port, monkeypatch) -> 
 
 def test_what_was_typed_leaves_the_list_of_processes() -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.secrets import hide_passwords\nhide_passwords()\n"
+        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.errors import hide_passwords\nhide_passwords()\n"
         "print(Path('/proc/self/cmdline').read_text().split(chr(0))[-3:-1], sys.argv[1:])"
     )
     url = f"postgresql://me:{TYPED}@host/x"

@@ -17,7 +17,7 @@ from asked_grid import ask_for_grid
 from first_stage import use_stand_in
 
 from lit_lazy.attention import Elastic, Softmax
-from lit_lazy.command import ablate_questions, templates
+from lit_lazy.command import ablate_questions_search, templates
 from lit_lazy.command.ablate_run import find_next_look
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
@@ -70,7 +70,7 @@ QUESTIONS = [
 ]
 BASE = experiment("backcopy_tiny")
 KEPT_TABLE = Path(__file__).parents[2] / "docs" / "results" / "table2-backcopy" / "table.json"
-RUN = (sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run")
+RUN = (sys.executable, "-P", "-m", "lit_lazy", "ablate", "run")
 
 
 def git(folder: Path, *words: str) -> None:
@@ -378,7 +378,7 @@ def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch)
 
 def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ablate_questions, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
+    monkeypatch.setattr(ablate_questions_search, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
     assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
     out = capsys.readouterr().out
     reason = "needs the model models/smollm2.ckpt, from which smollm2 starts; `make smollm2` makes it"
@@ -393,7 +393,7 @@ def test_no_step_of_a_large_model_is_timed(monkeypatch, tmp_path, capsys) -> Non
     dry = ["--dry-run", "--workers", "1", "--runs", str(tmp_path)]
     assert main(["ablate", "search", "lazy_search", *dry]) == 0
     assert " per point" in capsys.readouterr().out
-    monkeypatch.setattr(ablate_questions, "list_available", lambda _: ["q_mask_2"])
+    monkeypatch.setattr(ablate_questions_search, "list_available", lambda _: ["q_mask_2"])
     assert main(["ablate", "questions", *dry]) == 0
     assert "q_mask_2         about " in capsys.readouterr().out
 
@@ -401,10 +401,10 @@ def test_no_step_of_a_large_model_is_timed(monkeypatch, tmp_path, capsys) -> Non
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys) -> None:
     use_stand_in(monkeypatch, tmp_path / "results")
     ran = []
-    prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(ablate_questions.list_questions()[0]))}
-    monkeypatch.setattr(ablate_questions, "make_grid", lambda options, _: options.ablation)
-    monkeypatch.setattr(ablate_questions, "_estimate_seconds", lambda name: prices[name])
-    monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
+    prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(ablate_questions_search.list_questions()[0]))}
+    monkeypatch.setattr(ablate_questions_search, "make_grid", lambda options, _: options.ablation)
+    monkeypatch.setattr(ablate_questions_search, "_estimate_seconds", lambda name: prices[name])
+    monkeypatch.setattr(ablate_questions_search, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
     words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
     assert main([*words, "--dry-run"]) == 0
     priced = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " about " in line]

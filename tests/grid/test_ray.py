@@ -131,7 +131,7 @@ def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None
 
 def start(arguments: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.command", *arguments],
+        [sys.executable, "-m", "lit_lazy", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

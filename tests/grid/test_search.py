@@ -26,14 +26,13 @@ from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
-from lit_lazy.report.search import SearchReport
+from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.named_files import find
 from lit_lazy.table.records import Point
-from lit_lazy.training.callbacks import MissedValidation
+from lit_lazy.training.callbacks_and_loggers import MissedValidation
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run_folder import locate_cell, write_failure
+from lit_lazy.training.run_folder import RunResult, locate_cell, write_failure
 
 TAU, LR = "model.attention.normaliser.tau_init", "train.lr"
 ID = "search-rates-backcopy_tiny"

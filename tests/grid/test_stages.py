@@ -135,14 +135,14 @@ def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monke
 
 
 def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> None:
-    from lit_lazy.command import ablate_questions
+    from lit_lazy.command import ablate_questions_search
 
     use_stand_in(monkeypatch, tmp_path, {})
     assert main(["ablate", "list"]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in SECOND)
-    monkeypatch.setattr(ablate_questions, "make_grid", lambda *_: None)
-    monkeypatch.setattr(ablate_questions, "_estimate_seconds", lambda _: 60.0)
+    monkeypatch.setattr(ablate_questions_search, "make_grid", lambda *_: None)
+    monkeypatch.setattr(ablate_questions_search, "_estimate_seconds", lambda _: 60.0)
     assert main(["ablate", "questions", "--dry-run", "--runs", str(tmp_path / "runs"), "--workers", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     waiting = [line for line in printed if line.startswith("not ready: ")]

@@ -19,8 +19,16 @@ from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.job import Ending, Work
 from lit_lazy.grid.run import GridDriver, reset_grid
 from lit_lazy.grid.study import JOURNAL
-from lit_lazy.training.result import RESULT, RunResult
-from lit_lazy.training.run_folder import CHECKPOINTS, FAILURE, LAST, locate_cell, write_failure, write_settings
+from lit_lazy.training.run_folder import (
+    CHECKPOINTS,
+    FAILURE,
+    LAST,
+    RESULT,
+    RunResult,
+    locate_cell,
+    write_failure,
+    write_settings,
+)
 
 CELLS = {key: Cell(key, "v", "ours", seed, {}, {}) for seed, key in enumerate(("a", "b", "c"))}
 KEYS = st.sampled_from(sorted(CELLS))

@@ -18,7 +18,7 @@ from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 ABLATION = """
 from beside import TAU, Mine
@@ -100,7 +100,7 @@ def mine(tmp_path: Path) -> Path:
 
 def command(path: Path, runs: Path, *more: str) -> list[str]:
     """`lit-lazy ablate run`."""
-    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(path), "--runs", str(runs)]
+    words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(path), "--runs", str(runs)]
     return [*words, "--workers", "1", *more]
 
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.measure.collapse import Collapse, effective_rank, rank_residual, repeated_gap, stable_rank, token_cosine
+from lit_lazy.measure.collapse_and_sink_kinds import (
+    Collapse,
+    effective_rank,
+    rank_residual,
+    repeated_gap,
+    stable_rank,
+    token_cosine,
+)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):

@@ -33,8 +33,8 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
-from lit_lazy.measure.arrays import Diagnostics
 from lit_lazy.measure.attention_metrics import AttentionMetrics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
@@ -467,7 +467,7 @@ def test_arrays_survive_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_would_run_code_or_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_lazy.measure.arrays.MOST_BYTES", 2**20)
+    monkeypatch.setattr("lit_lazy.measure.diagnostic_arrays.MOST_BYTES", 2**20)
     np.savez(tmp_path / "code.npz", sample=np.array([print], dtype=object))
     np.savez_compressed(tmp_path / "large.npz", **{name: np.zeros(2**19, np.uint8) for name in "abc"})
     for name, message in (("code", "allow_pickle=False"), ("large", "^its arrays expand to more than 1 MiB$")):

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from lit_lazy.attention import AttentionCall, Elastic
 from lit_lazy.measure.attention_metrics import RatioOfSums
-from lit_lazy.measure.collapse import Collapse
+from lit_lazy.measure.collapse_and_sink_kinds import Collapse
 from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms
 from lit_lazy.measure.row_statistics import summarise
 

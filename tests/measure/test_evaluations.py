@@ -21,7 +21,7 @@ from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.run import run
 
 TINY = experiment("backcopy_tiny")

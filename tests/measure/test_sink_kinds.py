@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_head_metrics import given_batch, on_first_key, uniform
 
-from lit_lazy.measure.sink_kinds import SinkKinds
+from lit_lazy.measure.collapse_and_sink_kinds import SinkKinds
 
 LENGTH, HEADS, D, WIDTH = 24, 4, 6, 20
 NAMES = ("no_operation", "broadcast", "neither", "value_ratio", "stable_rank")

@@ -8,8 +8,8 @@ from published import LONGROPE, SIZES, transformers
 
 from lit_lazy.config import replace_at
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.import_.compare import compare
-from lit_lazy.model.import_.convert import build, convert
+from lit_lazy.model.import_compare import compare
+from lit_lazy.model.import_convert import build, convert
 
 LONG = {"max_position_embeddings": 256}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
@@ -78,7 +78,7 @@ def test_two_windows_are_refused() -> None:
 
 
 def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_lazy.model.import_.compare.MOST_PRODUCTS", 1)
+    monkeypatch.setattr("lit_lazy.model.import_compare.MOST_PRODUCTS", 1)
     model, new = make("Qwen2", WINDOWS)
     compare(model, new)
     assert not any("forward" in vars(layer) for layer in model.model.layers)
@@ -87,6 +87,6 @@ def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch: pyte
 
 
 def test_a_window_that_is_too_long_to_compare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_lazy.model.import_.compare.LONGEST", 120)
+    monkeypatch.setattr("lit_lazy.model.import_compare.LONGEST", 120)
     model, new = make("Mistral", {"sliding_window": 100})
     assert compare(model, new).endswith("; no text was longer than the window of 100")

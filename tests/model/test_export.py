@@ -49,10 +49,10 @@ from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.config.user_files import load_module
 from lit_lazy.data.base import SpecialTokens
+from lit_lazy.model import modeling_lit_lazy as modelling
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.export import modeling_lit_lazy as modelling
-from lit_lazy.model.export.folder import collect_code, write
-from lit_lazy.model.export.sources import collect_sources
+from lit_lazy.model.export_folder import collect_code, write
+from lit_lazy.model.export_sources import collect_sources
 from lit_lazy.model.generation import generate
 from lit_lazy.support.class_source import OWN
 
@@ -331,7 +331,7 @@ def test_a_folder_imports_nothing_of_ours() -> None:
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
         ours = {name for name in names if name.partition(".")[0] in OWN}
-        assert ours == ({"flash_lazy"} if file == "lit_lazy_stand_in.py" else set())
+        assert ours == ({"flash_lazy"} if file == "lit_lazy_export_stand_in.py" else set())
 
 
 def test_keywords_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:

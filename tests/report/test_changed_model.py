@@ -11,8 +11,8 @@ from lit_lazy.api import Model, load, train
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.command.options import CHANGES
-from lit_lazy.measure import thresholds
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure import raise_thresholds
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.model.loss import mean_nll, token_nll
 
@@ -117,7 +117,9 @@ def test_thresholds_of_a_model_that_was_trained_with_some_do_not_rise(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = model.with_({NORMALISER: Elastic(tau_init=1.0)})
-    monkeypatch.setattr(thresholds, "_make_loss", lambda *_: lambda at: (float((at - 1).square().sum()), 2 * (at - 1)))
+    monkeypatch.setattr(
+        raise_thresholds, "_make_loss", lambda *_: lambda at: (float((at - 1).square().sum()), 2 * (at - 1))
+    )
     with pytest.raises(ValueError, match=r"^rise=0\.1: thresholds rise from 0, .* its own .* 0\.0000, "):
         changed.raise_thresholds(0.1)
     assert bool((changed.decoder.attentions[0].normaliser.tau == 1).all())
@@ -135,7 +137,7 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
 def test_the_command_shows_the_model_before_and_after(
     checkpoint: Path, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_lazy.report.checkpoint.draw_run_figures", lambda *_: {})
+    monkeypatch.setattr("lit_lazy.report.checkpoint_report.draw_run_figures", lambda *_: {})
     out = runs / "changed"
     command = ["diagnose", str(checkpoint), "--runs", str(runs), "--out", str(out), "--sequences", "8", "--threads=1"]
     assert main([*command, f"--{NORMALISER}=Elastic", "--rise", "0.01"]) == 0

@@ -23,13 +23,12 @@ from two_rows import ODD
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.measure.arrays import Diagnostics
-from lit_lazy.report.page import REPORT, render_report
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
+from lit_lazy.report.ablation_page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.result import FINAL_CHECKPOINT, METRICS, RunResult
-from lit_lazy.training.run_folder import read_lines
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, RunResult, read_lines
 
 pytestmark = pytest.mark.xdist_group("duo")  # one process, one grid
 ID = "duo-backcopy_tiny"
@@ -224,7 +223,7 @@ def test_variants_have_figures_that_are_asked_for_and_many_are_folded(
     made = MadeGrid(tmp_path, rows=names)
     for name in names:
         made.finish(name, 0, diagnostics=TAU)
-    monkeypatch.setattr("lit_lazy.report.page.SHOWN_VARIANTS", 1)
+    monkeypatch.setattr("lit_lazy.report.ablation_page.SHOWN_VARIANTS", 1)
     asked = f"<code>lit-lazy report {made.folder.name} --figures all</code>, or a list of rows, draws those of "
     for drawn, shown, others in (
         ((), ["softmax"], [ODD, "a", "b"]),

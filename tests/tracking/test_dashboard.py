@@ -13,8 +13,8 @@ from mlflow.entities import Metric, Param, RunData, RunTag
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
-from lit_lazy.report import publish
-from lit_lazy.report.page import REPORT
+from lit_lazy.report import ablation_page
+from lit_lazy.report.ablation_page import REPORT
 from lit_lazy.tracking.serve import find_experiment_links, select_links
 from lit_lazy.tracking.store import default_uri
 from lit_lazy.tracking.tracker import MetricRecord, Tracker
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     shutil.copy(empty_store, runs / "mlflow.db")
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", ",".join(ROWS), "--seeds", "0,1"]
     with pytest.MonkeyPatch.context() as patch:  # the report is only linked to
-        patch.setattr(publish, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
+        patch.setattr(ablation_page, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
         assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), "train-other")
     other.create_run("other", {"kind": "run"})

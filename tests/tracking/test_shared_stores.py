@@ -38,7 +38,7 @@ def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", shared)
     first, second = tmp_path / "first", tmp_path / "second"
     other = forked.Popen(
-        [sys.executable, "-m", "lit_lazy.command", *TRAIN, str(first)],
+        [sys.executable, "-m", "lit_lazy", *TRAIN, str(first)],
         stdout=forked.PIPE,
         stderr=forked.STDOUT,
         text=True,

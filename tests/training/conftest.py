@@ -7,9 +7,9 @@ import torch
 from test_run import config
 
 from lit_lazy.attention import AttentionSpec, Softmax
-from lit_lazy.training.loggers import MetricFile
-from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 
 @pytest.fixture(scope="package")

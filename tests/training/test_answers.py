@@ -11,15 +11,15 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.named_files import find
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT
 
 NORMALISER = {"model.attention.normaliser": Elastic(tau_init=0.5)}
 MQAR = {

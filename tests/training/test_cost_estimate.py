@@ -25,9 +25,9 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.console import format_duration
 from lit_lazy.training import cost_estimate
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
 
 
@@ -227,7 +227,7 @@ import torch
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.trainer import fit, build_module
 torch.set_num_threads(2)
 cfg = from_dict(RunConfig, json.loads(sys.argv[1]))

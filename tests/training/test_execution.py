@@ -23,12 +23,12 @@ from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.training import ranks
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
-from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import RunResult
 
 TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
 SPREAD = Execution(devices=2, strategy="fsdp")
@@ -176,13 +176,13 @@ def test_what_goes_wrong_on_one_rank_ends_all(
 
 @pytest.mark.usefixtures("none_left")
 def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.training import rank_process
+    from lit_lazy.training import trainer
 
     def unreadable(_config: object) -> None:
         raise ValueError("data.path='gone': cannot be read")
 
-    monkeypatch.setattr(rank_process, "load_data", unreadable)
-    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank_process.main()))
+    monkeypatch.setattr(trainer, "load_data", unreadable)
+    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(trainer.main()))
     with pytest.raises(RankFailedError, match=r"rank 1: ValueError: data\.path='gone': cannot be read"):
         train(tmp_path, TWO)
 

@@ -11,12 +11,12 @@ import torch
 from flash_lazy import Rows
 from lit_lazy.attention import AttentionSpec, Elastic, LayerShape, LearnedBias, Normaliser, NormaliserModule, Softmax
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.result import DIAGNOSTICS
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import DIAGNOSTICS
 
 HEADS = ("watch/first_key_weight", "watch/mass", "watch/cosine", "watch/effective_rank")
 TAUS = ("watch/tau_layer_0", "watch/tau_layer_1", "watch/tau_min", "watch/tau_max")

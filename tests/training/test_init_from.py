@@ -16,12 +16,12 @@ from lit_lazy.attention import AttentionSpec, LearnedBias
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training import trainer
+from lit_lazy.training.check_before_run import prepare
+from lit_lazy.training.check_settings import check_init_from
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RunResult
 
 
 def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,9 @@ import pytest
 from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
-from lit_lazy.training import logger_kinds, loggers
+from lit_lazy.training import callbacks_and_loggers, logger_kinds
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, open_loggers, read_lines
 from lit_lazy.training.logger_kinds import check_logger_kinds
-from lit_lazy.training.loggers import METRICS, MetricFile, open_loggers, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
 Points = dict[tuple[str, int], float]
@@ -114,7 +114,7 @@ class Recorded(Logger):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
-    monkeypatch.setattr(loggers, "WandbLogger", Recorded)
+    monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", Recorded)
     yield Recorded.made
     Recorded.made.clear()
 
@@ -150,7 +150,7 @@ def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path)
     def refuse(**_: object) -> None:
         raise RuntimeError("no API key\nconfigured")
 
-    monkeypatch.setattr(loggers, "WandbLogger", refuse)
+    monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", refuse)
     message = r"--logger wandb: cannot start \(RuntimeError: no API key configured\); leave it out, or set it up"
     with pytest.raises(ValueError, match=message):
         train(tmp_path, ("wandb",), range(8))

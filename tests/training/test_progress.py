@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from test_run import config
 
-from lit_lazy.training import callbacks
-from lit_lazy.training.callbacks import StepProgress
+from lit_lazy.training import callbacks_and_loggers
+from lit_lazy.training.callbacks_and_loggers import StepProgress
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.trainer import build_module, fit
 
@@ -30,7 +30,7 @@ def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
 def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none of a training that is soon over."""
     assert shown(tmp_path / "short", terminal=False) == ""
-    monkeypatch.setattr(callbacks, "PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(callbacks_and_loggers, "PLAIN_EVERY_SECONDS", 0.0)
     found = [LINE.fullmatch(line) for line in shown(tmp_path / "whole", terminal=False).splitlines()]
     assert [line and int(line[1]) for line in found] == list(range(1, 13))
     assert [line and bool(line[4]) for line in found] == [False] * 4 + [True] * 8

@@ -17,10 +17,10 @@ from lit_lazy.model import loss
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z
 from lit_lazy.optim import SGD, Constant
 from lit_lazy.training import checkpoints
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 from lit_lazy.training.trainer import build_module, fit
 
 

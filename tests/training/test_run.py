@@ -33,15 +33,15 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.measure.arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
 from lit_lazy.support.errors import BusyError
 from lit_lazy.training import execution, head_monitor
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import Execution, describe_backend
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 KERNEL = "chunked" if find_obstacle() else "cpu"
@@ -186,9 +186,9 @@ def test_a_run_that_resumes_on_another_backend_says_so(
     assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
     torch.save(content, checkpoint)
     run(cfg, tmp_path / "earlier")
-    assert list_said(caplog, "lit_lazy.training.callbacks") == []
+    assert list_said(caplog, "lit_lazy.training.callbacks_and_loggers") == []
     run(cfg, tmp_path / "other")
-    (said,) = list_said(caplog, "lit_lazy.training.callbacks")
+    (said,) = list_said(caplog, "lit_lazy.training.callbacks_and_loggers")
     here = describe_backend(label)
     assert said.startswith(f"the attention ran on cpu (rvv) until the checkpoint and runs on {here} now: the result is")
 

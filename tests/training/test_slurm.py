@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from test_run import At, assert_same_run, config
 
-from lit_lazy.training.loggers import METRICS, MetricFile
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile
 from lit_lazy.training.run import run
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "grid", "SLURM_NODELIST": "node1", "SLURM_LOCALID": "0"}

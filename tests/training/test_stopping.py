@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from test_run import RAMP, assert_same_run, config
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.interrupts import Interrupts
-from lit_lazy.training.loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.run import run
 
 CFG = config(AttentionSpec(RAMP, LearnedBias()), ema_decay=0.5)

@@ -11,12 +11,12 @@ from lit_lazy.attention import AttentionSpec, Elastic
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.optim import SGD, AdamW, Muon, Optimiser
+from lit_lazy.training.callbacks_and_loggers import MetricFile
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.loggers import MetricFile
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer, freeze_others
-from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit
 

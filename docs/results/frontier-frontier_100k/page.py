@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, WIDTH, draw_legend_below, new_figure, save_figure, use_style
 from lit_lazy.grid.packed import read_pack
 from lit_lazy.table.statistics import FEWEST_SEEDS, Effect, Estimate, compute_contrast, estimate
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import RunResult
 
 HERE = Path(__file__).parent
 CELLS = HERE / "cells.jsonl.xz"

@@ -15,7 +15,7 @@ from lit_lazy.grid.ablation import MOST_CELLS, Cell, Row, check_name, prepare_ro
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.errors import naming, short_repr
 from lit_lazy.support.stored_records import make_record, parse_record
-from lit_lazy.training.prepare import load_data
+from lit_lazy.training.check_before_run import load_data
 
 DEFINITION, FORMAT = "search.json", 1
 """File of a search's definition in its folder, and its format; raised when a field changes its meaning."""

@@ -31,7 +31,7 @@ from lit_lazy.table.records import Point
 from lit_lazy.tracking.store import NOTE, End
 from lit_lazy.tracking.views import build_views
 from lit_lazy.training import run_folder
-from lit_lazy.training.result import RunResult
+from lit_lazy.training.run_folder import RunResult
 
 DRAWING = "draw.lock"
 """File in a search's folder, held while a point is drawn."""

@@ -1,1 +1,0 @@
-"""Classes that derive from lm-evaluation-harness, an optional dependency."""

@@ -148,7 +148,7 @@ def test_mlflow_is_told_no_address_with_a_password(closed_port, monkeypatch) -> 
 
 def test_what_was_typed_leaves_the_list_of_processes() -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.errors import hide_passwords\nhide_passwords()\n"
+        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.secrets import hide_passwords\nhide_passwords()\n"
         "print(Path('/proc/self/cmdline').read_text().split(chr(0))[-3:-1], sys.argv[1:])"
     )
     url = f"postgresql://me:{TYPED}@host/x"

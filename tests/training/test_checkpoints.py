@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lit_lazy.attention import Elastic, LearnedBias
-from lit_lazy.config import serialisation
+from lit_lazy.config import checkpoint_file
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
@@ -138,7 +138,7 @@ class TestReading:
     ) -> None:
         """References to one object cost a file nothing; a message about them, or a check of them, would never end."""
         if kind in ("items", "itself"):  # counting as far as the usual limit takes seconds
-            monkeypatch.setattr(serialisation, "MOST_ITEMS", 10**5)
+            monkeypatch.setattr(checkpoint_file, "MOST_ITEMS", 10**5)
         content = checkpoint()
         if kind == "elements":
             content["state_dict"]["model.embedding.weight"] = torch.zeros(1).expand(10**10)

@@ -285,9 +285,9 @@ class Tracker:
     def delete_run(self, run_id: str) -> None:
         """Delete a run and its children in MLflow, which can restore them.
 
-        The parent goes first: an active parent then has all its children, even after a kill in between.
+        The children go first: after a kill in between, the parent is there to be found again.
         """
-        for run in (run_id, *(child.info.run_id for child in self.find({PARENT: run_id}))):
+        for run in (*(child.info.run_id for child in self.find({PARENT: run_id})), run_id):
             self.client.delete_run(run)
 
 

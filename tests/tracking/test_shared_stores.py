@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.serve import make_addresses_relative
-from lit_lazy.tracking.store import RUN_ID, default_uri, read_run_address
+from lit_lazy.tracking.store import PARENT, RUN_ID, default_uri, read_run_address
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 
 EXPERIMENT = "train-backcopy_tiny"
@@ -88,6 +88,27 @@ def test_a_run_that_was_not_named_in_its_folder_is_found_again(runs: Path, monke
     assert main([*TRAIN, str(runs)]) == 0
     found = Tracker(default_uri(runs), EXPERIMENT).find({"kind": "run"})
     assert [run.data.tags["state"] for run in found] == ["complete"]
+
+
+def test_a_deletion_that_was_killed_is_completed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(default_uri(runs), "a")
+    parent = tracker.create_run("parent", {"grid": "mine"})
+    for n in range(2):
+        tracker.create_run(f"cell {n}", {PARENT: parent})
+    delete, asked = tracker.client.delete_run, list[str]()
+
+    def delete_once_and_die(run_id: str) -> None:
+        asked.append(run_id)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        delete(run_id)
+
+    monkeypatch.setattr(tracker.client, "delete_run", delete_once_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.delete_run(parent)
+    for run in tracker.find({"grid": "mine"}):
+        tracker.delete_run(run.info.run_id)
+    assert not tracker.client.search_runs([tracker.experiment_id])
 
 
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")

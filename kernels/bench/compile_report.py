@@ -74,7 +74,7 @@ BUFFERS = {
     "strip": "4 H (W + 512)",
     "by_row": "4 R",
     "survivors": "R",
-    "partial": "8 H N (ceil(W / N) + 1) ceil(4 P / (H (ceil(W / N) + 1))), for dbias",
+    "partial": "16 H N d ceil(4 P / (H d)), d = ceil((ceil(W / N) + 1) / 2), for dbias",
 }
 """Buffers allocated in addition to inputs, outputs and gradients, by kernel parameter."""
 _POINTERS = {

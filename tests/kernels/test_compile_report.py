@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
-    assert buffers["partial"] == 4 * 8 * 16 * 9 * 2 * 64  # 9 diagonals of 16 heads by 8 programs each: 4 waves
+    assert buffers["partial"] == 4 * 14 * 16 * 10 * 2 * 64  # 5 pairs of diagonals of 16 heads by 14 programs: 4 waves
 
 
 def test_only_innermost_product_loops_are_counted():

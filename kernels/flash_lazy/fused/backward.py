@@ -347,22 +347,22 @@ def bias_gradient_kernel(
     BLOCK_M: tl.constexpr,  # noqa: ARG001 - tiles are square
     BLOCK_N: tl.constexpr,
 ):
-    """Gradient of a head's biases at the distances of one diagonal of tiles, over every n-th of its tiles.
+    """Gradient of a head's biases at the distances of two diagonals of square tiles, over every n-th row block.
 
     Along a diagonal each score has the same distance in every tile, so tiles are added score by score, and summed over
-    distances once at the end: `partial` `[P, H, diagonals, 2, BLOCK_N]` receives the sums of `_sum_diagonals`. Products
-    per tile: q.k and dO.v.
+    distances once at the end: `partial` `[P, H, diagonals, 2, BLOCK_N]` receives the sums of `_sum_diagonals`. The two
+    tiles of a row block lie side by side and read its q and dO once. Products per tile: q.k and dO.v.
     """
-    diagonal = tl.program_id(0)
+    near = 2 * tl.program_id(0)
     head = tl.program_id(1)
     line = tl.arange(0, BLOCK_N)
     slope = None if slopes is None else tl.load(slopes + head)
     head_strip = strip + head.to(tl.int64) * strip_row + STRIP_PAD
     blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_N)
-    skipped = diagonal * 0
+    skipped = near * 0
     if cu_seqlens is None and kv_lengths is None:
-        skipped = tl.maximum(diagonal - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tile lies before the first key
-    ds = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+        skipped = tl.maximum(near - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tiles lie before the first key
+    ds = tl.zeros([BLOCK_N, 2 * BLOCK_N], tl.float32)
     for item in tl.range(tl.program_id(2) + skipped * batches, blocks * batches, tl.num_programs(2), disable_licm=True):
         batch = item % batches
         first, end, start, shift, _ = locate_block(
@@ -372,23 +372,27 @@ def bias_gradient_kernel(
         own = row + shift
         valid_row = row < end
         row_index = (batch.to(tl.int64) * heads + head) * rows + row
-        origin = first + shift - diagonal * BLOCK_N
-        column = origin + line
+        origin = first + shift - (near + 1) * BLOCK_N
+        column = origin + tl.arange(0, 2 * BLOCK_N)
+        if near * BLOCK_N + 1 >= reach:  # the last pair may need only its near diagonal
+            start = tl.maximum(start, origin + BLOCK_N)
         q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
         v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
         grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
         last = tl.minimum(first + BLOCK_N, end) + shift
-        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
-        gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
-        key = load_rows(k_base, origin, last, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
+        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, True)
+        gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, True)
+        key = load_rows(
+            k_base, origin, last, stride_kl, stride_kd, WIDTH, 2 * BLOCK_N, BLOCK_D, True, UPCAST, True, begin=start
+        )
         value = load_rows(
-            v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start
+            v_base, origin, last, stride_vl, stride_vd, WIDTH, 2 * BLOCK_N, BLOCK_D, True, UPCAST, True, begin=start
         )
         top, cut, share, mean = _load_gradient_rows(by_row, second, row_index, valid_row)
         s, factor = compute_tile_scores(
             query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
-            NEAR if window is None else EDGE, BLOCK_N,
+            NEAR if window is None else EDGE, 2 * BLOCK_N,
         )  # fmt: skip
         s = tl.where((column >= start)[None, :], s, -float("inf"))
         e = compute_exponentials(s, factor, top[:, None])
@@ -397,10 +401,15 @@ def bias_gradient_kernel(
             dp, _ = _centre(dp, mass, correction, softmax, second, row_index, valid_row)
         dp = tl.where(is_positive(s, e, cut[:, None], NEAR), dp, 0.0)
         ds += e * (share[:, None] * dp - mean[:, None])
-    sums, negative = _sum_diagonals(ds, BLOCK_N)
-    place = (tl.program_id(2).to(tl.int64) * heads + head) * tl.num_programs(0) + diagonal
-    tl.store(partial + place * 2 * BLOCK_N + line, sums)
-    tl.store(partial + (place * 2 + 1) * BLOCK_N + line, negative)
+    # Columns run towards the diagonal, so the first half is the far one.
+    far_ds, near_ds = tl.split(tl.permute(tl.reshape(ds, [BLOCK_N, 2, BLOCK_N]), (0, 2, 1)))
+    place = ((tl.program_id(2).to(tl.int64) * heads + head) * 2 * tl.num_programs(0) + near) * 2 * BLOCK_N + line
+    sums, negative = _sum_diagonals(near_ds, BLOCK_N)
+    tl.store(partial + place, sums)
+    tl.store(partial + place + BLOCK_N, negative)
+    sums, negative = _sum_diagonals(far_ds, BLOCK_N)
+    tl.store(partial + place + 2 * BLOCK_N, sums)
+    tl.store(partial + place + 3 * BLOCK_N, negative)
 
 
 @triton.jit
@@ -684,11 +693,11 @@ def _launch_bias_gradient(call: Call, shared: dict[str, Any], dbias: Tensor) -> 
     """Fill dbias `[H, W]`."""
     heads, reach = dbias.shape
     block = configurations.list_choices("bias_gradient", call.q)[0].n
-    diagonals = ceil_div(reach, block) + 1
-    programs = max(1, ceil_div(BIAS_WAVES * count_resident_programs(call.q), diagonals * heads))
-    partial = dbias.new_empty(programs, heads, diagonals, 2, block)
+    pairs = ceil_div(ceil_div(reach, block) + 1, 2)
+    programs = max(1, ceil_div(BIAS_WAVES * count_resident_programs(call.q), pairs * heads))
+    partial = dbias.new_empty(programs, heads, 2 * pairs, 2, block)
     arguments = {**shared, "partial": partial, "heads": heads}
-    launch(bias_gradient_kernel, call, lambda _: (diagonals, heads, programs), arguments)
+    launch(bias_gradient_kernel, call, lambda _: (pairs, heads, programs), arguments)
     sums = partial.sum(0)
     torch.add(*(x.flatten(1)[:, :reach] for x in (sums[:, :-1, 0], sums[:, 1:, 1])), out=dbias)
 

@@ -22,7 +22,8 @@ import triton.language as tl
 from . import configurations
 
 STRIP_PAD = tl.constexpr(256)
-"""At least BLOCK_M + BLOCK_N of every configuration: the extent of a tile past either end of the bias table."""
+"""At least BLOCK_M + BLOCK_N of every configuration, and 3 BLOCK_N of the bias gradient's: the extent of tiles past
+either end of the bias table."""
 INTERPRETED = tl.constexpr(configurations.INTERPRETED)
 EDGE, PLAIN, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

@@ -42,6 +42,8 @@ KERNELS: dict[str, ModuleType] = {
     "decode_sum": decode,
 }
 """Module of each kernel, where its name has the suffix `_kernel`."""
+HOPPER_KERNELS: dict[str, Any] = {"forward": hopper.forward, "query_gradient": hopper.query_gradient}
+"""Module of each kernel in Gluon."""
 DECODING = ("decode_scores", "decode_values", "decode_sum")
 """Kernels with fixed blocks; the others choose theirs from configurations.CONFIGURATIONS."""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -170,17 +172,23 @@ def _analyse(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compile
     )
 
 
-def compile_hopper_kernel(width: int) -> CompiledKernel:
-    """The Gluon forward kernel for a head width, in bfloat16 with a bias, compiled for sm_90 and analysed.
+def compile_hopper_kernel(name: str, width: int) -> CompiledKernel:
+    """One of HOPPER_KERNELS for a head width, in bfloat16 with a bias, compiled for sm_90 and analysed.
 
     Its loops are those of both groups of warps. Raises as `compile_kernel` does.
     """
+    module = HOPPER_KERNELS[name]
+    attribute = f"hopper_{name}_kernel"
+    recorder = _GluonRecorder()
     q = torch.empty(2, 2, 256, width, dtype=torch.bfloat16)
     call = Call(q, q, q, torch.empty(2), bias=torch.empty(2, 64))
-    recorder = _GluonRecorder()
-    with patch.object(hopper, "hopper_forward_kernel", recorder), patch.object(hopper, "count_processors", lambda _: 2):
-        hopper.forward(call, torch.empty_like(q), torch.empty(2, 2, 2, 256))
-    kernel = hopper.hopper_forward_kernel
+    by_row = torch.empty(4, 2, 2, 256)
+    with patch.object(module, attribute, recorder), patch.object(module, "count_processors", lambda _: 2):
+        if name == "forward":
+            module.compute_output(call, torch.empty_like(q), by_row[:2])
+        else:
+            module.compute_query_gradient(call, q, by_row[:2], torch.empty_like(q), by_row, by_row[0])
+    kernel = getattr(module, attribute)
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)

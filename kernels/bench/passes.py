@@ -13,8 +13,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,6 +31,7 @@ from flash_lazy import lazy_attention
 from flash_lazy.call import Call
 from flash_lazy.fused import backward, configurations, forward, hopper
 from flash_lazy.fused.configurations import Blocks
+from flash_lazy.fused.hopper.common import HopperTiles
 
 BATCH, HEADS, LENGTH = 4, 16, 4096
 SHAPES = ((128, 512), (64, 512), (128, 0), (64, 0), (64, 4096))
@@ -54,6 +56,8 @@ class Candidate(NamedTuple):
 
 
 CANDIDATES: list[Candidate] = []
+COVERED = ("no bias", "window", "two kv heads", "tau < 0", "a tau per position", "few queries", "constant")
+"""Cases of `correctness` at D 64 that the kernels for Hopper cover."""
 
 
 def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
@@ -65,6 +69,8 @@ for each in (64, 128):
     add("bias_gradient", each, "pointers", (64, 64, 4, 1))
 add("forward", 64, "hopper", (64, 8))
 add("forward", 128, "hopper", (64, 6))
+add("query_gradient", 64, "hopper", (64, 8))
+add("query_gradient", 128, "hopper", (32, 16), (64, 8))
 add("query_gradient", 64, "descriptors", (64, 32, 4, 3))
 add("query_gradient", 128, "pointers", (64, 32, 4, 3))
 add("key_gradient", 64, "descriptors", (64, 64, 4, 3))
@@ -86,10 +92,12 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
-        stack.enter_context(patch.object(configurations, "HOPPER", candidate.kind == "hopper"))
+        switches = {"forward": "HOPPER", "query_gradient": "HOPPER_BACKWARD"}
+        if switch := switches.get(candidate.name):
+            stack.enter_context(patch.object(configurations, switch, candidate.kind == "hopper"))
         if candidate.kind == "hopper":
-            chosen = {candidate.width: hopper.HopperTiles(*candidate.blocks)}
-            stack.enter_context(patch.dict(hopper.CONFIGURATIONS, chosen))
+            chosen = {candidate.width: HopperTiles(*candidate.blocks)}
+            stack.enter_context(patch.dict(getattr(hopper, candidate.name).CONFIGURATIONS, chosen))
         yield
 
 
@@ -130,7 +138,8 @@ def check_case(case: str) -> list[dict[str, Any]]:
 def check_candidate(candidate: Candidate) -> list[dict[str, Any]]:
     """Wrong rows of `correctness` at the candidate's width; also compiles it for the shapes that are timed."""
     with use_candidate(candidate):
-        wrong = check_case(f"bf16, D = {candidate.width}")
+        cases = COVERED if candidate.kind == "hopper" and candidate.width == 64 else ()
+        wrong = [row for case in (f"bf16, D = {candidate.width}", *cases) for row in check_case(case)]
         for width, reach in SHAPES:
             if width == candidate.width and (reach or candidate.name != "bias_gradient"):
                 make_step(candidate.name, make_call(width, reach))()
@@ -170,17 +179,46 @@ def time_step(step: Callable[[], Any]) -> float:
 
 
 def time_softmax(width: int, name: str) -> dict[str, float]:
-    """Median milliseconds of SDPA's passes."""
+    """Median milliseconds of the passes of one of RIVALS: softmax attention by SDPA or another library."""
     q, k, v, grad = (
         torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(4)
     )
-    with sdpa_kernel(getattr(SDPBackend, name)):
-        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    around, attend = RIVALS[name]()
+    with around:
         with torch.no_grad():
-            alone = time_step(attend)
-        both = time_step(lambda: torch.autograd.grad(attend(), (q, k, v), grad.detach()))
+            alone = time_step(partial(attend, q, k, v))
+        both = time_step(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), grad.detach()))
     return {"forward": alone, "forward+backward": both}
+
+
+def _by_sdpa(name: str) -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    return sdpa_kernel(getattr(SDPBackend, name)), partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def _by_flex() -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda _batch, _head, row, key: row >= key, None, None, LENGTH, LENGTH, "cuda")
+    return nullcontext(), partial(torch.compile(flex_attention), block_mask=mask)
+
+
+def _by_flash_attention_3() -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    flash_attn_func = import_module("flash_attn_interface").flash_attn_func  # no package here has it
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in inputs), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # its releases differ
+
+    return nullcontext(), attend
+
+
+RIVALS: dict[str, Callable[[], tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]]] = {
+    "CUDNN_ATTENTION": partial(_by_sdpa, "CUDNN_ATTENTION"),
+    "FLASH_ATTENTION": partial(_by_sdpa, "FLASH_ATTENTION"),
+    "FlexAttention": _by_flex,
+    "FlashAttention-3": _by_flash_attention_3,
+}
 
 
 def _set_up() -> None:
@@ -212,10 +250,11 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
         write()
     with GpuWorker(_set_up, out / "passes.log") as worker:
         for width in (128, 64):
-            for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-                outcome = worker.run(partial(time_softmax, width, backend), TIME_SECONDS)
-                result["whole"][f"{backend}, D {width}"] = outcome.value or outcome.failed
-                print(backend, width, outcome.value or outcome.failed, flush=True)
+            for rival in RIVALS:
+                outcome = worker.run(partial(time_softmax, width, rival), TIME_SECONDS)
+                result["whole"][f"{rival}, D {width}"] = outcome.value or outcome.failed
+                print(rival, width, outcome.value or outcome.failed, flush=True)
+                write()
         for width, reach in SHAPES:
             outcome = worker.run(partial(time_both, width, reach), TIME_SECONDS)
             result["whole"][f"lazy, D {width}, W {reach}"] = outcome.value or outcome.failed

@@ -20,16 +20,18 @@ REPORT = """
 import json, sys
 from bench.compile_report import Variant, compile_hopper_kernel, report
 if __name__ == "__main__":
-    width, renormalise, asked = json.loads(sys.argv[1])
+    hopper, renormalise, asked = json.loads(sys.argv[1])
     variant = Variant(renormalise=renormalise)
-    print(json.dumps([compile_hopper_kernel(width)._asdict()] if width else report(**asked, variant=variant)))
+    print(json.dumps([compile_hopper_kernel(*hopper)._asdict()] if hopper else report(**asked, variant=variant)))
 """
 
 
-def report(tmp_path, hopper: int | None = None, renormalise: bool = False, **asked: Any) -> list[dict[str, Any]]:
+def report(
+    tmp_path, hopper: tuple[str, int] | None = None, renormalise: bool = False, **asked: Any
+) -> list[dict[str, Any]]:
     """The compiler's report from a separate process, because Triton's interpreter does not compile.
 
-    hopper: width of the kernel for Hopper, instead of a report.
+    hopper: name and width of a kernel for Hopper, instead of a report.
     """
     script = tmp_path / "report.py"
     script.write_text(REPORT)
@@ -90,8 +92,9 @@ def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_kernel_for_hopper_compiles_without_a_spill_in_a_loop(width, tmp_path):
-    (found,) = report(tmp_path, hopper=width)
+@pytest.mark.parametrize("name", compile_report.HOPPER_KERNELS)
+def test_a_kernel_for_hopper_compiles_without_a_spill_in_a_loop(name, width, tmp_path):
+    (found,) = report(tmp_path, hopper=(name, width))
     assert found["shared"] <= compile_report.SHARED_LIMITS[90]
     assert found["instructions"] == ["wgmma"]
     assert not found["serialised"]

@@ -33,14 +33,21 @@ from .tiles import (
     describe_rows,
     has_survivor,
     is_positive,
+    load_by_row,
     load_rows,
     load_softmax,
     load_thresholds,
     load_tile,
     locate_block,
     locate_key_tiles,
+    store_by_row,
     store_rows,
 )
+
+try:
+    from . import hopper
+except ImportError:  # a triton without Gluon
+    hopper = None
 
 BIAS_WAVES = 4
 """Programs of the bias gradient for each one that is resident: its diagonals are of unequal length."""
@@ -247,23 +254,7 @@ def query_gradient_kernel(
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    by_row += row_index
-    tl.store(by_row, top, mask=valid_row)
-    tl.store(by_row + second, cut, mask=valid_row)
-    tl.store(by_row + 2 * second.to(tl.int64), share, mask=valid_row)
-    tl.store(by_row + 3 * second.to(tl.int64), share * row_delta, mask=valid_row)
-    tl.store(survivors + row_index, row_survivors, mask=valid_row)
-
-
-@triton.jit
-def _load_gradient_rows(by_row, all_rows, row_index, valid_row):
-    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; of rows out of range those that leave no weight."""
-    by_row += row_index
-    top = tl.load(by_row, mask=valid_row, other=float("inf"))
-    cut = tl.load(by_row + all_rows, mask=valid_row, other=float("inf"))
-    share = tl.load(by_row + 2 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
-    mean = tl.load(by_row + 3 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
-    return top, cut, share, mean
+    store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, share, row_delta, row_survivors)
 
 
 @triton.jit
@@ -389,7 +380,7 @@ def bias_gradient_kernel(
         value = load_rows(
             v_base, origin, last, stride_vl, stride_vd, WIDTH, 2 * BLOCK_N, BLOCK_D, True, UPCAST, True, begin=start
         )
-        top, cut, share, mean = _load_gradient_rows(by_row, second, row_index, valid_row)
+        top, cut, share, mean = load_by_row(by_row, second, row_index, valid_row)
         s, factor = compute_tile_scores(
             query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
             NEAR if window is None else EDGE, 2 * BLOCK_N,
@@ -568,7 +559,7 @@ def key_gradient_kernel(
                             DESCRIBED,
                             True,
                         )
-                        top, cut, share, mean = _load_gradient_rows(by_row, second, head_rows + row, valid_row)
+                        top, cut, share, mean = load_by_row(by_row, second, head_rows + row, valid_row)
                         s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
@@ -651,6 +642,9 @@ def _launch_query_gradient(
 ) -> None:
     """Fill dq, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
     batches, heads, rows, _ = call.q.shape
+    if configurations.HOPPER_BACKWARD and hopper is not None and dlse is None and hopper.covers(call, shared["grad"]):
+        hopper.compute_query_gradient(call, shared["grad"], shared["softmax"], dq, shared["by_row"], survivors)
+        return
     arguments = {
         **shared,
         "out": out if call.renormalise else None,

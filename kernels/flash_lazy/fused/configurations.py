@@ -18,6 +18,8 @@ Off: by it an H200 loses up to 31 % where few tiles are empty, as in trained mod
 """
 HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "1") != "0"
 """Whether an H100 or H200 takes the forward kernel that is made for it, where that covers a call; it skips no tile."""
+HOPPER_BACKWARD = os.environ.get("FLASH_LAZY_HOPPER_BACKWARD", "0") != "0"
+"""The same for dq. Off: no GPU has run that kernel yet."""
 RESIDENT_PER_PROCESSOR = 2
 INTERPRETED_RESIDENT = 3
 MAX_WIDTH = 256

@@ -269,6 +269,28 @@ def load_softmax(softmax, second, row_index, valid_row):
 
 
 @triton.jit
+def store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, share, delta, row_survivors):
+    """Store what the sweep over keys leaves of rows; `load_by_row` reads all but row_survivors."""
+    by_row += row_index
+    tl.store(by_row, top, mask=valid_row)
+    tl.store(by_row + second, cut, mask=valid_row)
+    tl.store(by_row + 2 * second.to(tl.int64), share, mask=valid_row)
+    tl.store(by_row + 3 * second.to(tl.int64), share * delta, mask=valid_row)
+    tl.store(survivors + row_index, row_survivors, mask=valid_row)
+
+
+@triton.jit
+def load_by_row(by_row, second, row_index, valid_row):
+    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; of rows out of range those that leave no weight."""
+    by_row += row_index
+    top = tl.load(by_row, mask=valid_row, other=float("inf"))
+    cut = tl.load(by_row + second, mask=valid_row, other=float("inf"))
+    share = tl.load(by_row + 2 * second.to(tl.int64), mask=valid_row, other=0.0)
+    mean = tl.load(by_row + 3 * second.to(tl.int64), mask=valid_row, other=0.0)
+    return top, cut, share, mean
+
+
+@triton.jit
 def compute_exponentials(s, factor, top):
     """exp2(s factor - top), at most 1: the recomputed largest score of a row may exceed `top` by a rounding error.
 

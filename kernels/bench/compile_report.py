@@ -101,6 +101,7 @@ class Variant(NamedTuple):
     packed: bool = False
     renormalise: bool = False
     stats: bool = False
+    merged: bool = False
 
 
 class Loop(NamedTuple):
@@ -254,7 +255,8 @@ def collect_launch_arguments(
     )
     recorders = {each: _Recorder(_get_kernel(each)) for each in KERNELS}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT))
+        settings = {"AUTOTUNE": False, "INTERPRETED_RESIDENT": RESIDENT, "MERGED_BACKWARD": variant.merged}
+        stack.enter_context(patch.multiple(configurations, **settings))
         for each, module in KERNELS.items():
             stack.enter_context(patch.object(module, f"{each}_kernel", recorders[each]))
         if name in DECODING:
@@ -346,7 +348,7 @@ def report(
         for name in kernels
         for dtype in dtypes
         for width in widths
-        for blocks in _list_choices(name, dtype, width)[: None if every else 1]
+        for blocks in _list_choices(name, dtype, width, variant)[: None if every else 1]
         for target in targets
     ]
     workers = min(os.cpu_count() or 1, len(jobs))
@@ -354,9 +356,11 @@ def report(
         return list(pool.map(_compile_row, jobs))
 
 
-def _list_choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
+def _list_choices(name: str, dtype: str, width: int, variant: Variant) -> Sequence[Blocks | None]:
     if name in DECODING:
         return [None]
+    if variant.merged and name == "key_gradient":
+        name = "merged_gradient"
     return configurations.list_choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
 
 

@@ -20,24 +20,24 @@ REPORT = """
 import json, sys
 from bench.compile_report import Variant, compile_hopper_kernel, report
 if __name__ == "__main__":
-    hopper, renormalise, asked = json.loads(sys.argv[1])
-    variant = Variant(renormalise=renormalise)
+    hopper, options, asked = json.loads(sys.argv[1])
+    variant = Variant(**options)
     print(json.dumps([compile_hopper_kernel(*hopper)._asdict()] if hopper else report(**asked, variant=variant)))
 """
 
 
 def report(
-    tmp_path, hopper: tuple[str, int] | None = None, renormalise: bool = False, **asked: Any
+    tmp_path, hopper: tuple[str, int] | None = None, variant: dict[str, bool] | None = None, **asked: Any
 ) -> list[dict[str, Any]]:
     """The compiler's report from a separate process, because Triton's interpreter does not compile.
 
-    hopper: name and width of a kernel for Hopper, instead of a report.
+    hopper: name and width of a kernel for Hopper, instead of a report. variant: fields of a Variant.
     """
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    command = [sys.executable, str(script), json.dumps([hopper, renormalise, asked])]
+    command = [sys.executable, str(script), json.dumps([hopper, variant or {}, asked])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -86,7 +86,9 @@ def test_every_configuration(tmp_path):
 def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path):
     """Its third accumulator spills with the default blocks, but not with others of the list."""
     chosen = {"widths": [width], "every": True, "dtypes": ["bf16"], "kernels": ["query_gradient"], "targets": [90]}
-    spills = [compile_report.count_loop_spills(row) for row in report(tmp_path, renormalise=True, **chosen)]
+    spills = [
+        compile_report.count_loop_spills(row) for row in report(tmp_path, variant={"renormalise": True}, **chosen)
+    ]
     assert 0 in spills, spills
 
 
@@ -99,6 +101,19 @@ def test_a_kernel_for_hopper_compiles_without_a_spill_in_a_loop(name, width, tmp
     assert found["instructions"] == ["wgmma"]
     assert not found["serialised"]
     assert compile_report.count_loop_spills(found) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_merged_backward_fits(width, tmp_path):
+    kernels = ["query_gradient", "key_gradient"]
+    for row in report(
+        tmp_path, variant={"merged": True}, widths=[width], dtypes=["bf16"], kernels=kernels, targets=[90]
+    ):
+        check_row(row)
+        plain_and_near = row["loops"][:2]
+        assert not row["serialised"], row
+        assert not any(loop["spills"] for loop in plain_and_near), row
 
 
 def is_default(row: dict[str, Any]) -> bool:

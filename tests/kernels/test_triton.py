@@ -165,6 +165,17 @@ def test_equals_reference(setting, monkeypatch):
     assert_equals_reference(rest, dtype)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, id=str(s), marks=pytest.mark.long if index % 12 else ()) for index, s in enumerate(COVER)],
+)
+def test_a_merged_backward_equals_reference(setting, monkeypatch):
+    """dq from the sweep over rows."""
+    monkeypatch.setattr(configurations, "MERGED_BACKWARD", True)
+    rest, dtype = apply_setting(setting, monkeypatch)
+    assert_equals_reference(rest, dtype)
+
+
 @pytest.mark.parametrize(("dtype", "renormalise"), [(torch.float16, True), (torch.bfloat16, False)])
 def test_common_means_cost_no_more_accuracy_than_in_eager(dtype, renormalise, monkeypatch):
     """Gradients are differences of sums that contain the means of k, v and the output's gradient."""

@@ -26,6 +26,7 @@ from .tiles import (
     NEAR,
     PLAIN,
     STRIP_PAD,
+    add_rows,
     compute_distances,
     compute_exponentials,
     compute_tile_scores,
@@ -125,7 +126,7 @@ def query_gradient_kernel(
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
-    dlse, the gradient of the rows' log-sum-exp, is subtracted from delta.
+    dlse, the gradient of the rows' log-sum-exp, is subtracted from delta. Without dq, only the numbers per row.
     """
     item = tl.program_id(0)
     head = item % heads
@@ -229,11 +230,14 @@ def query_gradient_kernel(
                     row_survivors += tl.sum(dp, 1)
                     row_delta += tl.sum(e * dp, 1)
                     if RENORMALISE:
-                        kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
+                        if dq is not None:
+                            kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
                         row_residual += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
                         row_count += tl.sum(survives.to(tl.float32), 1)
-                    surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
-                attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
+                    if dq is not None:
+                        surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
+                if dq is not None:
+                    attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
 
     row_delta *= share
     result = (surviving - row_delta[:, None] * attended) * share[:, None]
@@ -252,8 +256,9 @@ def query_gradient_kernel(
         row_dlse = tl.where(share == 0, 0.0, tl.load(dlse + row_index, mask=valid_row, other=0.0))
         result += (row_dlse * share)[:, None] * attended
         row_delta -= row_dlse
-    dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-    store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
+    if dq is not None:
+        dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+        store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
     store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, share, row_delta, row_survivors)
 
 
@@ -439,6 +444,7 @@ def key_gradient_kernel(
     correction,
     dk,
     dv,
+    dq_sum,
     dslopes,
     stride_qb,
     stride_qh,
@@ -486,7 +492,8 @@ def key_gradient_kernel(
 ):
     """dk and dv of blocks of keys, those with the most rows first, summed over the query heads of the group.
 
-    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives.
+    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives. Into dq_sum, float32, unless None, it adds
+    dq of its keys, by ds.k; programs add in no fixed order.
     """
     kv_head = tl.program_id(0)  # the first programs, of all heads, have the most rows
     line = tl.arange(0, BLOCK_M)
@@ -589,6 +596,16 @@ def key_gradient_kernel(
                             )
                         ds = e * (share[:, None] * dp - mean[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
+                        if dq_sum is not None:
+                            add_rows(
+                                dq_sum + head_rows * WIDTH,
+                                tl.dot(ds.to(key.dtype), key, input_precision="ieee") * natural_scale,
+                                origin,
+                                high,
+                                WIDTH,
+                                BLOCK_M,
+                                BLOCK_D,
+                            )
                         if dslopes is not None:
                             slope_gradient += tl.sum(
                                 ds * compute_distances((own - first)[:, None], tl.arange(0, BLOCK_N)[None, :]), 1
@@ -629,20 +646,25 @@ def backward(
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
-    _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
+    merged = configurations.MERGED_BACKWARD
+    dq_sum = torch.zeros(call.q.shape, dtype=torch.float32, device=call.q.device) if merged else None
+    _launch_query_gradient(call, shared, grad if out is None else out, dlse, None if merged else dq, survivors)
     shared["softmax"] = softmax if call.renormalise else None  # by_row has the rest of it
-    _launch_key_gradient(call, shared, dk, dv, dslopes)
+    _launch_key_gradient(call, shared, dk, dv, dq_sum, dslopes)
+    if dq_sum is not None:
+        dq.copy_(dq_sum)
     if dbias.numel():
         _launch_bias_gradient(call, shared, dbias)
     return dq, dk, dv, survivors, dbias, dslopes
 
 
 def _launch_query_gradient(
-    call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
+    call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor | None, survivors: Tensor
 ) -> None:
-    """Fill dq, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
+    """Fill dq unless None, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
     batches, heads, rows, _ = call.q.shape
-    if configurations.HOPPER_BACKWARD and hopper is not None and dlse is None and hopper.covers(call, shared["grad"]):
+    for_hopper = configurations.HOPPER_BACKWARD and hopper is not None and dlse is None and dq is not None
+    if for_hopper and hopper.covers(call, shared["grad"]):
         hopper.compute_query_gradient(call, shared["grad"], shared["softmax"], dq, shared["by_row"], survivors)
         return
     arguments = {
@@ -652,7 +674,7 @@ def _launch_query_gradient(
         "dq": dq,
         "survivors": survivors,
         **name_strides("o", out, with_columns=False),
-        **name_strides("dq", dq, with_columns=False),
+        **name_strides("dq", call.q if dq is None else dq, with_columns=False),
         "heads": heads,
     }
 
@@ -662,10 +684,13 @@ def _launch_query_gradient(
     launch(query_gradient_kernel, call, grid, arguments)
 
 
-def _launch_key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dslopes: Tensor) -> None:
-    """Fill dk and dv, and dslopes unless empty."""
+def _launch_key_gradient(
+    call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dq_sum: Tensor | None, dslopes: Tensor
+) -> None:
+    """Fill dk and dv, and dslopes unless empty; add to dq_sum unless None."""
     q, kv_heads = call.q, call.k.shape[1]
-    block = configurations.list_choices("key_gradient", q)[0].n
+    listed = "key_gradient" if dq_sum is None else "merged_gradient"
+    block = configurations.list_choices(listed, q)[0].n
     programs = balance_programs(count_resident_programs(q), kv_heads, _estimate_costs(call, block))
     # A partial sum per program, added afterwards in a fixed order.
     partial = q.new_empty(programs, len(dslopes), dtype=torch.float32) if dslopes.numel() else None
@@ -673,12 +698,13 @@ def _launch_key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Ten
         **shared,
         "dk": dk,
         "dv": dv,
+        "dq_sum": dq_sum,
         "dslopes": partial,
         **name_strides("dk", dk, with_columns=False),
         **name_strides("dv", dv, with_columns=False),
         "kv_heads": kv_heads,
     }
-    launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments)
+    launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments, listed)
     if partial is not None:
         torch.sum(partial, 0, out=dslopes)
 

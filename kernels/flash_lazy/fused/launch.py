@@ -62,10 +62,17 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
 
 
 def launch(
-    kernel: Any, call: Call, grid: Callable[[dict[str, Any]], tuple[int, ...]], arguments: dict[str, Any]
+    kernel: Any,
+    call: Call,
+    grid: Callable[[dict[str, Any]], tuple[int, ...]],
+    arguments: dict[str, Any],
+    listed: str | None = None,
 ) -> None:
-    """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
-    choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
+    """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size.
+
+    listed: name of its list, by default the kernel's.
+    """
+    choices = configurations.list_choices(listed or kernel.__name__.removesuffix("_kernel"), call.q)
     if not all(can_describe(arguments[name]) for name in ("q", "k", "v", "grad") if name in arguments):
         choices = [blocks._replace(described=False) for blocks in choices]
     arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}

@@ -194,6 +194,15 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def add_rows(base, x, first, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add `[BLOCK, BLOCK_D]` atomically to contiguous rows of WIDTH from row `first` on, up to `end`."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = (first + row < end) & (column < WIDTH)
+    tl.atomic_add(base + (first + row).to(tl.int64) * WIDTH + column, x, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def _load_elementwise(pointers):
     """Load float32 values in the register layout of the scores to which they are added.
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,26 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
     assert buffers["partial"] == 4 * 14 * 16 * 10 * 2 * 64  # 5 pairs of diagonals of 16 heads by 14 programs: 4 waves
+
+
+def test_the_estimate_reproduces_measured_passes():
+    """Of the default blocks at W 512, as compiled.md says."""
+    folder = Path(__file__).parents[2] / "docs" / "results" / "kernels"
+    measured = {
+        row["candidate"]: row["milliseconds"]
+        for row in json.loads((folder / "passes.json").read_text())["rows"]
+        if row.get("W") == compile_report.REACH
+    }
+    ratios = {}
+    for row in json.loads((folder / "compiled.json").read_text())["rows"]:
+        if found := compile_report.estimate_milliseconds(row):
+            *blocks, described = row["blocks"].values()
+            kind, blocks = "descriptors" if described else "pointers", " ".join(map(str, blocks))
+            name = f"{row['kernel']}, D {row['width']}, {kind}, {blocks}"
+            ratios[name] = found["all"] / measured[name]
+    assert len(ratios) == 6
+    assert ratios.pop("key_gradient, D 128, descriptors, 64 64 4 2") == pytest.approx(0.8, abs=0.05)  # it spills
+    assert all(0.89 < ratio < 1.11 for ratio in ratios.values()), ratios
 
 
 def test_only_innermost_product_loops_are_counted():

@@ -34,8 +34,16 @@ from flash_lazy.fused.configurations import Blocks
 from flash_lazy.fused.hopper.common import HopperTiles
 
 BATCH, HEADS, LENGTH = 4, 16, 4096
-SHAPES = ((128, 512), (64, 512), (128, 0), (64, 0), (64, 4096))
+REACH = 512
+SHAPES = ((128, REACH), (64, REACH), (128, 0), (64, 0), (64, LENGTH))
 """Head width D and biases per head W."""
+SETTINGS: dict[str, dict[str, bool]] = {
+    "lazy": {},
+    "lazy, not tuned": {"AUTOTUNE": False},
+    "lazy, dq for Hopper": {"HOPPER_BACKWARD": True},
+    "lazy, merged": {"MERGED_BACKWARD": True},
+}
+"""Settings of the whole function, all timed at W 512, only the first at other W."""
 ROUNDS, WORKERS, CHECK_SECONDS, TIME_SECONDS = 20, 15, 150.0, 30.0
 PASSES = ("forward", "query_gradient", "key_gradient", "bias_gradient")
 
@@ -49,7 +57,7 @@ class Candidate(NamedTuple):
     blocks: tuple[int, ...]
     """Of `configurations.Blocks`; of `hopper.HopperTiles` with the kernel made for Hopper."""
     kind: str
-    """pointers, descriptors or hopper."""
+    """pointers, descriptors, hopper, or merged: descriptors, dq in the sweep over rows."""
 
     def __str__(self) -> str:
         return f"{self.name}, D {self.width}, {self.kind}, {' '.join(map(str, self.blocks))}"
@@ -71,6 +79,10 @@ add("forward", 64, "hopper", (64, 8))
 add("forward", 128, "hopper", (64, 6))
 add("query_gradient", 64, "hopper", (64, 8))
 add("query_gradient", 128, "hopper", (32, 16), (64, 8))
+add("query_gradient", 64, "merged", (128, 64, 8, 3), (64, 32, 4, 3))
+add("query_gradient", 128, "merged", (64, 32, 4, 3))
+add("key_gradient", 64, "merged", (64, 64, 4, 3))
+add("key_gradient", 128, "merged", (64, 64, 8, 2))
 add("query_gradient", 64, "descriptors", (64, 32, 4, 3))
 add("query_gradient", 128, "pointers", (64, 32, 4, 3))
 add("key_gradient", 64, "descriptors", (64, 64, 4, 3))
@@ -84,17 +96,19 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
     list_choices = configurations.list_choices
 
     def choose(kernel: str, q: torch.Tensor) -> list[Blocks]:
-        mine = kernel == candidate.name and candidate.kind != "hopper" and q.shape[3] == candidate.width
+        name = "merged_gradient" if (candidate.kind, candidate.name) == ("merged", "key_gradient") else candidate.name
+        mine = kernel == name and candidate.kind != "hopper" and q.shape[3] == candidate.width
         if not mine:
             return list_choices(kernel, q)
         m, n, warps, stages = candidate.blocks
-        return [Blocks(m, n, warps, stages, candidate.kind == "descriptors")]
+        return [Blocks(m, n, warps, stages, candidate.kind in ("descriptors", "merged"))]
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
         switches = {"forward": "HOPPER", "query_gradient": "HOPPER_BACKWARD"}
         if switch := switches.get(candidate.name):
             stack.enter_context(patch.object(configurations, switch, candidate.kind == "hopper"))
+        stack.enter_context(patch.object(configurations, "MERGED_BACKWARD", candidate.kind == "merged"))
         if candidate.kind == "hopper":
             chosen = {candidate.width: HopperTiles(*candidate.blocks)}
             stack.enter_context(patch.dict(getattr(hopper, candidate.name).CONFIGURATIONS, chosen))
@@ -153,8 +167,13 @@ def time_candidate(candidate: Candidate, reach: int) -> float:
         return time_step(make_step(candidate.name, make_call(candidate.width, reach)))
 
 
-def time_both(width: int, reach: int) -> dict[str, float]:
-    """Median milliseconds of the function by the default kernels, tuned."""
+def time_both(width: int, reach: int, setting: str) -> dict[str, float]:
+    """Median milliseconds of the function by the default kernels, tuned; and the mean of the host's part."""
+    with patch.multiple(configurations, **SETTINGS[setting]):
+        return _time_both(width, reach)
+
+
+def _time_both(width: int, reach: int) -> dict[str, float]:
     call = make_call(width, reach)
     leaves = [x.requires_grad_() for x in (call.q, call.k, call.v, call.tau, call.bias) if x is not None]
     grad = torch.randn_like(call.q)
@@ -164,7 +183,17 @@ def time_both(width: int, reach: int) -> dict[str, float]:
 
     with torch.no_grad():
         alone = time_step(attend)
-    return {"forward": alone, "forward+backward": time_step(lambda: torch.autograd.grad(attend(), leaves, grad))}
+
+    def train() -> None:
+        torch.autograd.grad(attend(), leaves, grad)
+
+    both = time_step(train)
+    started = time.perf_counter()
+    for _ in range(ROUNDS):  # the device's queue takes them all
+        train()
+    host = 1000 * (time.perf_counter() - started) / ROUNDS
+    torch.cuda.synchronize()
+    return {"forward": alone, "forward+backward": both, "host": host}
 
 
 def time_step(step: Callable[[], Any]) -> float:
@@ -256,10 +285,11 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
                 print(rival, width, outcome.value or outcome.failed, flush=True)
                 write()
         for width, reach in SHAPES:
-            outcome = worker.run(partial(time_both, width, reach), TIME_SECONDS)
-            result["whole"][f"lazy, D {width}, W {reach}"] = outcome.value or outcome.failed
-            print("lazy", width, reach, outcome.value or outcome.failed, flush=True)
-            write()
+            for setting in SETTINGS if reach == REACH else ("lazy",):
+                outcome = worker.run(partial(time_both, width, reach, setting), TIME_SECONDS)
+                result["whole"][f"{setting}, D {width}, W {reach}"] = outcome.value or outcome.failed
+                print(setting, width, reach, outcome.value or outcome.failed, flush=True)
+                write()
             for candidate in sorted(right, key=candidates.index):
                 if candidate.width == width and (reach or candidate.name != "bias_gradient"):
                     outcome = worker.run(partial(time_candidate, candidate, reach), TIME_SECONDS)
@@ -277,11 +307,10 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
 
 def format_tables(result: dict[str, Any]) -> str:
     """The whole function and the passes as Markdown, in milliseconds."""
-    lines = ["| function | forward | forward + backward |", "|:---|---:|---:|"]
+    lines = ["| function | forward | forward + backward | of it on the host |", "|:---|---:|---:|---:|"]
     for name, cell in result["whole"].items():
-        figures = (
-            [f"{cell[key]:.2f}" for key in ("forward", "forward+backward")] if isinstance(cell, dict) else [cell, ""]
-        )
+        figures = [f"{x:.2f}" for x in cell.values()] if isinstance(cell, dict) else [cell, ""]
+        figures += [""] * (3 - len(figures))
         lines.append(f"| {name} | {' | '.join(figures)} |")
     reaches = list(dict.fromkeys(row["W"] for row in result["rows"] if "W" in row))
     head = ["pass, head width, loads, blocks", *(f"W {reach}" for reach in reaches)]

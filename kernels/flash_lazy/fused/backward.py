@@ -1,5 +1,6 @@
 """The backward kernels: a sweep over keys for dq, over rows for dk, dv and dslopes, along diagonals for dbias."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -649,7 +650,7 @@ def backward(
     merged = configurations.MERGED_BACKWARD
     dq_sum = torch.zeros(call.q.shape, dtype=torch.float32, device=call.q.device) if merged else None
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, None if merged else dq, survivors)
-    shared["softmax"] = softmax if call.renormalise else None  # by_row has the rest of it
+    shared = {**shared, "softmax": softmax if call.renormalise else None}  # by_row has the rest of it
     _launch_key_gradient(call, shared, dk, dv, dq_sum, dslopes)
     if dq_sum is not None:
         dq.copy_(dq_sum)
@@ -691,7 +692,10 @@ def _launch_key_gradient(
     q, kv_heads = call.q, call.k.shape[1]
     listed = "key_gradient" if dq_sum is None else "merged_gradient"
     block = configurations.list_choices(listed, q)[0].n
-    programs = balance_programs(count_resident_programs(q), kv_heads, _estimate_costs(call, block))
+    keys, window = call.k.shape[2], call.k.shape[2] if call.window is None else call.window
+    blocks = count_call_blocks(call, keys, block)
+    costs = _estimate_costs(q.shape[0], q.shape[2], keys, window, block, blocks)
+    programs = balance_programs(count_resident_programs(q), kv_heads, costs)
     # A partial sum per program, added afterwards in a fixed order.
     partial = q.new_empty(programs, len(dslopes), dtype=torch.float32) if dslopes.numel() else None
     arguments = {
@@ -722,11 +726,10 @@ def _launch_bias_gradient(call: Call, shared: dict[str, Any], dbias: Tensor) -> 
     torch.add(*(x.flatten(1)[:, :reach] for x in (sums[:, :-1, 0], sums[:, 1:, 1])), out=dbias)
 
 
-def _estimate_costs(call: Call, block: int) -> tuple[int, ...]:
+@cache  # a loop in Python before every launch otherwise
+def _estimate_costs(batches: int, rows: int, keys: int, window: int, block: int, blocks: int) -> tuple[int, ...]:
     """Rows that see each block of keys, in processing order; kv_lengths are ignored."""
-    (batches, _, rows, _), keys = call.q.shape, call.k.shape[2]
-    window = keys if call.window is None else call.window
-    firsts = (index * block for index in range(count_call_blocks(call, keys, block)))
+    firsts = (index * block for index in range(blocks))
     visible = (min(keys, first + block - 1 + window) - max(first, keys - rows) for first in firsts)
     return tuple(max(block, count) for count in visible for _ in range(batches))
 

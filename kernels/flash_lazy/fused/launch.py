@@ -138,6 +138,7 @@ def count_processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
+@cache
 def balance_programs(slots: int, kv_heads: int, costs: tuple[int, ...]) -> int:
     """Number of programs per kv head that minimises the makespan of items with these costs on a device with `slots`.
 
@@ -165,8 +166,9 @@ def makespan(programs: int, slots: int, kv_heads: int, costs: tuple[int, ...]) -
 def make_strip(bias: Tensor) -> Tensor:
     """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf at negative distances, 0 from W on."""
     pad = STRIP_PAD.value
-    strip = torch.nn.functional.pad(bias * LOG2E, (pad, pad))
-    strip[:, :pad] = -torch.inf
+    strip = bias.new_full((bias.shape[0], bias.shape[1] + 2 * pad), -torch.inf)
+    torch.mul(bias, LOG2E, out=strip[:, pad:-pad])
+    strip[:, -pad:] = 0
     return strip
 
 

@@ -37,7 +37,7 @@ BATCH, HEADS, LENGTH = 4, 16, 4096
 REACH = 512
 SHAPES = ((128, REACH), (64, REACH), (128, 0), (64, 0), (64, LENGTH))
 """Head width D and biases per head W."""
-SETTINGS: dict[str, dict[str, bool]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "lazy": {},
     "lazy, not tuned": {"AUTOTUNE": False},
     "lazy, dq for Hopper": {"HOPPER_BACKWARD": True},
@@ -116,9 +116,9 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
 
 
 def make_call(width: int, reach: int) -> Call:
-    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    bias = 0.1 * torch.randn(HEADS, reach, device="cuda") if reach else None
-    return Call(q, k, v, torch.ones(HEADS, device="cuda"), bias)
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, width, device=cuda.DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    bias = 0.1 * torch.randn(HEADS, reach, device=cuda.DEVICE) if reach else None
+    return Call(q, k, v, torch.ones(HEADS, device=cuda.DEVICE), bias)
 
 
 def make_step(name: str, call: Call) -> Callable[[], Any]:
@@ -154,6 +154,8 @@ def check_candidate(candidate: Candidate) -> list[dict[str, Any]]:
     with use_candidate(candidate):
         cases = COVERED if candidate.kind == "hopper" and candidate.width == 64 else ()
         wrong = [row for case in (f"bf16, D = {candidate.width}", *cases) for row in check_case(case)]
+        if candidate.kind == "merged":  # it adds in no fixed order, so its two calls may differ
+            wrong = [row for row in wrong if "failed" in row or not row["error"] <= row["bound"]]
         for width, reach in SHAPES:
             if width == candidate.width and (reach or candidate.name != "bias_gradient"):
                 make_step(candidate.name, make_call(width, reach))()

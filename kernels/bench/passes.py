@@ -74,7 +74,7 @@ def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
 
 for each in (64, 128):
     add("forward", each, "pointers", (128, 64, 8, 3))
-    add("bias_gradient", each, "pointers", (64, 64, 4, 1))
+    add("bias_gradient", each, "pointers", (64, 64, 4, 1), (64, 64, 8, 1))
 add("forward", 64, "hopper", (64, 8))
 add("forward", 128, "hopper", (64, 6))
 add("query_gradient", 64, "hopper", (64, 8))

@@ -78,8 +78,8 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
         },
     },
     "bias_gradient": {
-        2: {128: [Blocks(64, 64, 4, 1)], 256: [Blocks(32, 32, 4, 1)]},
-        4: {128: [Blocks(32, 32, 4, 1)], 256: [Blocks(16, 16, 4, 1)]},
+        2: {128: [Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)], 256: [Blocks(32, 32, 4, 1)]},
+        4: {64: [Blocks(32, 32, 4, 1)], 128: [Blocks(32, 32, 8, 1)], 256: [Blocks(16, 16, 4, 1)]},
     },
     "key_gradient": {
         2: {

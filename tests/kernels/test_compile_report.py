@@ -34,13 +34,17 @@ def report(
 
     hopper: name and width of a kernel for Hopper, instead of a report. variant: fields of a Variant.
     """
+    return json.loads(run_script(tmp_path, REPORT, json.dumps([hopper, variant or {}, asked])).splitlines()[-1])
+
+
+def run_script(tmp_path, text: str, *words: str) -> str:
+    """What a script prints in a process without Triton's interpreter."""
     script = tmp_path / "report.py"
-    script.write_text(REPORT)
+    script.write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    command = [sys.executable, str(script), json.dumps([hopper, variant or {}, asked])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, str(script), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def check_row(row: dict[str, Any]) -> None:
@@ -71,6 +75,21 @@ def test_default_configurations_do_not_spill(default_rows):
         row["kernel"] for row in default_rows if row["target"] == 90 and compile_report.count_loop_spills(row) > 0
     }
     assert spilling == {SPILLING}
+
+
+ONE_ROW = """
+from bench import compile_report
+from flash_lazy.fused.configurations import Blocks
+compile_report.BATCH = compile_report.HEADS = compile_report.LENGTH = 1
+for name in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
+    print(name, compile_report.compile_kernel(name, Blocks(32, 32, 4, 1), 90).registers)
+"""
+
+
+@pytest.mark.long
+def test_kernels_compile_for_a_call_of_one_row(tmp_path):
+    """Whose sizes are 1, and so constants without a type."""
+    assert run_script(tmp_path, ONE_ROW).count("gradient") == 3
 
 
 @pytest.mark.long

@@ -283,8 +283,8 @@ def store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, shar
     by_row += row_index
     tl.store(by_row, top, mask=valid_row)
     tl.store(by_row + second, cut, mask=valid_row)
-    tl.store(by_row + 2 * second.to(tl.int64), share, mask=valid_row)
-    tl.store(by_row + 3 * second.to(tl.int64), share * delta, mask=valid_row)
+    tl.store(by_row + 2 * tl.cast(second, tl.int64), share, mask=valid_row)
+    tl.store(by_row + 3 * tl.cast(second, tl.int64), share * delta, mask=valid_row)
     tl.store(survivors + row_index, row_survivors, mask=valid_row)
 
 
@@ -294,8 +294,8 @@ def load_by_row(by_row, second, row_index, valid_row):
     by_row += row_index
     top = tl.load(by_row, mask=valid_row, other=float("inf"))
     cut = tl.load(by_row + second, mask=valid_row, other=float("inf"))
-    share = tl.load(by_row + 2 * second.to(tl.int64), mask=valid_row, other=0.0)
-    mean = tl.load(by_row + 3 * second.to(tl.int64), mask=valid_row, other=0.0)
+    share = tl.load(by_row + 2 * tl.cast(second, tl.int64), mask=valid_row, other=0.0)
+    mean = tl.load(by_row + 3 * tl.cast(second, tl.int64), mask=valid_row, other=0.0)
     return top, cut, share, mean
 
 

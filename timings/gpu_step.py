@@ -147,14 +147,18 @@ def make_cases(lengths: Iterable[int], kinds: Iterable[bool] = (False, True)) ->
 
 
 def bench_gpu_step(
-    out: Path, sizes: Sizes, device: str, console: Callable[[str], None] = print, compiled: bool = False
+    out: Path, sizes: Sizes, device: str, console: Callable[[str], None] = print, compiled: bool | None = None
 ) -> None:
-    """Measure every case, or the compiled ones; `out`/gpu-step.json and .md are rewritten after each."""
-    command = f"python3 -m {PROGRAM} --out {out}" + " --compiled" * compiled
+    """Measure every case, or those (not) compiled; `out`/gpu-step.json and .md are rewritten after each."""
+    command = f"python3 -m {PROGRAM} --out {out}"
+    if sizes.lengths not in (FULL.lengths, TINY.lengths):
+        command += f" --lengths {','.join(map(str, sizes.lengths))}"
+    if compiled is not None:
+        command += " --compiled" if compiled else " --no-compiled"
     rows: list[dict[str, Any]] = []
     result = {**collect_provenance(out / "gpu-step.json"), "command": command, "sizes": sizes._asdict(), "rows": rows}
     out.mkdir(parents=True, exist_ok=True)
-    for case in make_cases(sizes.lengths, (True,) if compiled else (False, True)):
+    for case in make_cases(sizes.lengths, (False, True) if compiled is None else (compiled,)):
         row = measure_in_process(case, sizes, device)
         rows.append(row)
         (out / "gpu-step.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -196,11 +200,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"python3 -m {PROGRAM}", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for gpu-step.json and .md")
-    parser.add_argument("--compiled", action="store_true", help="only the cases with torch.compile")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, help="only with, or without torch.compile")
+    parser.add_argument("--lengths", metavar="N,M", help="only these of the lengths")
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         sizes = FULL if device == "cuda" else TINY
+        if options.lengths:
+            sizes = sizes._replace(lengths=tuple(map(int, options.lengths.split(","))))
         bench_gpu_step(options.out, sizes, device, compiled=options.compiled)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -13,8 +13,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,10 +31,19 @@ from flash_lazy import lazy_attention
 from flash_lazy.call import Call
 from flash_lazy.fused import backward, configurations, forward, hopper
 from flash_lazy.fused.configurations import Blocks
+from flash_lazy.fused.hopper.common import HopperTiles
 
 BATCH, HEADS, LENGTH = 4, 16, 4096
-SHAPES = ((128, 512), (64, 512), (128, 0), (64, 0), (64, 4096))
+REACH = 512
+SHAPES = ((128, REACH), (64, REACH), (128, 0), (64, 0), (64, LENGTH))
 """Head width D and biases per head W."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lazy": {},
+    "lazy, not tuned": {"AUTOTUNE": False},
+    "lazy, dq for Hopper": {"HOPPER_BACKWARD": True},
+    "lazy, merged": {"MERGED_BACKWARD": True},
+}
+"""Settings of the whole function, all timed at W 512, only the first at other W."""
 ROUNDS, WORKERS, CHECK_SECONDS, TIME_SECONDS = 20, 15, 150.0, 30.0
 PASSES = ("forward", "query_gradient", "key_gradient", "bias_gradient")
 
@@ -47,13 +57,15 @@ class Candidate(NamedTuple):
     blocks: tuple[int, ...]
     """Of `configurations.Blocks`; of `hopper.HopperTiles` with the kernel made for Hopper."""
     kind: str
-    """pointers, descriptors or hopper."""
+    """pointers, descriptors, hopper, or merged: descriptors, dq in the sweep over rows."""
 
     def __str__(self) -> str:
         return f"{self.name}, D {self.width}, {self.kind}, {' '.join(map(str, self.blocks))}"
 
 
 CANDIDATES: list[Candidate] = []
+COVERED = ("no bias", "window", "two kv heads", "tau < 0", "a tau per position", "few queries", "constant")
+"""Cases of `correctness` at D 64 that the kernels for Hopper cover."""
 
 
 def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
@@ -62,9 +74,15 @@ def add(name: str, width: int, kind: str, *blocks: tuple[int, ...]) -> None:
 
 for each in (64, 128):
     add("forward", each, "pointers", (128, 64, 8, 3))
-    add("bias_gradient", each, "pointers", (64, 64, 4, 1))
+    add("bias_gradient", each, "pointers", (64, 64, 4, 1), (64, 64, 8, 1))
 add("forward", 64, "hopper", (64, 8))
 add("forward", 128, "hopper", (64, 6))
+add("query_gradient", 64, "hopper", (64, 8))
+add("query_gradient", 128, "hopper", (32, 16), (64, 8))
+add("query_gradient", 64, "merged", (128, 64, 8, 3), (64, 32, 4, 3))
+add("query_gradient", 128, "merged", (64, 32, 4, 3))
+add("key_gradient", 64, "merged", (64, 64, 4, 3))
+add("key_gradient", 128, "merged", (64, 64, 8, 2))
 add("query_gradient", 64, "descriptors", (64, 32, 4, 3))
 add("query_gradient", 128, "pointers", (64, 32, 4, 3))
 add("key_gradient", 64, "descriptors", (64, 64, 4, 3))
@@ -78,25 +96,29 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
     list_choices = configurations.list_choices
 
     def choose(kernel: str, q: torch.Tensor) -> list[Blocks]:
-        mine = kernel == candidate.name and candidate.kind != "hopper" and q.shape[3] == candidate.width
+        name = "merged_gradient" if (candidate.kind, candidate.name) == ("merged", "key_gradient") else candidate.name
+        mine = kernel == name and candidate.kind != "hopper" and q.shape[3] == candidate.width
         if not mine:
             return list_choices(kernel, q)
         m, n, warps, stages = candidate.blocks
-        return [Blocks(m, n, warps, stages, candidate.kind == "descriptors")]
+        return [Blocks(m, n, warps, stages, candidate.kind in ("descriptors", "merged"))]
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, list_choices=choose))
-        stack.enter_context(patch.object(configurations, "HOPPER", candidate.kind == "hopper"))
+        switches = {"forward": "HOPPER", "query_gradient": "HOPPER_BACKWARD"}
+        if switch := switches.get(candidate.name):
+            stack.enter_context(patch.object(configurations, switch, candidate.kind == "hopper"))
+        stack.enter_context(patch.object(configurations, "MERGED_BACKWARD", candidate.kind == "merged"))
         if candidate.kind == "hopper":
-            chosen = {candidate.width: hopper.HopperTiles(*candidate.blocks)}
-            stack.enter_context(patch.dict(hopper.CONFIGURATIONS, chosen))
+            chosen = {candidate.width: HopperTiles(*candidate.blocks)}
+            stack.enter_context(patch.dict(getattr(hopper, candidate.name).CONFIGURATIONS, chosen))
         yield
 
 
 def make_call(width: int, reach: int) -> Call:
-    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    bias = 0.1 * torch.randn(HEADS, reach, device="cuda") if reach else None
-    return Call(q, k, v, torch.ones(HEADS, device="cuda"), bias)
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, width, device=cuda.DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    bias = 0.1 * torch.randn(HEADS, reach, device=cuda.DEVICE) if reach else None
+    return Call(q, k, v, torch.ones(HEADS, device=cuda.DEVICE), bias)
 
 
 def make_step(name: str, call: Call) -> Callable[[], Any]:
@@ -130,7 +152,10 @@ def check_case(case: str) -> list[dict[str, Any]]:
 def check_candidate(candidate: Candidate) -> list[dict[str, Any]]:
     """Wrong rows of `correctness` at the candidate's width; also compiles it for the shapes that are timed."""
     with use_candidate(candidate):
-        wrong = check_case(f"bf16, D = {candidate.width}")
+        cases = COVERED if candidate.kind == "hopper" and candidate.width == 64 else ()
+        wrong = [row for case in (f"bf16, D = {candidate.width}", *cases) for row in check_case(case)]
+        if candidate.kind == "merged":  # it adds in no fixed order, so its two calls may differ
+            wrong = [row for row in wrong if "failed" in row or not row["error"] <= row["bound"]]
         for width, reach in SHAPES:
             if width == candidate.width and (reach or candidate.name != "bias_gradient"):
                 make_step(candidate.name, make_call(width, reach))()
@@ -144,8 +169,13 @@ def time_candidate(candidate: Candidate, reach: int) -> float:
         return time_step(make_step(candidate.name, make_call(candidate.width, reach)))
 
 
-def time_both(width: int, reach: int) -> dict[str, float]:
-    """Median milliseconds of the function by the default kernels, tuned."""
+def time_both(width: int, reach: int, setting: str) -> dict[str, float]:
+    """Median milliseconds of the function by the default kernels, tuned; and the mean of the host's part."""
+    with patch.multiple(configurations, **SETTINGS[setting]):
+        return _time_both(width, reach)
+
+
+def _time_both(width: int, reach: int) -> dict[str, float]:
     call = make_call(width, reach)
     leaves = [x.requires_grad_() for x in (call.q, call.k, call.v, call.tau, call.bias) if x is not None]
     grad = torch.randn_like(call.q)
@@ -155,7 +185,17 @@ def time_both(width: int, reach: int) -> dict[str, float]:
 
     with torch.no_grad():
         alone = time_step(attend)
-    return {"forward": alone, "forward+backward": time_step(lambda: torch.autograd.grad(attend(), leaves, grad))}
+
+    def train() -> None:
+        torch.autograd.grad(attend(), leaves, grad)
+
+    both = time_step(train)
+    started = time.perf_counter()
+    for _ in range(ROUNDS):  # the device's queue takes them all
+        train()
+    host = 1000 * (time.perf_counter() - started) / ROUNDS
+    torch.cuda.synchronize()
+    return {"forward": alone, "forward+backward": both, "host": host}
 
 
 def time_step(step: Callable[[], Any]) -> float:
@@ -170,17 +210,46 @@ def time_step(step: Callable[[], Any]) -> float:
 
 
 def time_softmax(width: int, name: str) -> dict[str, float]:
-    """Median milliseconds of SDPA's passes."""
+    """Median milliseconds of the passes of one of RIVALS: softmax attention by SDPA or another library."""
     q, k, v, grad = (
         torch.randn(BATCH, HEADS, LENGTH, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(4)
     )
-    with sdpa_kernel(getattr(SDPBackend, name)):
-        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    around, attend = RIVALS[name]()
+    with around:
         with torch.no_grad():
-            alone = time_step(attend)
-        both = time_step(lambda: torch.autograd.grad(attend(), (q, k, v), grad.detach()))
+            alone = time_step(partial(attend, q, k, v))
+        both = time_step(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), grad.detach()))
     return {"forward": alone, "forward+backward": both}
+
+
+def _by_sdpa(name: str) -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    return sdpa_kernel(getattr(SDPBackend, name)), partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def _by_flex() -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda _batch, _head, row, key: row >= key, None, None, LENGTH, LENGTH, "cuda")
+    return nullcontext(), partial(torch.compile(flex_attention), block_mask=mask)
+
+
+def _by_flash_attention_3() -> tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]:
+    flash_attn_func = import_module("flash_attn_interface").flash_attn_func  # no package here has it
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in inputs), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # its releases differ
+
+    return nullcontext(), attend
+
+
+RIVALS: dict[str, Callable[[], tuple[AbstractContextManager[Any], Callable[..., torch.Tensor]]]] = {
+    "CUDNN_ATTENTION": partial(_by_sdpa, "CUDNN_ATTENTION"),
+    "FLASH_ATTENTION": partial(_by_sdpa, "FLASH_ATTENTION"),
+    "FlexAttention": _by_flex,
+    "FlashAttention-3": _by_flash_attention_3,
+}
 
 
 def _set_up() -> None:
@@ -212,15 +281,17 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
         write()
     with GpuWorker(_set_up, out / "passes.log") as worker:
         for width in (128, 64):
-            for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-                outcome = worker.run(partial(time_softmax, width, backend), TIME_SECONDS)
-                result["whole"][f"{backend}, D {width}"] = outcome.value or outcome.failed
-                print(backend, width, outcome.value or outcome.failed, flush=True)
+            for rival in RIVALS:
+                outcome = worker.run(partial(time_softmax, width, rival), TIME_SECONDS)
+                result["whole"][f"{rival}, D {width}"] = outcome.value or outcome.failed
+                print(rival, width, outcome.value or outcome.failed, flush=True)
+                write()
         for width, reach in SHAPES:
-            outcome = worker.run(partial(time_both, width, reach), TIME_SECONDS)
-            result["whole"][f"lazy, D {width}, W {reach}"] = outcome.value or outcome.failed
-            print("lazy", width, reach, outcome.value or outcome.failed, flush=True)
-            write()
+            for setting in SETTINGS if reach == REACH else ("lazy",):
+                outcome = worker.run(partial(time_both, width, reach, setting), TIME_SECONDS)
+                result["whole"][f"{setting}, D {width}, W {reach}"] = outcome.value or outcome.failed
+                print(setting, width, reach, outcome.value or outcome.failed, flush=True)
+                write()
             for candidate in sorted(right, key=candidates.index):
                 if candidate.width == width and (reach or candidate.name != "bias_gradient"):
                     outcome = worker.run(partial(time_candidate, candidate, reach), TIME_SECONDS)
@@ -238,11 +309,10 @@ def bench_passes(out: Path, candidates: Sequence[Candidate]) -> None:
 
 def format_tables(result: dict[str, Any]) -> str:
     """The whole function and the passes as Markdown, in milliseconds."""
-    lines = ["| function | forward | forward + backward |", "|:---|---:|---:|"]
+    lines = ["| function | forward | forward + backward | of it on the host |", "|:---|---:|---:|---:|"]
     for name, cell in result["whole"].items():
-        figures = (
-            [f"{cell[key]:.2f}" for key in ("forward", "forward+backward")] if isinstance(cell, dict) else [cell, ""]
-        )
+        figures = [f"{x:.2f}" for x in cell.values()] if isinstance(cell, dict) else [cell, ""]
+        figures += [""] * (3 - len(figures))
         lines.append(f"| {name} | {' | '.join(figures)} |")
     reaches = list(dict.fromkeys(row["W"] for row in result["rows"] if "W" in row))
     head = ["pass, head width, loads, blocks", *(f"W {reach}" for reach in reaches)]

@@ -151,10 +151,9 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
 
     entry `[B or 1, Lq]` is the column of tau that each row reads under threshold "per_token".
     """
-    per_row = -survivors.double()
     if entry is None:
-        return per_row.sum((0, 2)).to(tau.dtype)
-    per_row = per_row.transpose(1, 2)  # [B, Lq, H]
+        return -survivors.sum((0, 2), dtype=torch.float64).to(tau.dtype)
+    per_row = -survivors.double().transpose(1, 2)  # [B, Lq, H]
     if entry.shape[0] == 1:
         per_row = per_row.sum(0, keepdim=True)
     # On several CPU threads index_put_ adds float32 in no fixed order, but float64 sequentially.

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,24 +21,30 @@ REPORT = """
 import json, sys
 from bench.compile_report import Variant, compile_hopper_kernel, report
 if __name__ == "__main__":
-    width, renormalise, asked = json.loads(sys.argv[1])
-    variant = Variant(renormalise=renormalise)
-    print(json.dumps([compile_hopper_kernel(width)._asdict()] if width else report(**asked, variant=variant)))
+    hopper, options, asked = json.loads(sys.argv[1])
+    variant = Variant(**options)
+    print(json.dumps([compile_hopper_kernel(*hopper)._asdict()] if hopper else report(**asked, variant=variant)))
 """
 
 
-def report(tmp_path, hopper: int | None = None, renormalise: bool = False, **asked: Any) -> list[dict[str, Any]]:
+def report(
+    tmp_path, hopper: tuple[str, int] | None = None, variant: dict[str, bool] | None = None, **asked: Any
+) -> list[dict[str, Any]]:
     """The compiler's report from a separate process, because Triton's interpreter does not compile.
 
-    hopper: width of the kernel for Hopper, instead of a report.
+    hopper: name and width of a kernel for Hopper, instead of a report. variant: fields of a Variant.
     """
+    return json.loads(run_script(tmp_path, REPORT, json.dumps([hopper, variant or {}, asked])).splitlines()[-1])
+
+
+def run_script(tmp_path, text: str, *words: str) -> str:
+    """What a script prints in a process without Triton's interpreter."""
     script = tmp_path / "report.py"
-    script.write_text(REPORT)
+    script.write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    command = [sys.executable, str(script), json.dumps([hopper, renormalise, asked])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, str(script), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def check_row(row: dict[str, Any]) -> None:
@@ -70,6 +77,21 @@ def test_default_configurations_do_not_spill(default_rows):
     assert spilling == {SPILLING}
 
 
+ONE_ROW = """
+from bench import compile_report
+from flash_lazy.fused.configurations import Blocks
+compile_report.BATCH = compile_report.HEADS = compile_report.LENGTH = 1
+for name in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
+    print(name, compile_report.compile_kernel(name, Blocks(32, 32, 4, 1), 90).registers)
+"""
+
+
+@pytest.mark.long
+def test_kernels_compile_for_a_call_of_one_row(tmp_path):
+    """Whose sizes are 1, and so constants without a type."""
+    assert run_script(tmp_path, ONE_ROW).count("gradient") == 3
+
+
 @pytest.mark.long
 def test_every_configuration(tmp_path):
     """At a width for each list; `python -m bench` compiles all for every target and type."""
@@ -84,18 +106,34 @@ def test_every_configuration(tmp_path):
 def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path):
     """Its third accumulator spills with the default blocks, but not with others of the list."""
     chosen = {"widths": [width], "every": True, "dtypes": ["bf16"], "kernels": ["query_gradient"], "targets": [90]}
-    spills = [compile_report.count_loop_spills(row) for row in report(tmp_path, renormalise=True, **chosen)]
+    spills = [
+        compile_report.count_loop_spills(row) for row in report(tmp_path, variant={"renormalise": True}, **chosen)
+    ]
     assert 0 in spills, spills
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_kernel_for_hopper_compiles_without_a_spill_in_a_loop(width, tmp_path):
-    (found,) = report(tmp_path, hopper=width)
+@pytest.mark.parametrize("name", compile_report.HOPPER_KERNELS)
+def test_a_kernel_for_hopper_compiles_without_a_spill_in_a_loop(name, width, tmp_path):
+    (found,) = report(tmp_path, hopper=(name, width))
     assert found["shared"] <= compile_report.SHARED_LIMITS[90]
     assert found["instructions"] == ["wgmma"]
     assert not found["serialised"]
     assert compile_report.count_loop_spills(found) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_merged_backward_fits(width, tmp_path):
+    kernels = ["query_gradient", "key_gradient"]
+    for row in report(
+        tmp_path, variant={"merged": True}, widths=[width], dtypes=["bf16"], kernels=kernels, targets=[90]
+    ):
+        check_row(row)
+        plain_and_near = row["loops"][:2]
+        assert not row["serialised"], row
+        assert not any(loop["spills"] for loop in plain_and_near), row
 
 
 def is_default(row: dict[str, Any]) -> bool:
@@ -120,7 +158,27 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
-    assert buffers["partial"] == 4 * 8 * 16 * 9 * 2 * 64  # 9 diagonals of 16 heads by 8 programs each: 4 waves
+    assert buffers["partial"] == 4 * 14 * 16 * 10 * 2 * 64  # 5 pairs of diagonals of 16 heads by 14 programs: 4 waves
+
+
+def test_the_estimate_reproduces_measured_passes():
+    """Of the default blocks at W 512, as compiled.md says."""
+    folder = Path(__file__).parents[2] / "docs" / "results" / "kernels"
+    measured = {
+        row["candidate"]: row["milliseconds"]
+        for row in json.loads((folder / "passes.json").read_text())["rows"]
+        if row.get("W") == compile_report.REACH
+    }
+    ratios = {}
+    for row in json.loads((folder / "compiled.json").read_text())["rows"]:
+        if found := compile_report.estimate_milliseconds(row):
+            *blocks, described = row["blocks"].values()
+            kind, blocks = "descriptors" if described else "pointers", " ".join(map(str, blocks))
+            name = f"{row['kernel']}, D {row['width']}, {kind}, {blocks}"
+            ratios[name] = found["all"] / measured[name]
+    assert len(ratios) == 6
+    assert ratios.pop("key_gradient, D 128, descriptors, 64 64 4 2") == pytest.approx(0.8, abs=0.05)  # it spills
+    assert all(0.89 < ratio < 1.11 for ratio in ratios.values()), ratios
 
 
 def test_only_innermost_product_loops_are_counted():

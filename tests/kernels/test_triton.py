@@ -6,6 +6,7 @@ Without a GPU they run in Triton's interpreter, where a tile costs milliseconds;
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from flash_lazy.call import LEAVES, Call
 from flash_lazy.fused import configurations, ops
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
-from flash_lazy.fused import decode
+from flash_lazy.fused import backward, decode
 from flash_lazy.fused.launch import balance_programs, makespan
 
 DEVICE = device_for("triton")
@@ -160,6 +161,17 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_reference(setting, monkeypatch):
+    rest, dtype = apply_setting(setting, monkeypatch)
+    assert_equals_reference(rest, dtype)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, id=str(s), marks=pytest.mark.long if index % 12 else ()) for index, s in enumerate(COVER)],
+)
+def test_a_merged_backward_equals_reference(setting, monkeypatch):
+    """dq from the sweep over rows."""
+    monkeypatch.setattr(configurations, "MERGED_BACKWARD", True)
     rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype)
 
@@ -417,6 +429,23 @@ class TestLayouts:
             for x in (torch.tensor(30).expand(4), torch.tensor([30] * 4))
         )
         assert torch.equal(decoded(one), decoded(four))
+
+
+@pytest.mark.parametrize(("switched_on", "stats", "calls"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_the_dq_kernel_for_hopper_takes_what_it_covers_if_switched_on(switched_on, stats, calls, monkeypatch):
+    """Not the gradient of the log-sum-exp. What it receives is what it fills; only a GPU runs it."""
+    received = []
+    stub = SimpleNamespace(covers=lambda *_: True, compute_query_gradient=lambda *given: received.append(given))
+    monkeypatch.setattr(backward, "hopper", stub)
+    monkeypatch.setattr(configurations, "HOPPER_BACKWARD", switched_on)
+    case = draw(38, length=20, width=16, batch=1, bias_width=7).to(torch.float32)
+    run_named(case, "triton", make_noise(case), torch.ones(case.q.shape[:3]) if stats else None)
+    assert len(received) == calls
+    for call, grad, softmax, dq, by_row, survivors in received:
+        rows = call.q.shape[:3]
+        assert [*map(len, (softmax, by_row))] == [2, 4]
+        assert grad.shape == dq.shape == call.q.shape
+        assert by_row.shape[1:] == survivors.shape == rows
 
 
 OPERATOR_CASES = {

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.worker import prepare_process
 from lit_lazy.support import checks
-from timings import attention, cells, diagnostics, gpu_step, grid, looks, significance, step
+from timings import attention, cells, diagnostics, gpu_step, grid, looks, quarter_hour, significance, step
 from timings.__main__ import make_parser
 from timings.cells import QUICK, Shape, bench_cells, run_git
 from timings.diagnostics import bench_diagnostics
@@ -279,14 +280,38 @@ def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(
     assert rows[1] == {"attention": "nonsense", "length": 32, "compiled": False, "not_run": "KeyError: 'nonsense'"}
     assert text in capsys.readouterr().out
     assert "| nonsense | 32 | no | not run: KeyError: 'nonsense' |" in text
-    assert f"`python3 -m timings.gpu_step --out {out}`" in text
+    asked = f"python3 -m timings.gpu_step --out {out}"
+    assert f"`{asked}`" in text
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
     assert in_process(Case("lazy, W = L", 32, False), TINY, "cpu")["not_run"] == "TimeoutError: no result within 0 s"
     monkeypatch.setattr(gpu_step, "measure_in_process", lambda case, *_: {**case._asdict(), "not_run": "no"})
-    for compiled, count in ((False, 12), (True, 6)):
-        gpu_step.bench_gpu_step(out, TINY, "cpu", lambda _: None, compiled=compiled)
+    for words, count in (([], 12), (["--compiled"], 6), (["--lengths", "32", "--no-compiled"], 3)):
+        assert gpu_step.main(["--out", str(out), *words]) == 0
         result = json.loads((out / "gpu-step.json").read_text())
-        assert (len(result["rows"]), result["command"].endswith("--compiled")) == (count, compiled)
+        assert (len(result["rows"]), result["command"]) == (count, f"{asked} {' '.join(words)}".strip())
+
+
+@pytest.mark.long
+@on_linux
+def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    """On a CPU, in seconds; a process past its limit is killed, and what ran is written."""
+    words = [sys.executable, "-m", "timings.quarter_hour", "--tiny", "--shards", "2", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "quarter-hour.json").read_text())["rows"]
+    assert [row["phase"] for row in rows] == ["gate"] * 2 + ["passes"] + ["step"] * 2 + ["commands"] * 3 + ["bench"]
+    assert " passed" in rows[0]["last"]
+    assert (tmp_path / "long" / "gpu-step.json").exists()
+
+
+def test_a_process_past_the_limit_of_its_phase_is_killed(tmp_path: Path) -> None:
+    late = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    phase = quarter_hour.Phase("gate", 1.0, {"late": late, "wrong": [sys.executable, "-c", "raise SystemExit(3)"]})
+    ledger = quarter_hour.Ledger(tmp_path)
+    quarter_hour.run_phase(phase, ledger, dict(os.environ))
+    found = {row["process"]: (row["ended"], row["last"]) for row in ledger.result["rows"]}
+    assert found == {"late": ("at its limit", "begun"), "wrong": ("with status 3", "")}
+    assert "| gate | wrong |" in (tmp_path / "quarter-hour.md").read_text()
 
 
 # Diagnostics and grids

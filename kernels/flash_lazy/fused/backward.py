@@ -1,5 +1,6 @@
 """The backward kernels: a sweep over keys for dq, over rows for dk, dv and dslopes, along diagonals for dbias."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .tiles import (
     NEAR,
     PLAIN,
     STRIP_PAD,
+    add_rows,
     compute_distances,
     compute_exponentials,
     compute_tile_scores,
@@ -33,14 +35,21 @@ from .tiles import (
     describe_rows,
     has_survivor,
     is_positive,
+    load_by_row,
     load_rows,
     load_softmax,
     load_thresholds,
     load_tile,
     locate_block,
     locate_key_tiles,
+    store_by_row,
     store_rows,
 )
+
+try:
+    from . import hopper
+except ImportError:  # a triton without Gluon
+    hopper = None
 
 BIAS_WAVES = 4
 """Programs of the bias gradient for each one that is resident: its diagonals are of unequal length."""
@@ -118,7 +127,7 @@ def query_gradient_kernel(
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
-    dlse, the gradient of the rows' log-sum-exp, is subtracted from delta.
+    dlse, the gradient of the rows' log-sum-exp, is subtracted from delta. Without dq, only the numbers per row.
     """
     item = tl.program_id(0)
     head = item % heads
@@ -222,11 +231,14 @@ def query_gradient_kernel(
                     row_survivors += tl.sum(dp, 1)
                     row_delta += tl.sum(e * dp, 1)
                     if RENORMALISE:
-                        kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
+                        if dq is not None:
+                            kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
                         row_residual += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
                         row_count += tl.sum(survives.to(tl.float32), 1)
-                    surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
-                attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
+                    if dq is not None:
+                        surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
+                if dq is not None:
+                    attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
 
     row_delta *= share
     result = (surviving - row_delta[:, None] * attended) * share[:, None]
@@ -245,25 +257,10 @@ def query_gradient_kernel(
         row_dlse = tl.where(share == 0, 0.0, tl.load(dlse + row_index, mask=valid_row, other=0.0))
         result += (row_dlse * share)[:, None] * attended
         row_delta -= row_dlse
-    dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-    store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    by_row += row_index
-    tl.store(by_row, top, mask=valid_row)
-    tl.store(by_row + second, cut, mask=valid_row)
-    tl.store(by_row + 2 * second.to(tl.int64), share, mask=valid_row)
-    tl.store(by_row + 3 * second.to(tl.int64), share * row_delta, mask=valid_row)
-    tl.store(survivors + row_index, row_survivors, mask=valid_row)
-
-
-@triton.jit
-def _load_gradient_rows(by_row, all_rows, row_index, valid_row):
-    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; of rows out of range those that leave no weight."""
-    by_row += row_index
-    top = tl.load(by_row, mask=valid_row, other=float("inf"))
-    cut = tl.load(by_row + all_rows, mask=valid_row, other=float("inf"))
-    share = tl.load(by_row + 2 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
-    mean = tl.load(by_row + 3 * all_rows.to(tl.int64), mask=valid_row, other=0.0)
-    return top, cut, share, mean
+    if dq is not None:
+        dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+        store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
+    store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, share, row_delta, row_survivors)
 
 
 @triton.jit
@@ -347,22 +344,22 @@ def bias_gradient_kernel(
     BLOCK_M: tl.constexpr,  # noqa: ARG001 - tiles are square
     BLOCK_N: tl.constexpr,
 ):
-    """Gradient of a head's biases at the distances of one diagonal of tiles, over every n-th of its tiles.
+    """Gradient of a head's biases at the distances of two diagonals of square tiles, over every n-th row block.
 
     Along a diagonal each score has the same distance in every tile, so tiles are added score by score, and summed over
-    distances once at the end: `partial` `[P, H, diagonals, 2, BLOCK_N]` receives the sums of `_sum_diagonals`. Products
-    per tile: q.k and dO.v.
+    distances once at the end: `partial` `[P, H, diagonals, 2, BLOCK_N]` receives the sums of `_sum_diagonals`. The two
+    tiles of a row block lie side by side and read its q and dO once. Products per tile: q.k and dO.v.
     """
-    diagonal = tl.program_id(0)
+    near = 2 * tl.program_id(0)
     head = tl.program_id(1)
     line = tl.arange(0, BLOCK_N)
     slope = None if slopes is None else tl.load(slopes + head)
     head_strip = strip + head.to(tl.int64) * strip_row + STRIP_PAD
     blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_N)
-    skipped = diagonal * 0
+    skipped = near * 0
     if cu_seqlens is None and kv_lengths is None:
-        skipped = tl.maximum(diagonal - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tile lies before the first key
-    ds = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+        skipped = tl.maximum(near - tl.cdiv(keys - rows, BLOCK_N), 0)  # blocks whose tiles lie before the first key
+    ds = tl.zeros([BLOCK_N, 2 * BLOCK_N], tl.float32)
     for item in tl.range(tl.program_id(2) + skipped * batches, blocks * batches, tl.num_programs(2), disable_licm=True):
         batch = item % batches
         first, end, start, shift, _ = locate_block(
@@ -372,23 +369,27 @@ def bias_gradient_kernel(
         own = row + shift
         valid_row = row < end
         row_index = (batch.to(tl.int64) * heads + head) * rows + row
-        origin = first + shift - diagonal * BLOCK_N
-        column = origin + line
+        origin = first + shift - (near + 1) * BLOCK_N
+        column = origin + tl.arange(0, 2 * BLOCK_N)
+        if near * BLOCK_N + 1 >= reach:  # the last pair may need only its near diagonal
+            start = tl.maximum(start, origin + BLOCK_N)
         q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
         v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
         grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
         last = tl.minimum(first + BLOCK_N, end) + shift
-        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
-        gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
-        key = load_rows(k_base, origin, last, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start)
-        value = load_rows(
-            v_base, origin, last, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, begin=start
+        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, True)
+        gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST, True)
+        key = load_rows(
+            k_base, origin, last, stride_kl, stride_kd, WIDTH, 2 * BLOCK_N, BLOCK_D, True, UPCAST, True, begin=start
         )
-        top, cut, share, mean = _load_gradient_rows(by_row, second, row_index, valid_row)
+        value = load_rows(
+            v_base, origin, last, stride_vl, stride_vd, WIDTH, 2 * BLOCK_N, BLOCK_D, True, UPCAST, True, begin=start
+        )
+        top, cut, share, mean = load_by_row(by_row, second, row_index, valid_row)
         s, factor = compute_tile_scores(
             query, tl.trans(key), own, origin, scale, head_strip, reach, slope, window,
-            NEAR if window is None else EDGE, BLOCK_N,
+            NEAR if window is None else EDGE, 2 * BLOCK_N,
         )  # fmt: skip
         s = tl.where((column >= start)[None, :], s, -float("inf"))
         e = compute_exponentials(s, factor, top[:, None])
@@ -397,10 +398,15 @@ def bias_gradient_kernel(
             dp, _ = _centre(dp, mass, correction, softmax, second, row_index, valid_row)
         dp = tl.where(is_positive(s, e, cut[:, None], NEAR), dp, 0.0)
         ds += e * (share[:, None] * dp - mean[:, None])
-    sums, negative = _sum_diagonals(ds, BLOCK_N)
-    place = (tl.program_id(2).to(tl.int64) * heads + head) * tl.num_programs(0) + diagonal
-    tl.store(partial + place * 2 * BLOCK_N + line, sums)
-    tl.store(partial + (place * 2 + 1) * BLOCK_N + line, negative)
+    # Columns run towards the diagonal, so the first half is the far one.
+    far_ds, near_ds = tl.split(tl.permute(tl.reshape(ds, [BLOCK_N, 2, BLOCK_N]), (0, 2, 1)))
+    place = ((tl.program_id(2).to(tl.int64) * heads + head) * 2 * tl.num_programs(0) + near) * 2 * BLOCK_N + line
+    sums, negative = _sum_diagonals(near_ds, BLOCK_N)
+    tl.store(partial + place, sums)
+    tl.store(partial + place + BLOCK_N, negative)
+    sums, negative = _sum_diagonals(far_ds, BLOCK_N)
+    tl.store(partial + place + 2 * BLOCK_N, sums)
+    tl.store(partial + place + 3 * BLOCK_N, negative)
 
 
 @triton.jit
@@ -439,6 +445,7 @@ def key_gradient_kernel(
     correction,
     dk,
     dv,
+    dq_sum,
     dslopes,
     stride_qb,
     stride_qh,
@@ -486,7 +493,8 @@ def key_gradient_kernel(
 ):
     """dk and dv of blocks of keys, those with the most rows first, summed over the query heads of the group.
 
-    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives.
+    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives. Into dq_sum, float32, unless None, it adds
+    dq of its keys, by ds.k; programs add in no fixed order.
     """
     kv_head = tl.program_id(0)  # the first programs, of all heads, have the most rows
     line = tl.arange(0, BLOCK_M)
@@ -559,7 +567,7 @@ def key_gradient_kernel(
                             DESCRIBED,
                             True,
                         )
-                        top, cut, share, mean = _load_gradient_rows(by_row, second, head_rows + row, valid_row)
+                        top, cut, share, mean = load_by_row(by_row, second, head_rows + row, valid_row)
                         s, factor = compute_tile_scores(
                             query,
                             tl.trans(key),
@@ -589,6 +597,16 @@ def key_gradient_kernel(
                             )
                         ds = e * (share[:, None] * dp - mean[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
+                        if dq_sum is not None:
+                            add_rows(
+                                dq_sum + head_rows * WIDTH,
+                                tl.dot(ds.to(key.dtype), key, input_precision="ieee") * natural_scale,
+                                origin,
+                                high,
+                                WIDTH,
+                                BLOCK_M,
+                                BLOCK_D,
+                            )
                         if dslopes is not None:
                             slope_gradient += tl.sum(
                                 ds * compute_distances((own - first)[:, None], tl.arange(0, BLOCK_N)[None, :]), 1
@@ -629,19 +647,27 @@ def backward(
         **name_strides("g", grad),
         "natural_scale": call.factor,
     }
-    _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
-    shared["softmax"] = softmax if call.renormalise else None  # by_row has the rest of it
-    _launch_key_gradient(call, shared, dk, dv, dslopes)
+    merged = configurations.MERGED_BACKWARD
+    dq_sum = torch.zeros(call.q.shape, dtype=torch.float32, device=call.q.device) if merged else None
+    _launch_query_gradient(call, shared, grad if out is None else out, dlse, None if merged else dq, survivors)
+    shared = {**shared, "softmax": softmax if call.renormalise else None}  # by_row has the rest of it
+    _launch_key_gradient(call, shared, dk, dv, dq_sum, dslopes)
+    if dq_sum is not None:
+        dq.copy_(dq_sum)
     if dbias.numel():
         _launch_bias_gradient(call, shared, dbias)
     return dq, dk, dv, survivors, dbias, dslopes
 
 
 def _launch_query_gradient(
-    call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
+    call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor | None, survivors: Tensor
 ) -> None:
-    """Fill dq, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
+    """Fill dq unless None, survivors, and the shared by_row and correction; `out` is read only with renormalise."""
     batches, heads, rows, _ = call.q.shape
+    for_hopper = configurations.HOPPER_BACKWARD and hopper is not None and dlse is None and dq is not None
+    if for_hopper and hopper.covers(call, shared["grad"]):
+        hopper.compute_query_gradient(call, shared["grad"], shared["softmax"], dq, shared["by_row"], survivors)
+        return
     arguments = {
         **shared,
         "out": out if call.renormalise else None,
@@ -649,7 +675,7 @@ def _launch_query_gradient(
         "dq": dq,
         "survivors": survivors,
         **name_strides("o", out, with_columns=False),
-        **name_strides("dq", dq, with_columns=False),
+        **name_strides("dq", call.q if dq is None else dq, with_columns=False),
         "heads": heads,
     }
 
@@ -659,23 +685,30 @@ def _launch_query_gradient(
     launch(query_gradient_kernel, call, grid, arguments)
 
 
-def _launch_key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dslopes: Tensor) -> None:
-    """Fill dk and dv, and dslopes unless empty."""
+def _launch_key_gradient(
+    call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dq_sum: Tensor | None, dslopes: Tensor
+) -> None:
+    """Fill dk and dv, and dslopes unless empty; add to dq_sum unless None."""
     q, kv_heads = call.q, call.k.shape[1]
-    block = configurations.list_choices("key_gradient", q)[0].n
-    programs = balance_programs(count_resident_programs(q), kv_heads, _estimate_costs(call, block))
+    listed = "key_gradient" if dq_sum is None else "merged_gradient"
+    block = configurations.list_choices(listed, q)[0].n
+    keys, window = call.k.shape[2], call.k.shape[2] if call.window is None else call.window
+    blocks = count_call_blocks(call, keys, block)
+    costs = _estimate_costs(q.shape[0], q.shape[2], keys, window, block, blocks)
+    programs = balance_programs(count_resident_programs(q), kv_heads, costs)
     # A partial sum per program, added afterwards in a fixed order.
     partial = q.new_empty(programs, len(dslopes), dtype=torch.float32) if dslopes.numel() else None
     arguments = {
         **shared,
         "dk": dk,
         "dv": dv,
+        "dq_sum": dq_sum,
         "dslopes": partial,
         **name_strides("dk", dk, with_columns=False),
         **name_strides("dv", dv, with_columns=False),
         "kv_heads": kv_heads,
     }
-    launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments)
+    launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments, listed)
     if partial is not None:
         torch.sum(partial, 0, out=dslopes)
 
@@ -684,20 +717,19 @@ def _launch_bias_gradient(call: Call, shared: dict[str, Any], dbias: Tensor) -> 
     """Fill dbias `[H, W]`."""
     heads, reach = dbias.shape
     block = configurations.list_choices("bias_gradient", call.q)[0].n
-    diagonals = ceil_div(reach, block) + 1
-    programs = max(1, ceil_div(BIAS_WAVES * count_resident_programs(call.q), diagonals * heads))
-    partial = dbias.new_empty(programs, heads, diagonals, 2, block)
+    pairs = ceil_div(ceil_div(reach, block) + 1, 2)
+    programs = max(1, ceil_div(BIAS_WAVES * count_resident_programs(call.q), pairs * heads))
+    partial = dbias.new_empty(programs, heads, 2 * pairs, 2, block)
     arguments = {**shared, "partial": partial, "heads": heads}
-    launch(bias_gradient_kernel, call, lambda _: (diagonals, heads, programs), arguments)
+    launch(bias_gradient_kernel, call, lambda _: (pairs, heads, programs), arguments)
     sums = partial.sum(0)
     torch.add(*(x.flatten(1)[:, :reach] for x in (sums[:, :-1, 0], sums[:, 1:, 1])), out=dbias)
 
 
-def _estimate_costs(call: Call, block: int) -> tuple[int, ...]:
+@cache  # a loop in Python before every launch otherwise
+def _estimate_costs(batches: int, rows: int, keys: int, window: int, block: int, blocks: int) -> tuple[int, ...]:
     """Rows that see each block of keys, in processing order; kv_lengths are ignored."""
-    (batches, _, rows, _), keys = call.q.shape, call.k.shape[2]
-    window = keys if call.window is None else call.window
-    firsts = (index * block for index in range(count_call_blocks(call, keys, block)))
+    firsts = (index * block for index in range(blocks))
     visible = (min(keys, first + block - 1 + window) - max(first, keys - rows) for first in firsts)
     return tuple(max(block, count) for count in visible for _ in range(batches))
 

@@ -18,6 +18,13 @@ Off: by it an H200 loses up to 31 % where few tiles are empty, as in trained mod
 """
 HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "1") != "0"
 """Whether an H100 or H200 takes the forward kernel that is made for it, where that covers a call; it skips no tile."""
+HOPPER_BACKWARD = os.environ.get("FLASH_LAZY_HOPPER_BACKWARD", "0") != "0"
+"""The same for dq. Off: no GPU has run that kernel yet."""
+MERGED_BACKWARD = os.environ.get("FLASH_LAZY_MERGED_BACKWARD", "0") != "0"
+"""Whether the sweep over rows adds dq to float32 sums, so that the sweep over keys needs only numbers per row.
+
+10 products for 11, but no fixed order of additions: results differ from run to run in their last bits.
+"""
 RESIDENT_PER_PROCESSOR = 2
 INTERPRETED_RESIDENT = 3
 MAX_WIDTH = 256
@@ -57,7 +64,10 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     },
     "query_gradient": {
         2: {
-            64: [Blocks(64, 32, 4, 3, True), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)],
+            64: [
+                *(Blocks(64, 32, 4, 3, True), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
+                Blocks(128, 64, 8, 3, True),
+            ],
             128: [Blocks(64, 32, 4, 3), Blocks(128, 32, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)],
             256: [Blocks(32, 32, 8, 2), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)],
         },
@@ -68,8 +78,8 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
         },
     },
     "bias_gradient": {
-        2: {128: [Blocks(64, 64, 4, 1)], 256: [Blocks(32, 32, 4, 1)]},
-        4: {128: [Blocks(32, 32, 4, 1)], 256: [Blocks(16, 16, 4, 1)]},
+        2: {128: [Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)], 256: [Blocks(32, 32, 4, 1)]},
+        4: {64: [Blocks(32, 32, 4, 1)], 128: [Blocks(32, 32, 8, 1)], 256: [Blocks(16, 16, 4, 1)]},
     },
     "key_gradient": {
         2: {
@@ -82,6 +92,11 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
             128: [Blocks(16, 32, 8, 1), Blocks(32, 32, 8, 1)],
             256: [Blocks(16, 16, 8, 1)],
         },
+    },
+    # The key gradient with dq. One each: tuning would add to dq several times.
+    "merged_gradient": {
+        2: {64: [Blocks(64, 64, 4, 3, True)], 128: [Blocks(64, 64, 8, 2, True)], 256: [Blocks(32, 32, 8, 1)]},
+        4: {64: [Blocks(32, 32, 8, 1)], 128: [Blocks(16, 32, 8, 1)], 256: [Blocks(16, 16, 8, 1)]},
     },
 }
 

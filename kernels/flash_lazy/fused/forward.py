@@ -299,7 +299,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     batches, heads, rows, _ = q.shape
     if configurations.HOPPER and hopper is not None and not stats and hopper.covers(call):
         results = allocate_forward_buffers(call, True, stats)
-        hopper.forward(call, *results[:2])
+        hopper.compute_output(call, *results[:2])
         return results
     out, softmax, mass, first_weight, zeros = allocate_forward_buffers(call, training, stats)
     choices = configurations.list_choices("forward", q)

@@ -62,10 +62,17 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
 
 
 def launch(
-    kernel: Any, call: Call, grid: Callable[[dict[str, Any]], tuple[int, ...]], arguments: dict[str, Any]
+    kernel: Any,
+    call: Call,
+    grid: Callable[[dict[str, Any]], tuple[int, ...]],
+    arguments: dict[str, Any],
+    listed: str | None = None,
 ) -> None:
-    """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
-    choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
+    """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size.
+
+    listed: name of its list, by default the kernel's.
+    """
+    choices = configurations.list_choices(listed or kernel.__name__.removesuffix("_kernel"), call.q)
     if not all(can_describe(arguments[name]) for name in ("q", "k", "v", "grad") if name in arguments):
         choices = [blocks._replace(described=False) for blocks in choices]
     arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
@@ -131,6 +138,7 @@ def count_processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
+@cache
 def balance_programs(slots: int, kv_heads: int, costs: tuple[int, ...]) -> int:
     """Number of programs per kv head that minimises the makespan of items with these costs on a device with `slots`.
 
@@ -158,8 +166,9 @@ def makespan(programs: int, slots: int, kv_heads: int, costs: tuple[int, ...]) -
 def make_strip(bias: Tensor) -> Tensor:
     """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf at negative distances, 0 from W on."""
     pad = STRIP_PAD.value
-    strip = torch.nn.functional.pad(bias * LOG2E, (pad, pad))
-    strip[:, :pad] = -torch.inf
+    strip = bias.new_full((bias.shape[0], bias.shape[1] + 2 * pad), -torch.inf)
+    torch.mul(bias, LOG2E, out=strip[:, pad:-pad])
+    strip[:, -pad:] = 0
     return strip
 
 

@@ -22,7 +22,8 @@ import triton.language as tl
 from . import configurations
 
 STRIP_PAD = tl.constexpr(256)
-"""At least BLOCK_M + BLOCK_N of every configuration: the extent of a tile past either end of the bias table."""
+"""At least BLOCK_M + BLOCK_N of every configuration, and 3 BLOCK_N of the bias gradient's: the extent of tiles past
+either end of the bias table."""
 INTERPRETED = tl.constexpr(configurations.INTERPRETED)
 EDGE, PLAIN, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -193,6 +194,15 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def add_rows(base, x, first, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add `[BLOCK, BLOCK_D]` atomically to contiguous rows of WIDTH from row `first` on, up to `end`."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = (first + row < end) & (column < WIDTH)
+    tl.atomic_add(base + (first + row).to(tl.int64) * WIDTH + column, x, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def _load_elementwise(pointers):
     """Load float32 values in the register layout of the scores to which they are added.
 
@@ -265,6 +275,28 @@ def load_softmax(softmax, second, row_index, valid_row):
     has_key = total != 0  # also true for NaN
     total = tl.where(has_key, total, 1.0)
     return tl.where(has_key, top, float("inf")), total, tl.where(has_key, 1.0 / total, 0.0)
+
+
+@triton.jit
+def store_by_row(by_row, survivors, second, row_index, valid_row, top, cut, share, delta, row_survivors):
+    """Store what the sweep over keys leaves of rows; `load_by_row` reads all but row_survivors."""
+    by_row += row_index
+    tl.store(by_row, top, mask=valid_row)
+    tl.store(by_row + second, cut, mask=valid_row)
+    tl.store(by_row + 2 * tl.cast(second, tl.int64), share, mask=valid_row)
+    tl.store(by_row + 3 * tl.cast(second, tl.int64), share * delta, mask=valid_row)
+    tl.store(survivors + row_index, row_survivors, mask=valid_row)
+
+
+@triton.jit
+def load_by_row(by_row, second, row_index, valid_row):
+    """Of rows: maximum, threshold times sum, 1 / sum, delta / sum; of rows out of range those that leave no weight."""
+    by_row += row_index
+    top = tl.load(by_row, mask=valid_row, other=float("inf"))
+    cut = tl.load(by_row + second, mask=valid_row, other=float("inf"))
+    share = tl.load(by_row + 2 * tl.cast(second, tl.int64), mask=valid_row, other=0.0)
+    mean = tl.load(by_row + 3 * tl.cast(second, tl.int64), mask=valid_row, other=0.0)
+    return top, cut, share, mean
 
 
 @triton.jit

@@ -1,73 +1,35 @@
-"""The forward kernel for Hopper, in Gluon: one warp copies tiles, two groups of four multiply 64 rows each.
+"""The forward kernel for Hopper, in Gluon.
 
 It computes what `forward.forward_kernel` does, without documents, ragged lengths, statistics, slopes and
-renormalisation, and skips no tile; geometry, masks and thresholds are those of `tiles`. Gluon has no interpreter, so
-only a GPU runs it.
+renormalisation, and skips no tile.
 """
 
-from typing import Any, NamedTuple
-
-import torch
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ...call import Call
+from ..launch import LOG2E, ceil_div, count_processors, use_device
+from ..tiles import EDGE, PLAIN, STRIP_PAD, load_thresholds, place_scores
+from .common import (
+    ENTRY_REGISTERS,
+    GROUP_ROWS,
+    GROUPS,
+    REGISTERS,
+    ROWS,
+    HopperTiles,
+    copy_rows,
+    copy_tile,
+    describe,
+    gl,
+    jit,
+    locate_item,
+    pad_bias,
+    wait_turn,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..call import Call
-from .launch import LOG2E, can_describe, ceil_div, count_processors, make_strip, use_device
-from .tiles import (
-    EDGE,
-    PLAIN,
-    STRIP_PAD,
-    load_thresholds,
-    locate_key_tiles,
-    place_scores,
-)
-
-# The types of Python do not apply to what Gluon compiles.
-jit: Any = gluon.jit
-gl: Any = language
-
-GROUPS = tl.constexpr(2)
-GROUP_ROWS = tl.constexpr(64)
-"""Rows of a group of four warps: those of one wgmma instruction."""
-ROWS = tl.constexpr(128)
-"""Rows of an item."""
-
-
-@jit
-def _locate_item(item, batches, heads, rows, keys, window, reach, N: tl.constexpr):
-    """Head, batch and first row of an item, the longest first, and its key tiles as `locate_key_tiles` gives them."""
-    blocks = gl.cdiv(rows, ROWS)
-    head = item % heads
-    batch = item // heads % batches
-    first = (blocks - 1 - item // heads // batches) * ROWS
-    low, _, edge, near, tiles = locate_key_tiles(first, rows, item * 0, keys - rows, window, reach, ROWS, N)
-    return head, batch, first, low, edge, near, tiles
-
-
-@jit
-def _wait_turn(full, turn):
-    """Wait until tile number `turn` has arrived; returns its place."""
-    place = turn % full.type.shape[0]
-    mbarrier.wait(full.index(place), (turn // full.type.shape[0]) & 1)
-    return place
-
-
-@jit
-def _copy_tile(rows, batch, head, first, tile_bufs, full, empty, turn):
-    """Copy a tile into the place of number `turn` as soon as both groups have released it."""
-    place = turn % full.type.shape[0]
-    mbarrier.wait(empty.index(place), ((turn // full.type.shape[0]) & 1) ^ 1)
-    mbarrier.expect(full.index(place), rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(rows, [batch, head, first, 0], full.index(place), tile_bufs.index(place))
+CONFIGURATIONS = {64: HopperTiles(64, 8), 128: HopperTiles(64, 6)}
+"""Configurations by head width."""
 
 
 @jit
@@ -77,21 +39,16 @@ def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: tl.constexpr):
     batches, heads, group, rows, keys, window, reach = sizes
     turn = 0
     for item in range(gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0)):
-        head, batch, first, low, _, _, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+        head, batch, first, low, _, _, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
-        for each in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(each), (number & 1) ^ 1)
-            mbarrier.expect(q_full.index(each), q_rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_rows, [batch, head, first + each * GROUP_ROWS, 0], q_full.index(each), q_bufs.index(each)
-            )
+        copy_rows(q_rows, batch, head, first, q_bufs, q_full, q_empty, number)
         kv_head = head // group
         for tile in range(tiles):
-            _copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
+            copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
             turn += 1
         for tile in range(tiles):
-            _copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
-            _copy_tile(v_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn + 1)
+            copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
+            copy_tile(v_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn + 1)
             turn += 2
 
 
@@ -128,7 +85,7 @@ def _multiply(
     for item in tl.range(
         gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
     ):
-        head, batch, first, low, edge, near, tiles = _locate_item(item, batches, heads, rows, keys, window, reach, N)
+        head, batch, first, low, edge, near, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         row = first + line
         own = row + keys - rows
@@ -144,7 +101,7 @@ def _multiply(
                 edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
                 disable_licm=True,
             ):
-                place = _wait_turn(full, turn)
+                place = wait_turn(full, turn)
                 key = tile_bufs.index(place).reshape([N, D]).permute((1, 0))
                 s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -165,7 +122,7 @@ def _multiply(
         cut = theta * total
 
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, o_layout)
-        place = _wait_turn(full, turn)
+        place = wait_turn(full, turn)
         key = tile_bufs.index(place).reshape([N, D]).permute((1, 0))
         s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -180,10 +137,10 @@ def _multiply(
                 edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
                 disable_licm=True,
             ):
-                key_place = _wait_turn(full, turn + 1)
+                key_place = wait_turn(full, turn + 1)
                 key = tile_bufs.index(key_place).reshape([N, D]).permute((1, 0))
                 s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
-                value_place = _wait_turn(full, turn)
+                value_place = wait_turn(full, turn)
                 acc = warpgroup_mma(weights, tile_bufs.index(value_place).reshape([N, D]), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(empty.index(key_place), count=1)
@@ -194,7 +151,7 @@ def _multiply(
                 weights = next_weights
                 turn += 2
         mbarrier.arrive(q_empty.index(GROUP), count=1)
-        place = _wait_turn(full, turn)
+        place = wait_turn(full, turn)
         acc = warpgroup_mma(weights, tile_bufs.index(place).reshape([N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(place), count=1)
@@ -246,56 +203,19 @@ def hopper_forward_kernel(
     )
 
 
-class HopperTiles(NamedTuple):
-    """A configuration: keys of a tile, tiles in flight."""
-
-    n: int
-    stages: int
-
-
-CONFIGURATIONS = {64: HopperTiles(64, 8), 128: HopperTiles(64, 6)}
-"""Configurations by head width."""
-ENTRY_REGISTERS, REGISTERS = 168, 240
-"""Registers of a thread on entry, 65,536 over 12 warps, and of one that multiplies."""
-
-
-def covers(call: Call) -> bool:
-    """Whether the kernel takes a call, on a device for which it is made."""
-    q, k, v = call[:3]
-    plain = call.slopes is None and call.kv_lengths is None and call.cu_seqlens is None and not call.renormalise
-    made_for = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
-    shaped = q.shape[3] in CONFIGURATIONS and q.shape[2] <= k.shape[2]
-    described = all(can_describe(x) and min(x.stride()) > 0 for x in (q, k, v))  # an expanded tensor has a step of 0
-    return made_for and plain and shaped and described
-
-
-def forward(call: Call, out: Tensor, softmax: Tensor) -> None:
+def compute_output(call: Call, out: Tensor, softmax: Tensor) -> None:
     """Fill out `[B, H, Lq, D]`, and softmax `[2, B, H, Lq]`, the maximum (base 2) and sum of each row."""
     q, k, v = call[:3]
     (batches, heads, rows, width), keys = q.shape, k.shape[2]
     blocks = CONFIGURATIONS[width]
-    strip, strip_row, reach = _make_strip(call)
+    strip, strip_row, reach = pad_bias(call)
     items = ceil_div(rows, ROWS.value) * batches * heads
     with use_device(q):
         hopper_forward_kernel[(min(count_processors(q), items),)](
-            _describe(q, GROUP_ROWS.value), _describe(k, blocks.n), _describe(v, blocks.n),
+            describe(q, GROUP_ROWS.value), describe(k, blocks.n), describe(v, blocks.n),
             call.tau.contiguous(), strip, out, softmax, *out.stride()[:3],
             batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E,
             strip_row, reach, min(call.window or keys, keys), call.context_length or 0, call.tau.shape[-1],
             width, blocks.n, blocks.stages, call.threshold, REGISTERS,
             num_warps=4, maxnreg=ENTRY_REGISTERS,
         )  # fmt: skip
-
-
-def _make_strip(call: Call) -> tuple[Tensor, int, int]:
-    """The padded biases as in `launch.make_strip`, their stride by head, and reach; without bias a strip of reach 0."""
-    if call.bias is None:
-        return make_strip(call.q.new_zeros(1, 0, dtype=torch.float32)), 0, 0
-    strip = make_strip(call.bias)
-    return strip, strip.stride(0), call.bias.shape[1]
-
-
-def _describe(x: Tensor, block: int) -> TensorDescriptor:
-    shape = [1, 1, block, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(x, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))

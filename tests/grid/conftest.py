@@ -3,11 +3,20 @@ from pathlib import Path
 
 import instant
 import pytest
+from two_rows import WILD, two_rows
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_pictures(no_pictures: None) -> None:
     """No test here reads figures, which take longer to draw than a tiny grid to train."""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    """The file of two rows with two seeds, and one that diverges."""
+    path = tmp_path / "pair.py"
+    path.write_text(two_rows("pair", more=WILD))
+    return str(path)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from lit_lazy.command.ablate_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.grid.run import run_grid
@@ -44,7 +44,6 @@ from lit_lazy.training.run_folder import CELLS, CHECKPOINTS, LAST, locate_cell, 
 
 STEPS = (2, 4, 6)
 """Steps with a validation and a checkpoint; the last one is that of `backcopy_tiny`."""
-MOST_SECONDS = 30.0
 FORK = multiprocessing.get_context("fork")
 INTERRUPTED = 130
 SEARCH = '''
@@ -91,7 +90,7 @@ class Training:
                     file.write(f"{folder.name} {step}\n")
                 logger.log_metrics({"val/loss": compute_loss(cfg, step)}, step)
                 for callback in callbacks:
-                    callback._judge(_Progress(step), compute_loss(cfg, step))
+                    callback._judge(SimpleNamespace(global_step=step), compute_loss(cfg, step))
                 checkpoint.parent.mkdir(exist_ok=True)
                 write_text(checkpoint, str(step))
             loss = compute_loss(cfg, STEPS[-1])
@@ -104,15 +103,7 @@ class Training:
             return result
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """What a callback reads of Lightning's trainer."""
-
-    global_step: int
-
-
 def compute_loss(cfg: RunConfig, step: int) -> float:
-    """The made-up loss of a training."""
     return abs(math.log10(cfg.train.lr) + 3) + cfg.seed / 7 + 1 / step
 
 
@@ -166,6 +157,10 @@ class Lab:
 
     def states(self) -> dict[str, str]:
         return {key: read_state(self.cell(key)) for key in self.keys}
+
+    def find(self, state: str) -> list[Path]:
+        """The folders of the cells in a state."""
+        return [self.cell(key) for key, found in self.states().items() if found == state]
 
     def count_steps(self) -> dict[str, int]:
         """How often each step of each cell was trained, by `KEY STEP`."""
@@ -240,41 +235,35 @@ class Command:
         os.kill(self.process.pid, number)
 
 
-def wait_until(holds: Callable[[], object], said: Callable[[], str] = str) -> None:
-    end = time.monotonic() + MOST_SECONDS
-    while not holds():
+def wait_until(holds: Callable[[], Any], said: Callable[[], str] = str, seconds: float = 30.0) -> Any:
+    """Return what holds, once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
         assert time.monotonic() < end, said()
         time.sleep(0.005)
+    return found
 
 
 def read_pid(folder: Path) -> int:
     """The worker that trains in a run folder."""
-    from lit_lazy.grid.cells import Holder
-
-    wait_until(lambda: Holder.read(folder))
-    holder = Holder.read(folder)
-    assert holder is not None
-    return holder.pid
+    return wait_until(lambda: Holder.read(folder)).pid
 
 
 @contextmanager
-def hold(file: Path) -> Any:
-    """A file whose absence lets trainings go on, for `stop_while`."""
-    file.touch()
-    try:
-        yield file
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def stop_while(file: Path, at: int = STEPS[1]) -> Callable[[RunConfig, int, Path], None]:
-    """Stops every training before a step while a file is there."""
+def hold(lab: Lab, at: int = STEPS[1]) -> Iterator[None]:
+    """Let no training of a lab get beyond a step until the context exits."""
+    gate = lab.training.log.with_name("gate")
 
     def stop(_cfg: RunConfig, step: int, _folder: Path) -> None:
-        while step == at and file.exists():
+        while step == at and gate.exists():
             time.sleep(0.005)
 
-    return stop
+    lab.training.at_step = stop
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink()
 
 
 def prepare(folder: Path, patch: pytest.MonkeyPatch) -> Training:
@@ -308,10 +297,6 @@ def use_forks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(run, "LOOK_SECONDS", 0.05)
 
 
-def parse(*words: str) -> Any:
-    return make_parser().parse_args([*words])
-
-
 def make_lab(
     folder: Path, training: Training, *words: str, overrides: Sequence[str] = (), source: str = two_rows("pair")
 ) -> Lab:
@@ -324,8 +309,8 @@ def make_lab(
 def make_search_lab(folder: Path, training: Training) -> Lab:
     """A search of six points."""
     (folder / "rates.py").write_text(SEARCH)
-    options = parse("ablate", "search", str(folder / "rates.py"), "--runs", str(folder / "runs"))
-    return Lab(folder / "runs", training, make_search(options, []))
+    words = ["ablate", "search", str(folder / "rates.py"), "--runs", str(folder / "runs")]
+    return Lab(folder / "runs", training, make_search(make_parser().parse_args(words), []))
 
 
 def make_console() -> tuple[Console, io.StringIO]:

@@ -24,16 +24,7 @@ from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.config.user_files import load_attribute, load_experiment
 from lit_lazy.grid import ablation as preparation
 from lit_lazy.grid import estimate, packed
-from lit_lazy.grid.ablation import (
-    Ablation,
-    Cell,
-    Row,
-    describe_value,
-    expand,
-    load_defined,
-    prepare_rows,
-    select_rows,
-)
+from lit_lazy.grid.ablation import Ablation, Cell, Row, describe_value, expand, load_defined, prepare_rows, select_rows
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.columns import COLUMNS, is_metric_name

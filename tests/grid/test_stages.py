@@ -16,13 +16,7 @@ from lit_lazy.config.user_files import experiment, load_attribute, load_module
 from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
-from lit_lazy.grid.stages import (
-    FirstStageMissing,
-    at_best_rate,
-    at_rate,
-    choose_best_rates,
-    find_best_rates,
-)
+from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, choose_best_rates, find_best_rates
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table, read_table
@@ -46,11 +40,6 @@ def make_table(failed: str = "", seed: int = 10) -> Table:
     ]
     infos = [RowInfo(row, "ours", (10, 11), "b") for row in rows]
     return build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make", primary=["loss"]), cells)
-
-
-def test_each_row_gets_the_rate_of_its_lowest_mean_loss() -> None:
-    assert choose_best_rates(make_table()) == first_stage.BEST
-    assert choose_best_rates(make_table(at_rate("elastic", 0.01)))["elastic"] == 0.005, "a seed of its best failed"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +71,7 @@ def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, 
     assert row.changes == {"train.steps": 3, "train.lr": 0.01}
     assert row.note == "a note; learning rate 0.01, the best of elastic in search-b"
     assert find_best_rates("search-c") == first_stage.BEST
+    assert choose_best_rates(make_table(at_rate("elastic", 0.01)))["elastic"] == 0.005, "a seed of its best failed"
     assert find_best_rates("rivals_rates-backcopy"), "the project's are known, too"
     with pytest.raises(ValueError, match="search-b: row 'sigmoid': is unknown; known are elastic, lazy, softmax"):
         at_best_rate(row, "sigmoid", "search-b")

@@ -99,7 +99,6 @@ def mine(tmp_path: Path) -> Path:
 
 
 def command(path: Path, runs: Path, *more: str) -> list[str]:
-    """`lit-lazy ablate run`."""
     words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(path), "--runs", str(runs)]
     return [*words, "--workers", "1", *more]
 

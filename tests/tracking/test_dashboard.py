@@ -54,17 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
         assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), "train-other")
     other.create_run("other", {"kind": "run"})
-    made_up(runs)
-    return runs
-
-
-EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
-"""Excess losses of the synthetic cells, the last values of their curves."""
-ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
-"""Factors at these steps."""
-
-
-def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
@@ -76,6 +65,13 @@ def made_up(runs: Path) -> None:
         tracker.update(run, "FINISHED", metrics=metrics, step=400)
     charted, metrics = tracker.mark_outliers(), ["loss/excess"]
     tracker.save_views("cell", lambda cells: build_views(["tau_init"], metrics, metrics, cells, charted))
+    return runs
+
+
+EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
+"""Excess losses of the synthetic cells, the last values of their curves."""
+ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
+"""Factors at these steps."""
 
 
 @pytest.fixture(scope="module")

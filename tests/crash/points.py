@@ -206,7 +206,6 @@ class Snapshot:
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
-        """The state of the runs folder."""
         from forked import run_in_fork
 
         return run_in_fork(lambda: cls._read(runs, grid))
@@ -238,7 +237,6 @@ class Snapshot:
         )
 
     def find_differences(self, runs: Path, grid: str) -> list[str]:
-        """How the state of the runs folder differs."""
         try:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
@@ -369,7 +367,6 @@ def build(left: dict[str, bytes | None], root: Path) -> None:
 
 
 def digest(left: dict[str, bytes | None]) -> str:
-    """A digest that is equal for equal folders."""
     every = hashlib.sha256()
     for name, content in sorted(left.items()):
         every.update(repr((name, content)).encode())

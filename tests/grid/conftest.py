@@ -21,7 +21,6 @@ def pair(tmp_path: Path) -> str:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> instant.Training:
-    """Trainings of an instant."""
     return instant.prepare(tmp_path, monkeypatch)
 
 

@@ -227,11 +227,9 @@ class Command:
         """The exit status, negative for a signal."""
         # `join` would also wait for workers, which have inherited what it waits for.
         wait_until(lambda: self.process.exitcode is not None, said=lambda: self.said)
-        assert self.process.exitcode is not None
         return self.process.exitcode
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
 
@@ -267,17 +265,11 @@ def hold(lab: Lab, at: int = STEPS[1]) -> Iterator[None]:
 
 
 def prepare(folder: Path, patch: pytest.MonkeyPatch) -> Training:
-    """Replace trainings, and use forks."""
-    training = Training(folder / "steps.log")
-    patch.setattr("lit_lazy.training.run.run", training)
-    use_forks(patch)
-    return training
-
-
-def use_forks(patch: pytest.MonkeyPatch) -> None:
-    """Let workers be forks of their commands, which look often."""
+    """Replace trainings, and let workers be forks of their commands, which look often."""
     from lit_lazy.grid import pool, run, worker
 
+    training = Training(folder / "steps.log")
+    patch.setattr("lit_lazy.training.run.run", training)
     ends, serve = [], worker.serve
 
     def make_pipe() -> Any:
@@ -295,6 +287,7 @@ def use_forks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     patch.setattr(run, "POLL_SECONDS", 0.01)
     patch.setattr(run, "LOOK_SECONDS", 0.05)
+    return training
 
 
 def make_lab(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, wait_until
@@ -129,16 +130,12 @@ def test_a_failed_cell_is_tried_again_by_the_next_command(lab: Lab, tmp_path: Pa
             tries.write_text("x" * (n + 1))
             raise errors[n]
 
-    def diverge(cfg: RunConfig, _step: int, _folder: Path) -> None:
-        if is_victim(cfg):
-            raise DivergedError("training loss is nan")
-
     lab.training.at_step = fail
     assert "3/4 cells done, 0 running, 1 failed" in lab.run(status=1)
     (failed,) = lab.find("failed")
     assert read_failure(failed) == "out of memory: cannot allocate 3 TB"
     assert not (failed / "holder.json").exists()
-    lab.training.at_step = diverge
+    lab.training.at_step = Mock(side_effect=DivergedError("training loss is nan"))
     assert "retry" not in lab.run(status=1, retry_failed=5)
     assert "DivergedError: training loss is nan" in (lab.folder / "details.md").read_text()
     lab.training.at_step = fail
@@ -183,11 +180,8 @@ def test_a_cell_that_kills_its_workers_fails_alone_unless_it_gets_ahead(lab: Lab
 def test_workers_that_cannot_start_end_the_command_with_their_reason(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for lack of space, as for the socket of the server of forks: they are started later."""
 
-    def refuse(_job: object) -> None:
-        raise OSError("no such library")
-
     with monkeypatch.context() as patch:
-        patch.setattr("lit_lazy.grid.worker.prepare_process", refuse)
+        patch.setattr("lit_lazy.grid.worker.prepare_process", Mock(side_effect=OSError("no such library")))
         assert "lit-lazy: workers keep dying before they finish a cell: OSError: no such library (" in lab.run(status=1)
     assert set(lab.states().values()) == {"waiting"}
     start, left = LocalPool.start, [2]
@@ -313,11 +307,8 @@ def test_a_worker_that_dies_between_two_looks_of_the_pool_is_not_lost() -> None:
 def test_a_question_that_meets_a_full_disk_is_answered_later() -> None:
     """Of a search's training at a validation. What another worker ended with meanwhile is kept."""
     pool, ends = make_pool(2, lambda: answers.pop()())
-
-    def fail() -> str:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    answers: list[Callable[[], str]] = [lambda: "go on", fail]
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    answers: list[Callable[[], str]] = [lambda: "go on", full]
     ends[0].send(Ending("cell 0", "done"))
     ends[1].send((10, 2.5))
     with pytest.raises(OSError, match="No space"):

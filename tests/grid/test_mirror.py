@@ -41,9 +41,8 @@ VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.sour
 def find_runs(uri: str, name: str = ID, kind: str = "") -> list[Run]:
     """kind: "" for all."""
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name(name)
-    assert experiment is not None
-    return client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'" if kind else "")
+    number = client.get_experiment_by_name(name).experiment_id
+    return client.search_runs([number], f"tags.kind = '{kind}'" if kind else "")
 
 
 def read_curve(client: MlflowClient, run: Run, metric: str) -> list[tuple[int, str]]:
@@ -151,12 +150,9 @@ def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, monkeypatch, 
     assert capsys.readouterr().out.endswith(f"/mlflow.db shows {ID}\n")
     assert dump(copied) == before
 
-    def refuse(*_: object) -> None:
-        raise TrackingError("no answer")
-
     lose(copied)
     with monkeypatch.context() as patch:
-        patch.setattr(GridMirror, "_open_parent", refuse)
+        patch.setattr(GridMirror, "_open_parent", Mock(side_effect=TrackingError("no answer")))
         assert main(command(copied, "--rows", "softmax,lazy")) == 0
     assert f"MLflow lacks results (no answer); `lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
     assert main(mirror) == 0

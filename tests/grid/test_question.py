@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,18 +423,10 @@ def write_question(folder: Path, contrasts: str) -> Path:
     return path
 
 
-Run = Callable[..., tuple[Table, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a question; returns its table and what was printed."""
-
-    def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
-        assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
-        return read_table(runs / "q_mine-backcopy_tiny" / "table.json"), capsys.readouterr().out
-
-    return run
+def run(capsys: pytest.CaptureFixture[str], question: Path, runs: Path, *words: str) -> tuple[Table, str]:
+    """Run a question; returns its table and what was printed."""
+    assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
+    return read_table(runs / "q_mine-backcopy_tiny" / "table.json"), capsys.readouterr().out
 
 
 def dry_run(question: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -448,9 +439,9 @@ def seeds(table: Table) -> dict[str, list[int]]:
 
 
 @pytest.mark.long
-def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(tmp_path, runs, run, capsys) -> None:
+def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(tmp_path, runs, capsys) -> None:
     question = write_question(tmp_path / "mine", OPEN)
-    whole, printed = run(question, runs / "whole", "--looks", "3")
+    whole, printed = run(capsys, question, runs / "whole", "--looks", "3")
     assert seeds(whole) == {
         "softmax": [3, 4, 5, 6, 7, 8],
         "elastic": [3, 4, 5],
@@ -463,7 +454,7 @@ def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(
     assert find_next_look(whole, None, 3) is None
     assert "There is no look to make." in dry_run(question, runs / "whole", capsys)
     for number in (1, 2, 3):
-        part, _ = run(question, runs / "parts", "--looks", "1")
+        part, _ = run(capsys, question, runs / "parts", "--looks", "1")
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
@@ -472,13 +463,13 @@ def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(
             assert "This is look 2 of 3, at n = 3, 4, 6." in printed
     # Packed after its first look, and continued in another folder.
     moved, packed = runs / "moved", tmp_path / "cells.jsonl.xz"
-    run(question, runs / "first", "--looks", "1")
+    run(capsys, question, runs / "first", "--looks", "1")
     assert main(["ablate", "pack", str(question), "--runs", str(runs / "first"), "--out", str(packed)]) == 0
-    other, printed = run(question, moved, "--results", str(packed), "--looks", "3")
+    other, printed = run(capsys, question, moved, "--results", str(packed), "--looks", "3")
     assert "12 of 12 cells are taken from cells.jsonl.xz of q_mine-backcopy_tiny" in printed
     for name in ("verdict", "rows", "declaration"):
         assert getattr(part, name) == getattr(other, name) == getattr(whole, name)
-    again, printed = run(question, runs / "parts")
+    again, printed = run(capsys, question, runs / "parts")
     assert again.verdict == whole.verdict
     assert "nothing to do" in printed
 
@@ -501,8 +492,8 @@ def check_next_look(table: Table) -> None:
 
 
 @pytest.mark.long
-def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path, run: Run) -> None:
-    table, printed = run(write_question(tmp_path / "mine", ONE), runs)
+def test_a_decided_question_stops_at_its_look(tmp_path, runs, capsys) -> None:
+    table, printed = run(capsys, write_question(tmp_path / "mine", ONE), runs)
     assert (table.verdict.status, table.verdict.n, table.verdict.exploratory) == ("supported", 3, ())
     assert seeds(table) == {name: [3, 4, 5] for name in ("softmax", "elastic", "kept", "apart")}
     assert "Supported at look 1 of 3 (n = 3): Elastic-Softmax has less mass." in printed

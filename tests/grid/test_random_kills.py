@@ -33,15 +33,9 @@ class RealCommand(Command):
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self.out = folder / f"said-{time.monotonic_ns()}"
+        command = [sys.executable, "-P", "-m", "lit_lazy.command", *words]
         with self.out.open("wb") as file:
-            self.process = forked.Popen(
-                [sys.executable, "-P", "-m", "lit_lazy.command", *words],
-                stdin=forked.DEVNULL,
-                stdout=file,
-                stderr=file,
-                cwd=folder,
-                start_new_session=True,
-            )
+            self.process = forked.Popen(command, stdout=file, stderr=file, cwd=folder, start_new_session=True)
         self.wait = self.process.wait
 
     @property

@@ -180,7 +180,6 @@ def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -
         complete(driver, cell, loss)
     cell = take(driver)
     lock = claim(folder := locate_cell(driver.work.folder, cell.key))
-    assert lock is not None
     reason = driver.judge(cell.key, 3, 9.0)
     lock.release(force=True)  # its worker died too
     again = begun(tmp_path, 3, prune_from=0.5)
@@ -319,7 +318,6 @@ def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> N
 
 
 def points_of(runs: Path) -> dict[str, dict[str, str]]:
-    """The table, by point."""
     with (runs / ID / "table.csv").open() as file:
         return {row["point"]: row for row in csv.DictReader(file)}
 
@@ -369,18 +367,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, tmp_path: Path, capsys:
 
     assert main(command) == 0
     assert "5 points, all finished: nothing to do" in capsys.readouterr().out
-    check_mlflow(runs, rows)
-
-    other.parent.mkdir()
-    other.write_text(rates.read_text().replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
-    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
-    assert error.count("\n") == 1
-
-
-def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
-    """One parent with table and figures, one child per point with axes and the right status."""
+    # One parent with table and figures, one child per point with axes and the right status.
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(ID).experiment_id
     found = client.search_runs([number])
@@ -405,6 +392,13 @@ def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
         else:
             assert (run.info.status, tags["state"], tags["optuna.state"]) == ("KILLED", "pruned", "PRUNED")
             assert run.data.metrics["val/loss"] == pytest.approx(float(row["last_validation"]))
+
+    other.parent.mkdir()
+    other.write_text(rates.read_text().replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
+    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
+    assert error.count("\n") == 1
 
 
 # Table and figures

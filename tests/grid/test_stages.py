@@ -92,7 +92,7 @@ def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeypatch) -> None:
+def test_a_second_stage_takes_the_rates_over_and_says_so_or_that_it_lacks_them(name, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
@@ -104,15 +104,6 @@ def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeyp
     use_stand_in(monkeypatch, tmp_path, doubled)
     again, _ = load_ablation_or_question(find("ablations", name))
     assert all(rate_of(row) == 2 * before[row.name] for row in again.all_rows)
-
-
-def rate_of(row: Row) -> float:
-    """The learning rate of a row that changes it alone, or the whole recipe."""
-    return row.changes["train"].lr if "train" in row.changes else row.changes["train.lr"]
-
-
-@pytest.mark.parametrize("name", SECOND)
-def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_in(monkeypatch, tmp_path, {})
     stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
     first, _, base = stage.partition("-")
@@ -122,6 +113,11 @@ def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monke
         f"{name}: needs the rates of {stage}; `lit-lazy ablate run {first} --base {base}`, then `lit-lazy ablate rates "
         f"runs/{stage}`"
     )
+
+
+def rate_of(row: Row) -> float:
+    """The learning rate of a row that changes it alone, or the whole recipe."""
+    return row.changes["train"].lr if "train" in row.changes else row.changes["train.lr"]
 
 
 def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> None:

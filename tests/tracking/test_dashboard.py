@@ -35,8 +35,6 @@ screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screen
 ABLATION = "table2-backcopy_tiny"
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
-WHERE_MLFLOW_REPORTS_NOTHING = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
-"""Environment variables of tests and CI."""
 TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
@@ -78,7 +76,7 @@ ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
 def links(runs: Path) -> Iterator[dict[str, str]]:
     """Links of the ablation in `lit-lazy dashboard`, by label."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in WHERE_MLFLOW_REPORTS_NOTHING:
+        for name in ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # there MLflow reports nothing
             patch.delenv(name, raising=False)
         with screenshots.served_links(runs, "table2") as links:
             yield links
@@ -216,9 +214,6 @@ def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -
     return RunData([Metric(name, loss, 0, 0) for name in metrics], params, [RunTag("variant", variant)])
 
 
-LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
-
-
 class TestViews:
     SOFTMAX = cell("softmax", {"bias": "NoBias"}, "loss/val", "sink/rate", "val/loss")
     LAZY = cell("lazy", {"bias": "Alibi", "tau_init": "1.0"}, "loss/val", "watch/tau_layer_0", "watch/tau_layer_11")
@@ -256,7 +251,8 @@ class TestViews:
         assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
 
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
-        cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
+        losses = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
+        cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in losses.items()]
         assert find_outlier_rows(cells) == ["dead"]
         found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, charted=True)
         for view in (CHARTS_VIEW, AXES_VIEW):

@@ -199,6 +199,7 @@ def test_workers_that_cannot_start_end_the_command_with_their_reason(lab: Lab, m
 
 def test_an_interrupted_command_gives_its_cells_back(lab: Lab) -> None:
     """At whatever moment; whatever had a checkpoint goes on from it."""
+    lab.training.at_step = lambda *_: time.sleep(0.05)
     for tenth in range(1, 8, 2):
         command = lab.start(workers=2)
         time.sleep(tenth / 10 / 2)

@@ -243,7 +243,7 @@ def test_published_questions_are_declared_today_as_they_were(path: Path) -> None
         ({"contrasts": ()}, "contrasts=0: must be 1 to 5"),
         (
             {"contrasts": (Contrast("c", {"c": 1, "softmax": -1}),)},
-            "contrast 'c': row 'c': is unknown; known are elastic",
+            "contrast 'c': row 'c': is unknown; known are softmax",
         ),
         ({"contrasts": ASKED.contrasts * 2}, r"contrasts=\['elastic - softmax'\]: must each occur once"),
         ({"claim": ""}, "claim='': must be text"),

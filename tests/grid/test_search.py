@@ -20,6 +20,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell, load_defined
 from lit_lazy.grid.cells import HOLDER, claim, read_state
+from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
@@ -251,6 +252,8 @@ def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, 
     assert set(search_lab.count_steps().values()) == {1}
     search_lab.training.log.unlink()
     assert "6 points, 0 already finished, 6 to train" in search_lab.run(fresh=True, storage=url)
+    (aside,) = search_lab.runs.glob(f"{ID}{ASIDE}*")
+    assert len([*aside.glob("cells/*/result.json")]) == 6
     assert set(search_lab.count_steps().values()) == {1}
 
 

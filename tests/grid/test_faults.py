@@ -26,8 +26,6 @@ from lit_lazy.support.disk import describe_shortage, write_text
 from lit_lazy.training.result import METRICS
 from lit_lazy.training.run_folder import CHECKPOINTS, LAST
 
-FEW = 10
-
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
@@ -93,7 +91,7 @@ def test_a_write_may_fail_anywhere(whole: bool, lab: Lab) -> None:
     assert trap.start(peace).wait() == 0
     table, n = peace.table(), trap.count
     errors = itertools.cycle((errno.ENOSPC, errno.EIO, errno.EDQUOT))
-    for at, error in zip(itertools.count(1, 2 if whole else max(n // FEW, 1)), errors, strict=False):
+    for at, error in zip(itertools.count(1, 2 if whole else max(n // 10, 1)), errors, strict=False):
         here = lab.move(lab.runs / str(at))
         lab.training.log.unlink(missing_ok=True)
         trap = Trap(here.runs, "all", at, error, pattern="^(open|os)")

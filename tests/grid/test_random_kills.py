@@ -85,7 +85,6 @@ def run_killed(lab: Lab, kills: int, chance: random.Random, between: tuple[float
 
 
 def read_metrics(lab: Lab) -> dict[str, dict[str, float]]:
-    """The metrics of each cell that has some."""
     return {key: result.metrics for key in lab.keys if (result := RunResult.peek(lab.cell(key)))}
 
 

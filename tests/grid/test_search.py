@@ -11,7 +11,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from instant import SEARCH, Lab, Training, hold, wait_until
+from instant import SEARCH, STEPS, Lab, Training, hold, wait_until
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
@@ -283,7 +283,9 @@ def test_a_worker_ends_with_its_command_and_the_point_goes_on_from_its_checkpoin
     search_lab.run()
     after = points_in(search_lab)[0]
     assert (after.params, after.run, after.state) == (before.params, before.run, "complete")
-    assert max(search_lab.count_steps().values()) <= 2, "the worker may have taken a step that is in no checkpoint"
+    counts = search_lab.count_steps()
+    assert counts[f"{cell.name} {STEPS[0]}"] == 1
+    assert max(counts.values()) <= 2, "the worker may have taken a step that is in no checkpoint"
 
 
 def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2  # noqa: F401  imported for the forks, as scipy
 import pytest
+import scipy.special  # noqa: F401
 from asked_grid import ask_for_grid
 from rich.console import Console
 from two_rows import two_rows

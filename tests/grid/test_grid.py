@@ -203,8 +203,8 @@ def test_an_interrupted_command_gives_its_cells_back(lab: Lab) -> None:
     for tenth in range(1, 8, 2):
         command = lab.start(workers=2)
         if tenth > 1:
-            wait_until(lambda: lab.find("running"))
-        time.sleep(tenth / 100)
+            wait_until(lambda: lab.find("running") or not lab.find("waiting"))
+        time.sleep(0.05 + tenth / 100)
         command.send(signal.SIGINT)
         assert command.wait() in (INTERRUPTED, 0, -signal.SIGINT), command.said
         assert "running" not in lab.states().values()

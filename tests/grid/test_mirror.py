@@ -39,7 +39,6 @@ VOLATILE = ("mlflow.parentRunId", "mlflow.user", "grid", "git_sha", "mlflow.sour
 
 
 def find_runs(uri: str, name: str = ID, kind: str = "") -> list[Run]:
-    """kind: "" for all."""
     client = MlflowClient(uri)
     number = client.get_experiment_by_name(name).experiment_id
     return client.search_runs([number], f"tags.kind = '{kind}'" if kind else "")

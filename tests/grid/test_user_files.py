@@ -104,7 +104,6 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
 
 
 def run_command(path: Path, runs: Path, *more: str, status: int = 0) -> str:
-    """What a command says."""
     done = forked.run(command(path, runs, *more), cwd=path.parent)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr if status else done.stdout

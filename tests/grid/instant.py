@@ -20,9 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2  # noqa: F401  imported for the forks, as scipy
 import pytest
-import scipy.special  # noqa: F401
 from asked_grid import ask_for_grid
 from rich.console import Console
 from two_rows import two_rows
@@ -289,6 +287,7 @@ def prepare(folder: Path, patch: pytest.MonkeyPatch) -> Training:
     patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     patch.setattr(run, "POLL_SECONDS", 0.01)
     patch.setattr(run, "LOOK_SECONDS", 0.05)
+    patch.setattr(os, "fsync", nothing)  # a third of a command's time; no test of these loses power
     return training
 
 

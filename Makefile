@@ -16,7 +16,7 @@ TEXT := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help install table2 table2-text questions results wheels smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
+.PHONY: help install table2 table2-text questions results wheels smollm2 dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points constraints
 
 help:
 	@echo "make install       create .venv only, as every target does when it is missing"
@@ -33,7 +33,6 @@ help:
 	@echo "make bench-cells   cells per core-hour against an earlier commit, attention and decoding against SDPA (an hour)"
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  leave tiny grids at every state of the disk, and check what the same command makes of them (hours)"
-	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute once installed; WORKERS, RUNS and PYTHON can be set too"
 
 install: .venv/.complete
@@ -112,10 +111,6 @@ bench-grid: .venv/.complete
 crash-points: .venv/.complete-test
 	EVERY_EFFECT=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m long tests/grid/test_crash_points.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points
-
-# An hour of two cores, resumed by the same command.
-soak: .venv/.complete-test
-	PYTHONPATH=tests:tests/grid OMP_NUM_THREADS=1 $(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements*.txt | paste -sd'|')

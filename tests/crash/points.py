@@ -73,8 +73,6 @@ search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one attempt."""
-
     scenario: str
     disk: str
     at: int
@@ -139,7 +137,7 @@ class Workspace:
         return list(read_record(record)), Snapshot.of(self.runs, self.scenario.grid)
 
     def try_all(self, disk: str, known: Sequence[Outcome], options: argparse.Namespace) -> Iterator[Outcome]:
-        """Yields the outcomes of one disk's states that are not known yet, of every `options.every`-th."""
+        """Yields the outcomes of one disk's states that are not known yet."""
         operations, wanted = self.run_undisturbed()
         if differences := wanted.find_differences(self.runs, self.scenario.grid):
             raise SystemExit(f"{self.name}: the undisturbed grid does not equal itself: {differences}")
@@ -148,22 +146,20 @@ class Workspace:
         moments = iterate_moments(operations, self.runs, disk)
         if options.match:
             moments = [find_first(moments, pattern) for pattern in options.match]
-        for at, where, left in itertools.islice(moments, 0, None, options.every):
+        for at, where, left in moments:
             if at in done:
                 continue
             started = time.monotonic()
             build(left, self.runs)
             status = self.command(self.scenario.argv)
-            problems = [] if status == 0 else [f"the same command ended with {status}: {self.last_line()}"]
+            said = (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
+            problems = [] if status == 0 else [f"the same command ended with {status}: {said}"]
             problems += [f"{n} processes left" for n in [end_all()] if n]
             if disk != KILLED:
                 for aside in self.runs.rglob("*.damaged"):
                     aside.unlink()  # quarantined as expected
             problems += wanted.find_differences(self.runs, self.scenario.grid)
             yield Outcome(self.name, disk, at, where, git_sha(), round(time.monotonic() - started, 2), problems)
-
-    def last_line(self) -> str:
-        return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
 
 
 def adopt_orphans() -> None:
@@ -210,7 +206,6 @@ class Snapshot:
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
-        """The state of the runs folder."""
         from forked import run_in_fork
 
         return run_in_fork(lambda: cls._read(runs, grid))
@@ -229,17 +224,19 @@ class Snapshot:
         number = client.get_experiment_by_name(grid).experiment_id
         tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
         results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("**/result.json")}
+        # Artifacts of deleted runs remain.
+        files = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
+        files = [path for path in files if not path.startswith("mlartifacts") and MOVED_AWAY not in path]
         return cls(
             {key: result["metrics"] for key, result in results.items()},
             points,
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", path) for path in _list_files(runs) if MOVED_AWAY not in path),
+            sorted(VOLATILE.sub("*", path) for path in files),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
             {name: _read_published(folder / name) for name in PUBLISHED if (folder / name).exists()},
         )
 
     def find_differences(self, runs: Path, grid: str) -> list[str]:
-        """How the state of the runs folder differs."""
         try:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
@@ -260,12 +257,6 @@ def _read_published(file: Path) -> Any:
     """A published file without the durations in it."""
     text = TIMED.sub("", file.read_text())
     return json.loads(text) if file.suffix == ".json" else text
-
-
-def _list_files(runs: Path) -> list[str]:
-    """Files in the runs folder except logs and artifacts, because artifacts of deleted runs remain."""
-    every = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
-    return [path for path in every if not path.startswith("mlartifacts")]
 
 
 def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
@@ -290,8 +281,6 @@ def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of the record."""
-
     kind: str
     """A letter of KINDS."""
     path: str
@@ -301,7 +290,6 @@ class Operation:
 
 
 def read_record(path: Path) -> Iterator[Operation]:
-    """The operations, in order."""
     content, at = path.read_bytes(), 0
     while at < len(content):
         kind, path_size, to_size, offset, size = OPERATION.unpack_from(content, at)
@@ -349,19 +337,13 @@ class Disk:
                     file.kept = bytes(file.content)
                 self.kept_names = dict(self.names)
             case "t" | "w":
-                self._change(self.names.get(path), operation)
+                if file := self.names.get(path):  # without its name, nothing of it can survive a power cut
+                    if operation.kind == "t":
+                        del file.content[operation.at :]
+                    file.content.extend(bytes(max(0, operation.at - len(file.content))))
+                    file.content[operation.at : operation.at + len(operation.data)] = operation.data
             case other:
                 raise ValueError(f"{other!r} of {path}: this record cannot be replayed")
-
-    def _change(self, file: File | None, operation: Operation) -> None:
-        if file is None:  # without its name, nothing of it can survive a power cut
-            return
-        if operation.kind == "t":
-            del file.content[operation.at :]
-            file.content.extend(bytes(operation.at - len(file.content)))
-            return
-        file.content.extend(bytes(max(0, operation.at - len(file.content))))
-        file.content[operation.at : operation.at + len(operation.data)] = operation.data
 
     def list_left(self, disk: str) -> dict[str, bytes | None]:
         """Content by path that such a disk is left with."""
@@ -385,7 +367,6 @@ def build(left: dict[str, bytes | None], root: Path) -> None:
 
 
 def digest(left: dict[str, bytes | None]) -> str:
-    """A digest that is equal for equal folders."""
     every = hashlib.sha256()
     for name, content in sorted(left.items()):
         every.update(repr((name, content)).encode())
@@ -434,7 +415,6 @@ def main() -> int:
         action="append",
         help="only the first state that matches, after that of the option before",
     )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th state")
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -479,7 +459,6 @@ def report(every: Sequence[Outcome]) -> str:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """The outcomes in a file."""
     return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 

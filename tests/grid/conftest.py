@@ -3,6 +3,7 @@ from pathlib import Path
 
 import instant
 import pytest
+from two_rows import WILD, two_rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -11,8 +12,15 @@ def _few_pictures(no_pictures: None) -> None:
 
 
 @pytest.fixture
+def pair(tmp_path: Path) -> str:
+    """The file of two rows with two seeds, and one that diverges."""
+    path = tmp_path / "pair.py"
+    path.write_text(two_rows("pair", more=WILD))
+    return str(path)
+
+
+@pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> instant.Training:
-    """Trainings of an instant."""
     return instant.prepare(tmp_path, monkeypatch)
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from lit_lazy.command.ablate_questions_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cells import Holder, read_state
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.grid.run import run_grid
@@ -51,7 +51,6 @@ from lit_lazy.training.run_folder import (
 
 STEPS = (2, 4, 6)
 """Steps with a validation and a checkpoint; the last one is that of `backcopy_tiny`."""
-MOST_SECONDS = 30.0
 FORK = multiprocessing.get_context("fork")
 INTERRUPTED = 130
 SEARCH = '''
@@ -98,7 +97,7 @@ class Training:
                     file.write(f"{folder.name} {step}\n")
                 logger.log_metrics({"val/loss": compute_loss(cfg, step)}, step)
                 for callback in callbacks:
-                    callback._judge(_Progress(step), compute_loss(cfg, step))
+                    callback._judge(SimpleNamespace(global_step=step), compute_loss(cfg, step))
                 checkpoint.parent.mkdir(exist_ok=True)
                 write_text(checkpoint, str(step))
             loss = compute_loss(cfg, STEPS[-1])
@@ -111,15 +110,7 @@ class Training:
             return result
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """What a callback reads of Lightning's trainer."""
-
-    global_step: int
-
-
 def compute_loss(cfg: RunConfig, step: int) -> float:
-    """The made-up loss of a training."""
     return abs(math.log10(cfg.train.lr) + 3) + cfg.seed / 7 + 1 / step
 
 
@@ -173,6 +164,10 @@ class Lab:
 
     def states(self) -> dict[str, str]:
         return {key: read_state(self.cell(key)) for key in self.keys}
+
+    def find(self, state: str) -> list[Path]:
+        """The folders of the cells in a state."""
+        return [self.cell(key) for key, found in self.states().items() if found == state]
 
     def count_steps(self) -> dict[str, int]:
         """How often each step of each cell was trained, by `KEY STEP`."""
@@ -239,63 +234,49 @@ class Command:
         """The exit status, negative for a signal."""
         # `join` would also wait for workers, which have inherited what it waits for.
         wait_until(lambda: self.process.exitcode is not None, said=lambda: self.said)
-        assert self.process.exitcode is not None
         return self.process.exitcode
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
 
-def wait_until(holds: Callable[[], object], said: Callable[[], str] = str) -> None:
-    end = time.monotonic() + MOST_SECONDS
-    while not holds():
+def wait_until(holds: Callable[[], Any], said: Callable[[], str] = str, seconds: float = 30.0) -> Any:
+    """Return what holds, once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
         assert time.monotonic() < end, said()
         time.sleep(0.005)
+    return found
 
 
 def read_pid(folder: Path) -> int:
     """The worker that trains in a run folder."""
-    from lit_lazy.grid.cells import Holder
-
-    wait_until(lambda: Holder.read(folder))
-    holder = Holder.read(folder)
-    assert holder is not None
-    return holder.pid
+    return wait_until(lambda: Holder.read(folder)).pid
 
 
 @contextmanager
-def hold(file: Path) -> Any:
-    """A file whose absence lets trainings go on, for `stop_while`."""
-    file.touch()
-    try:
-        yield file
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def stop_while(file: Path, at: int = STEPS[1]) -> Callable[[RunConfig, int, Path], None]:
-    """Stops every training before a step while a file is there."""
+def hold(lab: Lab, at: int = STEPS[1]) -> Iterator[None]:
+    """Let no training of a lab get beyond a step until the context exits."""
+    gate = lab.training.log.with_name("gate")
 
     def stop(_cfg: RunConfig, step: int, _folder: Path) -> None:
-        while step == at and file.exists():
+        while step == at and gate.exists():
             time.sleep(0.005)
 
-    return stop
+    lab.training.at_step = stop
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink()
 
 
 def prepare(folder: Path, patch: pytest.MonkeyPatch) -> Training:
-    """Replace trainings, and use forks."""
-    training = Training(folder / "steps.log")
-    patch.setattr("lit_lazy.training.run.run", training)
-    use_forks(patch)
-    return training
-
-
-def use_forks(patch: pytest.MonkeyPatch) -> None:
-    """Let workers be forks of their commands, which look often."""
+    """Replace trainings, and let workers be forks of their commands, which look often."""
     from lit_lazy.grid import pool, run, worker
 
+    training = Training(folder / "steps.log")
+    patch.setattr("lit_lazy.training.run.run", training)
     ends, serve = [], worker.serve
 
     def make_pipe() -> Any:
@@ -313,10 +294,8 @@ def use_forks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     patch.setattr(run, "POLL_SECONDS", 0.01)
     patch.setattr(run, "LOOK_SECONDS", 0.05)
-
-
-def parse(*words: str) -> Any:
-    return make_parser().parse_args([*words])
+    patch.setattr(os, "fsync", nothing)  # a third of a command's time; no test of these loses power
+    return training
 
 
 def make_lab(
@@ -331,8 +310,8 @@ def make_lab(
 def make_search_lab(folder: Path, training: Training) -> Lab:
     """A search of six points."""
     (folder / "rates.py").write_text(SEARCH)
-    options = parse("ablate", "search", str(folder / "rates.py"), "--runs", str(folder / "runs"))
-    return Lab(folder / "runs", training, make_search(options, []))
+    words = ["ablate", "search", str(folder / "rates.py"), "--runs", str(folder / "runs")]
+    return Lab(folder / "runs", training, make_search(make_parser().parse_args(words), []))
 
 
 def make_console() -> tuple[Console, io.StringIO]:

@@ -20,20 +20,11 @@ from lit_lazy.command.ablate_run import parse_request
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict, replace_at
-from lit_lazy.config.user_files import load_attribute, load_experiment
+from lit_lazy.config.serialisation import from_dict
+from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.grid import ablation as preparation
 from lit_lazy.grid import estimate, packed
-from lit_lazy.grid.ablation import (
-    Ablation,
-    Cell,
-    Row,
-    describe_value,
-    expand,
-    load_defined,
-    prepare_rows,
-    select_rows,
-)
+from lit_lazy.grid.ablation import Ablation, Cell, Row, describe_value, expand, load_defined, prepare_rows, select_rows
 from lit_lazy.support import console
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.columns import COLUMNS, is_metric_name
@@ -49,12 +40,8 @@ def ablation(**changes: object) -> Ablation:
     )
 
 
-def tiny() -> RunConfig:
-    return load_experiment(find("experiments", "backcopy_tiny"))
-
-
 def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
-    return expand(prepare_rows(select_rows(made, rows, seeds), replace_at(tiny(), made.common)))
+    return expand(prepare_rows(select_rows(made, rows, seeds), experiment("backcopy_tiny", made.common)))
 
 
 SHIPPED = [

@@ -7,8 +7,7 @@ Before every one: `make crash-points`, half an hour of these; the long tests tak
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,11 @@ FEW = 3
 EVERY = int(os.environ.get("EVERY_EFFECT", "12"))
 
 
-@dataclass(frozen=True)
-class State:
-    """What must be as if nothing had happened."""
-
-    table: str
-    points: Sequence[Any]
-    files: Sequence[str]
-
-    @classmethod
-    def of(cls, lab: Lab) -> "State":
-        is_search = isinstance(lab.work, SearchWork)
-        files = [str(path.relative_to(lab.folder)) for path in lab.folder.rglob("*") if path.suffix != ".log"]
-        points = SearchDriver(lab.work, None).points() if is_search else ()
-        return cls("" if is_search else lab.table(), points, sorted(files))
+def read_outcome(lab: Lab) -> tuple[Any, list[str]]:
+    """What must be as if nothing had happened: the table, or a search's points, and the names of files."""
+    files = [str(path.relative_to(lab.folder)) for path in lab.folder.rglob("*") if path.suffix != ".log"]
+    is_search = isinstance(lab.work, SearchWork)
+    return SearchDriver(lab.work, None).points() if is_search else lab.table(), sorted(files)
 
 
 def stat_results(lab: Lab) -> dict[Path, tuple[int, int]]:
@@ -46,10 +36,10 @@ def stat_results(lab: Lab) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in lab.folder.glob(f"cells/*/{RESULT}")}
 
 
-def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
-    """Kill before the effects that `points` chooses of so many, each time from what is in the runs folder.
+def try_all(lab: Lab, way: str, every: int) -> int:
+    """Kill before every so-manieth effect, 0 for FEW, each time from what is in the runs folder.
 
-    Returns how many were tried.
+    Returns how many were tried, for each way others.
     """
 
     def restore(name: str) -> Lab:
@@ -61,8 +51,9 @@ def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
     peace = restore("peace")
     trap = Trap(peace.runs, way, 0)
     assert trap.start(peace).wait() == 0
-    wanted, tried, n = State.of(peace), 0, trap.count
-    for at in points(n):
+    wanted, tried, n, number = read_outcome(peace), 0, trap.count, WAYS.index(way)
+    chosen = range(1 + number % every, n + 1, every) if every else range(1 + 3 * number, n + 1, max(n // FEW, 1))
+    for at in chosen:
         lab.training.log.unlink()
         here = restore(f"{way} {at}")
         trap = Trap(here.runs, way, at)
@@ -74,7 +65,7 @@ def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
         done = stat_results(here)
         said = here.run()
         context = f"{way}, effect {at}\n{command.said}\n{said}"
-        assert State.of(here) == wanted, context
+        assert read_outcome(here) == wanted, context
         assert done.items() <= stat_results(here).items(), context
         counts = lab.count_steps()
         is_search = isinstance(here.work, SearchWork)
@@ -84,15 +75,6 @@ def try_all(lab: Lab, way: str, points: Callable[[int], Iterator[int]]) -> int:
             here.check_done(steps_repeated=1, former=former)
         tried += 1
     return tried
-
-
-def choose_few(way: str) -> Callable[[int], Iterator[int]]:
-    """For each way others."""
-    return lambda n: iter(range(1 + 3 * WAYS.index(way), n + 1, max(n // FEW, 1)))
-
-
-def choose_more(way: str) -> Callable[[int], Iterator[int]]:
-    return lambda n: iter(range(1 + WAYS.index(way) % EVERY, n + 1, EVERY))
 
 
 def make_grid(folder: Path, training: Training) -> Lab:
@@ -116,9 +98,9 @@ def make_search(folder: Path, training: Training) -> Lab:
     return lab
 
 
-@pytest.mark.parametrize("choose", [choose_few, pytest.param(choose_more, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [0, pytest.param(EVERY, marks=pytest.mark.long)], ids=["few", "more"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [make_grid, make_changed_grid, make_search])
-def test_a_command_killed_anywhere_is_made_whole(make, way, choose, tmp_path, training) -> None:
+def test_a_command_killed_anywhere_is_made_whole(make, way, every, tmp_path, training) -> None:
     """Its table, or a search's points, are those of an undisturbed one, and no result is lost or made twice."""
-    assert try_all(make(tmp_path, training), way, choose(way)) >= FEW
+    assert try_all(make(tmp_path, training), way, every) >= FEW

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from instant import STEPS, Command, Lab, hold, stop_while, wait_until
+from instant import STEPS, Command, Lab, hold, wait_until
 from trap import Trap
 
 from lit_lazy.command.main import main
@@ -23,9 +23,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.study import JOURNAL, open_study
 from lit_lazy.support import disk, locks
 from lit_lazy.support.disk import describe_shortage, write_text
-from lit_lazy.training.run_folder import CHECKPOINTS, LAST, METRICS, read_failure
-
-FEW = 10
+from lit_lazy.training.run_folder import CHECKPOINTS, LAST, METRICS
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def test_a_write_may_fail_anywhere(whole: bool, lab: Lab) -> None:
     assert trap.start(peace).wait() == 0
     table, n = peace.table(), trap.count
     errors = itertools.cycle((errno.ENOSPC, errno.EIO, errno.EDQUOT))
-    for at, error in zip(itertools.count(1, 2 if whole else max(n // FEW, 1)), errors, strict=False):
+    for at, error in zip(itertools.count(1, 2 if whole else max(n // 10, 1)), errors, strict=False):
         here = lab.move(lab.runs / str(at))
         lab.training.log.unlink(missing_ok=True)
         trap = Trap(here.runs, "all", at, error, pattern="^(open|os)")
@@ -134,21 +132,6 @@ def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(lab: Lab) -
     lab.check_done()
 
 
-def test_a_limit_on_the_size_of_files_fails_cells_with_its_fix(lab: Lab) -> None:
-    def refuse(_cfg: RunConfig, _step: int, _folder: Path) -> None:
-        raise OSError(errno.EFBIG, "File too large")
-
-    lab.training.at_step = refuse
-    lab.run(status=1)
-    assert set(lab.states().values()) == {"failed"}
-    assert {read_failure(lab.cell(key)) for key in lab.keys} == {
-        "a write met the limit on the size of files; raise it, `ulimit -f`"
-    }
-    lab.training.at_step = lambda *_: None
-    lab.run()
-    lab.check_done()
-
-
 @pytest.mark.parametrize(
     ("options", "size", "what"),
     [
@@ -166,21 +149,14 @@ def test_what_a_disk_lacks(options: str, size: int, what: str, tmp_path: Path, m
     assert describe_shortage(tmp_path, 1) == "1 MB (Disk quota exceeded)"
 
 
-def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab, tmp_path, monkeypatch) -> None:
+    """A worker that lost its lease writes nothing over the next one, which is ahead of it.
+
+    It was suspended before its first checkpoint, for longer than a lease lasts.
+    """
     monkeypatch.setattr(locks, "_known", {})  # of file systems that other tests have tried
-    command = Trap(lab.runs, "all", 1, errno.ENOLCK, most=10**9, pattern="^fcntl.flock").start(lab)
-    assert command.wait() == 0
-    assert f"no file can be locked in {lab.folder}: leases replace locks" in command.said
-    lab.check_done()
-    assert not [*lab.runs.rglob("*.lease")]
-
-
-def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab, tmp_path, monkeypatch) -> None:
-    """It was suspended before its first checkpoint, for longer than a lease lasts; the next one is ahead of it."""
-    monkeypatch.setattr(locks, "_known", {})
     monkeypatch.setattr(locks, "LEASE_SECONDS", 2.0)
-    gate, pids = tmp_path / "gate", tmp_path / "pids"
-    stop = stop_while(gate, STEPS[2])
+    pids = tmp_path / "pids"
 
     def suspend_first(cfg: RunConfig, step: int, folder: Path) -> None:
         if not pids.exists():
@@ -192,8 +168,8 @@ def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab,
     def start() -> Command:
         return Trap(lab.runs, "all", 1, errno.ENOLCK, most=10**9, pattern="^fcntl.flock").start(lab)
 
-    lab.training.at_step = suspend_first
-    with hold(gate):
+    with hold(lab, STEPS[2]):
+        stop, lab.training.at_step = lab.training.at_step, suspend_first
         first = start()
         wait_until(pids.exists)
         pid, folder = pids.read_text().split()
@@ -208,7 +184,9 @@ def test_a_worker_that_lost_its_lease_writes_nothing_over_the_next_one(lab: Lab,
         assert (checkpoint.read_text(), metrics.read_bytes()) == (str(STEPS[1]), before)
     assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
     assert "died" not in first.said  # the other one may find its lease at an end, which looks the same
+    assert f"no file can be locked in {lab.folder}: leases replace locks" in first.said
     lab.check_done(steps_repeated=1)
+    assert not [*lab.runs.rglob("*.lease")]
 
 
 def test_a_read_only_folder_can_be_looked_at(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
@@ -262,11 +240,10 @@ def test_a_storage_that_is_away_or_lost_midway_loses_nothing(lab: Lab, tmp_path:
     assert "the grid goes on without it" in said
     assert "hunter2" not in said
     lab.training.log.unlink()
-    file, gate = tmp_path / "study.db", tmp_path / "gate"
-    lab.training.at_step = stop_while(gate)
-    with hold(gate):
+    file = tmp_path / "study.db"
+    with hold(lab):
         command = lab.start(storage=f"sqlite:///{file}")
-        wait_until(lambda: "running" in lab.states().values())
+        wait_until(lambda: lab.find("running"))
         file.write_bytes(b"no database")
     assert command.wait() == 0, command.said
     lab.check_done()

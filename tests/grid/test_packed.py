@@ -28,17 +28,13 @@ class Trained:
     """A finished grid of two rows and two seeds, and its packed file."""
 
     def __init__(self, folder: Path, store: Path) -> None:
-        self.runs, self.store, self.pack = folder / "runs", store, folder / "pair.xz"
+        self.runs, self.pack = folder / "runs", folder / "pair.xz"
         self.file = folder / "pair.py"
         self.file.write_text(two_rows("pair"))
-        self.make_folder(self.runs)
+        self.runs.mkdir()
+        shutil.copy(store, self.runs / "mlflow.db")
         assert self.run(self.runs) == 0
         assert main(["ablate", "pack", str(self.file), "--runs", str(self.runs), "--out", str(self.pack)]) == 0
-
-    def make_folder(self, runs: Path) -> Path:
-        runs.mkdir()
-        shutil.copy(self.store, runs / "mlflow.db")
-        return runs
 
     def command(self, runs: Path, *more: str) -> list[str]:
         return ["ablate", "run", str(self.file), "--runs", str(runs), "--workers", "2", "--brief", *more]
@@ -67,12 +63,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iter
         yield Trained(tmp_path_factory.mktemp("packed"), empty_store)
 
 
-@pytest.fixture
-def elsewhere(trained: Trained, tmp_path: Path) -> Path:
-    """An empty runs folder."""
-    return trained.make_folder(tmp_path / "elsewhere")
-
-
 def read_table(runs: Path, grid: str = ID) -> tuple[dict[str, Any], list[str]]:
     """A grid's table without what may differ, and its notes on cells that were taken."""
     table = json.loads((runs / grid / "table.json").read_text())
@@ -89,24 +79,24 @@ def list_files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if not path.name.endswith(".lock")}
 
 
-def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained, elsewhere, tmp_path, capsys) -> None:
+def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained, runs, tmp_path, capsys) -> None:
     half = trained.edit(tmp_path / "half.xz", lambda line: line if line["seed"] == 0 else None)
     for also in (["--dry-run"], []):
-        assert trained.run(elsewhere, "--results", str(half), *also) == 0
+        assert trained.run(runs, "--results", str(half), *also) == 0
         out = capsys.readouterr().out
         assert f"2 of 4 cells are taken from half.xz of {ID} (commit " in out
     assert "4 cells, 0 already finished, 2 taken, 2 to train" in out
     assert "4/4 cells done" in out
-    table, (note,) = read_table(elsewhere)
+    table, (note,) = read_table(runs)
     assert table == read_table(trained.runs)[0]
     assert re.fullmatch(rf"2 of 4 cells were taken from half\.xz of {ID} \(commit [\w-]+, Linux .*\)\.", note)
-    results = read_results(elsewhere)
+    results = read_results(runs)
     for key, result in read_results(trained.runs).items():
         assert results[key]["metrics"] == result["metrics"]
         taken = result["config"]["seed"] == 0
         assert results[key]["taken_from"].startswith(f"half.xz of {ID}") == taken
         assert (results[key]["timings"] == result["timings"]) == taken
-    client = MlflowClient(f"sqlite:///{elsewhere / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(ID).experiment_id
     for run in client.search_runs([number], "tags.kind = 'cell'"):
         assert run.info.status == "FINISHED"
@@ -152,10 +142,7 @@ def write(content: bytes) -> Callable[[Trained, Path], object]:
 TRUNCATED = "is truncated, or no packed file ("
 REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     "truncated": (lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]), TRUNCATED),
-    "fewer lines": (
-        edit(lambda line: line, cells=5),
-        f"{TRUNCATED}cells=5: it has 4)",
-    ),
+    "fewer lines": (edit(lambda line: line, cells=5), f"{TRUNCATED}cells=5: it has 4)"),
     "a text": (write(b"cells"), TRUNCATED),
     "an xz that expands": (
         lambda _, path: path.write_bytes(lzma.compress(bytes(2**28 + 1), preset=0)),
@@ -180,43 +167,40 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
         edit(lambda line: line | {"key": line["key"][::-1]}, grid="other-stdlib"),
         "none of its 4 cells, cells.xz of other-stdlib, is asked for here; leave it out",
     ),
-    "one key twice": (
-        edit(lambda line: line | {"key": "0" * 12}),
-        f"{TRUNCATED}cells=4: it has 1)",
-    ),
+    "one key twice": (edit(lambda line: line | {"key": "0" * 12}), f"{TRUNCATED}cells=4: it has 1)"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, trained, elsewhere, tmp_path, capsys):
+def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, trained, runs, tmp_path, capsys):
     make, message = REFUSED[case]
-    path, before = tmp_path / "cells.xz", list_files(elsewhere)
+    path, before = tmp_path / "cells.xz", list_files(runs)
     make(trained, path)
-    assert trained.run(elsewhere, "--results", str(path)) == 2
+    assert trained.run(runs, "--results", str(path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"lit-lazy: --results '{path}': {message}")
-    assert list_files(elsewhere) == before
+    assert list_files(runs) == before
 
 
-def test_two_sources_of_a_cell_must_agree(trained, elsewhere, tmp_path, capsys) -> None:
+def test_two_sources_of_a_cell_must_agree(trained, runs, tmp_path, capsys) -> None:
     """Timings may differ, and what they were made with."""
     slower = trained.edit(tmp_path / "slower.xz", set_at("timings", "train_seconds", 1e3))
     older = trained.edit(tmp_path / "older.xz", set_at("environment", "torch", "1.0"))
     other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
-    before = list_files(elsewhere)
+    before = list_files(runs)
     sources = {
-        f"'{trained.pack}' and 7.5 in '{other}'": (elsewhere, ["--results", str(trained.pack)]),
+        f"'{trained.pack}' and 7.5 in '{other}'": (runs, ["--results", str(trained.pack)]),
         f"'{trained.runs / ID}' and 7.5 in '{other}'": (trained.runs, []),
     }
-    for named, (runs, more) in sources.items():
-        assert trained.run(runs, *more, "--results", str(slower), "--results", str(other)) == 2
+    for named, (asked, more) in sources.items():
+        assert trained.run(asked, *more, "--results", str(slower), "--results", str(other)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("lit-lazy: --results: softmax seed 0 has loss/val ")
         assert f"in {named}; leave out the file that is wrong" in line
-    assert list_files(elsewhere) == before
+    assert list_files(runs) == before
     agreeing = ("--results", str(older), "--results", str(slower), "--results", str(trained.pack))
     assert trained.take(trained.runs, *agreeing) == {}
-    taken = [found.result for found in trained.take(elsewhere, *agreeing).values()]
+    taken = [found.result for found in trained.take(runs, *agreeing).values()]
     assert [result.environment["torch"] for result in taken] == ["1.0"] * 4
     assert {result.taken_from.partition(" (")[0] for result in taken} == {f"older.xz of {ID}"}
 
@@ -248,7 +232,6 @@ def test_only_a_result_that_is_the_cells_own_is_shared(trained: Trained, tmp_pat
     """One that cannot be read, was moved aside, or whose settings give another key is left as it is."""
     cell = ask_for_grid(trained.command(trained.runs)).cells[0]
     result = RunResult.peek(trained.runs / ID / "cells" / cell.key)
-    assert result is not None
     for grid in ("a-damaged", "b-other", "c.until-20260101-000000", "own"):
         folder = tmp_path / grid / "cells" / cell.key
         folder.mkdir(parents=True)

@@ -109,12 +109,11 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
     words += ["--runs", str(runs), "--workers", "1", "--storage", storage]
     given = os.environ | {"MLFLOW_TRACKING_URI": guarded, "OMP_NUM_THREADS": "1"}
     out = (tmp_path / "out").open("wb")
-    grid = subprocess.Popen(words, stdout=out, stderr=out, env=given)
+    grid = psutil.Popen(words, stdout=out, stderr=out, env=given)
     shown: set[bytes] = set()
-    watched = psutil.Process(grid.pid)
     time.sleep(1)  # the user's arguments are visible until the command has started
     while grid.poll() is None:
-        shown |= process_list(watched)
+        shown |= process_list(grid)
         time.sleep(0.2)
     assert grid.returncode == 0, (tmp_path / "out").read_text()
     assert any(b"lit_lazy.grid.worker" in line for line in shown)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,13 @@ import pytest
 from asked_grid import ask_for_grid
 from first_stage import use_stand_in
 
-from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.attention import Elastic
 from lit_lazy.command import ablate_questions_search, templates
 from lit_lazy.command.ablate_run import find_next_look
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment, hash_uncommitted, load_attribute, load_experiment
-from lit_lazy.grid.ablation import Ablation, Row, expand, prepare_rows, select_rows
+from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.question import RESULTS, Question, load_ablation_or_question
 from lit_lazy.measure.evaluation import require_measured
@@ -59,7 +58,7 @@ question = Question(
     primary="mass/non_trigger",
     contrasts=(Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),),
     rule="lower",
-    margin=MARGIN,
+    margin=0.1,
     source="R4",
     few_seeds_because="a test",
 )
@@ -73,9 +72,10 @@ KEPT_TABLE = Path(__file__).parents[2] / "docs" / "results" / "table2-backcopy" 
 RUN = (sys.executable, "-P", "-m", "lit_lazy", "ablate", "run")
 
 
-def git(folder: Path, *words: str) -> None:
+def commit(folder: Path, message: str, file: str = ".") -> None:
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+    for words in (["init"], ["add", file], [*who, "commit", "-m", message]):
+        subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -84,10 +84,8 @@ def mine(tmp_path: Path) -> Path:
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in ("q_mine", "q_early"):
-        (folder / f"{name}.py").write_text(SOURCE.replace("MARGIN", "0.1").replace("q_mine", name))
-    git(folder, "init")
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "Ask")
+        (folder / f"{name}.py").write_text(SOURCE.replace("q_mine", name))
+    commit(folder, "Ask")
     return folder / "q_mine.py"
 
 
@@ -131,9 +129,8 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     # Two more questions take its trainings: one that was committed before them, and one that is committed now.
     late = mine.with_name("q_late.py")
-    late.write_text(SOURCE.replace("MARGIN", "0.1").replace("q_mine", "q_late"))
-    git(mine.parent, "add", ".")
-    git(mine.parent, "commit", "-m", "Ask what is known")
+    late.write_text(SOURCE.replace("q_mine", "q_late"))
+    commit(mine.parent, "Ask what is known")
     for name, exploratory in (("q_early", ()), ("q_late", (OLDER,))):
         taken = forked.run([*RUN, str(mine.with_name(f"{name}.py")), "--runs", str(runs), "--workers", "1", "--brief"])
         assert "10 of 10 cells are taken from q_mine-backcopy_tiny" in taken.stdout, taken.stderr
@@ -168,52 +165,40 @@ def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:
     assert f"In no commit: {listed}. With " in render_markdown(table)
 
 
-def question(**changes) -> Question:
-    rule = "model.attention.normaliser"
-    given = {
-        "ablation": Ablation(
-            name="q",
-            baseline="a",
-            seeds=(3, 4, 5, 6, 7),
-            columns=COLUMNS,
-            rows=(Row("a", {rule: Softmax()}, "ours"), Row("b", {rule: Elastic()}, "ours")),
-        ),
-        "claim": "B is lower.",
-        "primary": "loss/excess",
-        "contrasts": (Contrast("b - a", {"b": 1, "a": -1}),),
-        "rule": "lower",
-        "margin": 0.1,
-        "source": "R5",
-        "few_seeds_because": "a test",
-    }
-    return Question(**given | changes)
+def ask() -> Question:
+    """What a file of that source asks."""
+    exec(SOURCE, names := {})
+    return names["question"]
+
+
+ASKED = ask()
+ABLATION = ASKED.ablation
 
 
 def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
-    asked = question()
+    asked = ask()
     digest = asked.declare("base", BASE, [mine]).digest
-    assert digest == question().declare("base", BASE, [mine]).digest
+    assert digest == ask().declare("base", BASE, [mine]).digest
     assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
     (mine.parent / "base.py").touch()
     assert asked.declare("base", BASE, [mine, mine.parent / "base.py"]).commit == "", "its experiment is in none"
     (mine.parent / "rule.py").touch()
     mine.write_text(f"import rule\n{mine.read_text()}")
-    git(mine.parent, "commit", "-am", "Import")
+    commit(mine.parent, "Import", mine.name)
     assert find_last_commit(mine)
     assert asked.declare("base", BASE, [mine]).commit == "", "the rule that it imports is in none"
-    git(mine.parent, "add", "rule.py")
-    git(mine.parent, "commit", "-m", "Add the rule")
+    commit(mine.parent, "Add the rule")
     assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
-    row = Row("b", {"model.attention.normaliser": Elastic(tau_init=0.5)}, "ours")
+    row = replace(ABLATION.rows[1], changes={"model.attention.normaliser": Elastic(tau_init=0.5)})
     others = (
-        replace(asked, claim="B is much lower."),
+        replace(asked, claim="It has much less mass."),
         replace(asked, margin=0.2),
         replace(asked, rule="same"),
         replace(asked, primary="sink/rate"),
         replace(asked, pilot_seeds=(0,)),
-        replace(asked, contrasts=(Contrast("b - a", {"b": 2, "a": -2}),)),
-        replace(asked, ablation=replace(asked.ablation, seeds=(8, 9, 10, 11, 12))),
-        replace(asked, ablation=replace(asked.ablation, rows=(asked.ablation.rows[0], row))),
+        replace(asked, contrasts=(Contrast("elastic - softmax", {"elastic": 2, "softmax": -2}),)),
+        replace(asked, ablation=replace(ABLATION, seeds=(8, 9, 10, 11, 12))),
+        replace(asked, ablation=replace(ABLATION, rows=(ABLATION.rows[0], row))),
     )
     digests = {other.declare("base", BASE, [mine]).digest for other in others}
     digests |= {asked.declare("other", BASE, [mine]).digest}
@@ -224,17 +209,17 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
 
 def test_a_published_declaration_keeps_its_commit_while_its_digest_is_the_same(mine, tmp_path, monkeypatch) -> None:
     """A file may change in other respects. What differs in the declaration was declared when the file was committed."""
-    published = tmp_path / "published" / "q-base"
+    published = tmp_path / "published" / "q_mine-base"
     published.mkdir(parents=True)
     monkeypatch.setattr("lit_lazy.grid.question.RESULTS", published.parent)
-    asked = question(after="q_first")
+    asked = replace(ASKED, after="q_first")
     first = replace(asked.declare("base", BASE, [mine]), earlier="Open.", earlier_seeds=(0, 1))
     (published / "table.json").write_text(
-        json.dumps(replace(read_table(KEPT_TABLE), ablation="q", declaration=first).to_json())
+        json.dumps(replace(read_table(KEPT_TABLE), ablation="q_mine", declaration=first).to_json())
     )
     mine.write_text(f"# another comment\n{mine.read_text()}")
     assert asked.declare("base", BASE, [mine]) == replace(first, commit="")
-    git(mine.parent, "commit", "-am", "Comment")
+    commit(mine.parent, "Comment")
     assert find_last_commit(mine) != first.commit
     assert asked.declare("base", BASE, [mine]) == first
     again = replace(asked, margin=0.2).declare("base", BASE, [mine])
@@ -250,43 +235,38 @@ def test_published_questions_are_declared_today_as_they_were(path: Path) -> None
     assert asked.declare(table.base, base, files).digest == table.declaration.digest
 
 
-ABLATION = question().ablation
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ablation": "table2"}, r"^question: ablation='table2': must be an? Ablation"),
+        ({"ablation": "table2"}, "ablation='table2': must be an? Ablation"),
+        ({"primary": "loss/excel"}, r"primary 'loss/excel': is unknown \(did you mean loss/excess\?\); "),
+        ({"contrasts": ()}, "contrasts=0: must be 1 to 5"),
         (
-            {"primary": "loss/excel"},
-            r"question 'q': primary 'loss/excel': is unknown \(did you mean loss/excess\?\); ",
+            {"contrasts": (Contrast("c", {"c": 1, "softmax": -1}),)},
+            "contrast 'c': row 'c': is unknown; known are softmax",
         ),
-        ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
-        (
-            {"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)},
-            "contrast 'c - a': row 'c': is unknown; known are a",
-        ),
-        ({"contrasts": (Contrast("c", {"b": 1, "a": -1}),) * 2}, r"contrasts=\['c'\]: must each occur once"),
-        ({"claim": ""}, r"question 'q': claim='': must be text"),
-        ({"margin": 0}, "question 'q': margin=0: must be above 0"),
-        ({"rule": "removed"}, "question 'q': margin=0.1: is not used by the rule `removed`, whose bounds are"),
-        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, no_worse, mostly, remo"),
-        ({"ablation": replace(ABLATION, seeds=(0,))}, r"question 'q': looks=\(1,\): must .* start at 2 seeds or more"),
-        ({"few_seeds_because": ""}, r"question 'q': looks=\(5,\): start with at least 10 seeds, or say why not in few"),
-        ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
+        ({"contrasts": ASKED.contrasts * 2}, r"contrasts=\['elastic - softmax'\]: must each occur once"),
+        ({"claim": ""}, "claim='': must be text"),
+        ({"margin": 0}, "margin=0: must be above 0"),
+        ({"rule": "removed"}, "margin=0.1: is not used by the rule `removed`, whose bounds are"),
+        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, no_worse, mostly, remo"),
+        ({"ablation": replace(ABLATION, seeds=(0,))}, r"looks=\(1,\): must .* start at 2 seeds or more"),
+        ({"few_seeds_because": ""}, r"looks=\(5,\): start with at least 10 seeds, or say why not in few"),
+        ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"ablation\.primary=.*leave it to"),
         (
             {"ablation": replace(ABLATION, rows=(replace(ABLATION.rows[0], seeds=(1,)), ABLATION.rows[1]))},
-            r"question 'q': seeds of rows=\['a'\]: all rows of a question have the ablation's seeds",
+            r"seeds of rows=\['softmax'\]: all rows of a question have the ablation's seeds",
         ),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        question(**changes)
+    name = "question" if changes.get("ablation") == "table2" else "question 'q_mine'"
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        replace(ASKED, **changes)
 
 
 def test_a_question_beside_another_ablation_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "q_piloted.py").write_text(SOURCE.replace("MARGIN", "0.1"))
+    (tmp_path / "q_piloted.py").write_text(SOURCE)
     pilot, same = tmp_path / "pilot.py", tmp_path / "same.py"
     pilot.write_text(
         "from dataclasses import replace\nfrom q_piloted import question\n"
@@ -299,13 +279,11 @@ def test_a_question_beside_another_ablation_is_refused(tmp_path: Path) -> None:
     assert load_ablation_or_question(same)[0].name == "q_mine"
 
 
-TEMPLATE = Path(templates.__file__).with_name("question.py")
-
-
 def test_an_outcome_that_the_data_do_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells would be trained, and an amended declaration would be exploratory."""
     path, runs = tmp_path / "q_moved.py", tmp_path / "runs"
-    path.write_text(TEMPLATE.read_text().replace('base="backcopy_tiny"', 'base="recall_tiny"'))
+    template = Path(templates.__file__).with_name("question.py").read_text()
+    path.write_text(template.replace('base="backcopy_tiny"', 'base="recall_tiny"'))
     assert main(["ablate", "run", str(path), "--runs", str(runs)]) == 2
     said = (
         "primary='sink/first_key_weight_non_trigger': is not measured on recall, which has sink/first_key_share_absent"
@@ -424,7 +402,7 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp
 LOOKS = (
     SOURCE.replace("import Elastic, Softmax", "import Elastic, Softmax, SSMax")
     .replace("columns=COLUMNS,", "columns=COLUMNS[2:],")  # without losses: six steps learn nothing
-    .replace("MARGIN", "MARGIN,\n    looks=(3, 4, 6)")
+    .replace("margin=0.1", "margin=0.1,\n    looks=(3, 4, 6)")
     .replace("seeds=(3, 4, 5, 6, 7)", "seeds=(3, 4, 5, 6, 7, 8)")
     .replace(
         'Row("elastic", {RULE: Elastic()}, "ours")',
@@ -437,28 +415,18 @@ ONE = 'Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),'
 OPEN = ONE + ' Contrast("kept - softmax", {"kept": 1, "softmax": -1}),'
 
 
-def write_question(folder: Path, contrasts: str, margin: str = "0.1") -> Path:
+def write_question(folder: Path, contrasts: str) -> Path:
     folder.mkdir()
     path = folder / "q_mine.py"
-    path.write_text(LOOKS.replace("MARGIN", margin).replace(ONE, contrasts))
-    git(folder, "init")
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "Ask")
+    path.write_text(LOOKS.replace(ONE, contrasts))
+    commit(folder, "Ask")
     return path
 
 
-Run = Callable[..., tuple[Table, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a question; returns its table and what was printed."""
-
-    def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
-        assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
-        return read_table(runs / "q_mine-backcopy_tiny" / "table.json"), capsys.readouterr().out
-
-    return run
+def run(capsys: pytest.CaptureFixture[str], question: Path, runs: Path, *words: str) -> tuple[Table, str]:
+    """Run a question; returns its table and what was printed."""
+    assert main(["ablate", "run", str(question), "--runs", str(runs), "--workers", "2", *words]) == 0
+    return read_table(runs / "q_mine-backcopy_tiny" / "table.json"), capsys.readouterr().out
 
 
 def dry_run(question: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -471,8 +439,9 @@ def seeds(table: Table) -> dict[str, list[int]]:
 
 
 @pytest.mark.long
-def test_only_rows_with_an_open_contrast_go_on(tmp_path, runs, run, capsys) -> None:
-    whole, printed = run(write_question(tmp_path / "mine", OPEN), runs, "--looks", "3")
+def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(tmp_path, runs, capsys) -> None:
+    question = write_question(tmp_path / "mine", OPEN)
+    whole, printed = run(capsys, question, runs / "whole", "--looks", "3")
     assert seeds(whole) == {
         "softmax": [3, 4, 5, 6, 7, 8],
         "elastic": [3, 4, 5],
@@ -483,16 +452,9 @@ def test_only_rows_with_an_open_contrast_go_on(tmp_path, runs, run, capsys) -> N
     assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
     assert [part.n for part in whole.verdict.parts] == [3, 6]
     assert find_next_look(whole, None, 3) is None
-    printed = dry_run(tmp_path / "mine" / "q_mine.py", runs, capsys)
-    assert "There is no look to make." in printed
-
-
-@pytest.mark.long
-def test_a_resumed_question_equals_an_undisturbed_one(tmp_path, runs, run, capsys) -> None:
-    question = write_question(tmp_path / "mine", OPEN)
-    whole, _ = run(question, runs / "whole", "--looks", "3")
+    assert "There is no look to make." in dry_run(question, runs / "whole", capsys)
     for number in (1, 2, 3):
-        part, _ = run(question, runs / "parts", "--looks", "1")
+        part, _ = run(capsys, question, runs / "parts", "--looks", "1")
         assert len(part.verdict.looks) == number
         if number == 1:
             check_next_look(part)
@@ -501,13 +463,13 @@ def test_a_resumed_question_equals_an_undisturbed_one(tmp_path, runs, run, capsy
             assert "This is look 2 of 3, at n = 3, 4, 6." in printed
     # Packed after its first look, and continued in another folder.
     moved, packed = runs / "moved", tmp_path / "cells.jsonl.xz"
-    run(question, runs / "first", "--looks", "1")
+    run(capsys, question, runs / "first", "--looks", "1")
     assert main(["ablate", "pack", str(question), "--runs", str(runs / "first"), "--out", str(packed)]) == 0
-    other, printed = run(question, moved, "--results", str(packed), "--looks", "3")
+    other, printed = run(capsys, question, moved, "--results", str(packed), "--looks", "3")
     assert "12 of 12 cells are taken from cells.jsonl.xz of q_mine-backcopy_tiny" in printed
     for name in ("verdict", "rows", "declaration"):
         assert getattr(part, name) == getattr(other, name) == getattr(whole, name)
-    again, printed = run(question, runs / "parts")
+    again, printed = run(capsys, question, runs / "parts")
     assert again.verdict == whole.verdict
     assert "nothing to do" in printed
 
@@ -530,8 +492,8 @@ def check_next_look(table: Table) -> None:
 
 
 @pytest.mark.long
-def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path, run: Run) -> None:
-    table, printed = run(write_question(tmp_path / "mine", ONE), runs)
+def test_a_decided_question_stops_at_its_look(tmp_path, runs, capsys) -> None:
+    table, printed = run(capsys, write_question(tmp_path / "mine", ONE), runs)
     assert (table.verdict.status, table.verdict.n, table.verdict.exploratory) == ("supported", 3, ())
     assert seeds(table) == {name: [3, 4, 5] for name in ("softmax", "elastic", "kept", "apart")}
     assert "Supported at look 1 of 3 (n = 3): Elastic-Softmax has less mass." in printed
@@ -545,7 +507,7 @@ def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: 
     command = [*RUN, str(question), "--runs", str(runs), "--workers", "2", "--looks", "1"]
     assert forked.run(command).returncode == 0
     question.write_text(question.read_text().replace("looks=(3, 4, 6)", "looks=(3, 5, 6)"))
-    git(question.parent, "commit", "-am", "Look elsewhere")
+    commit(question.parent, "Look elsewhere")
     assert forked.run(command).returncode == 0
     table = read_table(runs / "q_mine-backcopy_tiny" / "table.json")
     assert table.verdict.exploratory == ("its declaration changed after its run began",)

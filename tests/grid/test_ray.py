@@ -15,9 +15,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from instant import read_pid
+from instant import read_pid, wait_until
 from mistakes import expect_refusal
-from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cells import read_state
@@ -61,19 +60,8 @@ def address() -> Iterator[str]:
         cluster.shutdown()
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> str:
-    path = tmp_path / "pair.py"
-    path.write_text(two_rows("pair", more=WILD))
-    return str(path)
-
-
 def command(runs: Path, pair: str, *more: str) -> list[str]:
     return ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", *more]
-
-
-def read_states(grid: Path) -> set[str]:
-    return {cell.status for cell in read_grid(grid).cells}
 
 
 def log_of(folder: Path) -> list[str]:
@@ -104,7 +92,14 @@ def test_the_table_is_that_of_local_workers(runs, pair, address, capsys, monkeyp
 @pytest.mark.long
 def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None:
     """Ctrl-C with a local Ray; then the same command on a cluster, where a task is killed in training."""
-    process = start(command(runs, pair, "--launcher", "ray", *LONG))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_lazy", *command(runs, pair, "--launcher", "ray", *LONG)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
     grid = wait_for_training(runs, time.time())
     # Like a terminal: to the command's process group.
     os.killpg(process.pid, signal.SIGINT)
@@ -113,7 +108,7 @@ def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None
     assert err.splitlines()[-1] == "interrupted; the same command resumes"
     assert "Traceback" not in err
     assert "ray" not in out.lower()
-    assert read_states(runs / grid) == {"waiting"}
+    assert {cell.status for cell in read_grid(runs / grid).cells} == {"waiting"}
 
     killed: list[int] = []
     begun = time.time()
@@ -123,32 +118,20 @@ def test_interrupted_and_killed_cells_go_on(runs, pair, address, capsys) -> None
     assert main(command(runs, pair, *on_cluster, *LONG)) == 0
     killer.join()
     assert f"its worker (process {killed[0]} on" in capsys.readouterr().out
-    assert read_states(runs / grid) == {"complete"}
+    assert {cell.status for cell in read_grid(runs / grid).cells} == {"complete"}
     lines = log_of(runs / grid)
     for variant in ("softmax", "lazy"):
         assert lines.count(f"done {variant} seed 0") == 1
 
 
-def start(arguments: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-
-
 def wait_for_training(runs: Path, since: float) -> str:
     """Wait until a cell has written a checkpoint; returns the grid's id, which includes a hash of the overrides."""
-    end = time.monotonic() + 180
-    while time.monotonic() < end:
-        for checkpoint in runs.glob("pair-*/cells/*/checkpoints/last.ckpt"):
-            if checkpoint.stat().st_mtime > since:
-                return checkpoint.relative_to(runs).parts[0]
-        time.sleep(0.1)
-    raise AssertionError("no cell began to train")
+
+    def find() -> list[Path]:
+        written = runs.glob("pair-*/cells/*/checkpoints/last.ckpt")
+        return [checkpoint for checkpoint in written if checkpoint.stat().st_mtime > since]
+
+    return wait_until(find, seconds=180)[0].relative_to(runs).parts[0]
 
 
 def kill_one(runs: Path, since: float) -> int:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from instant import SEARCH, Lab, Training, hold, read_pid, stop_while, wait_until
+from instant import SEARCH, STEPS, Lab, Training, hold, wait_until
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
@@ -21,6 +20,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell, load_defined
 from lit_lazy.grid.cells import HOLDER, claim, read_state
+from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
@@ -92,13 +92,10 @@ def take(driver: SearchDriver) -> Cell:
     return cell
 
 
-def compute_objective(cell: Cell) -> float:
-    """A made-up objective of a point."""
-    return abs(cell.config["train"]["lr"] - 0.01) + cell.config["model"]["attention"]["normaliser"]["tau_init"]
-
-
-def complete(driver: SearchDriver, cell: Cell, value: float | None = None) -> None:
-    loss = compute_objective(cell) if value is None else value
+def complete(driver: SearchDriver, cell: Cell, loss: float | None = None) -> None:
+    """loss: None for a made-up objective of the point."""
+    if loss is None:
+        loss = abs(cell.config["train"]["lr"] - 0.01) + cell.config["model"]["attention"]["normaliser"]["tau_init"]
     folder = locate_cell(driver.work.folder, cell.key)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {}, {"loss/val": loss}, {}, {}, {"git_sha": "x"}, "data", {}, cell.key, {}
@@ -183,7 +180,6 @@ def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -
         complete(driver, cell, loss)
     cell = take(driver)
     lock = claim(folder := locate_cell(driver.work.folder, cell.key))
-    assert lock is not None
     reason = driver.judge(cell.key, 3, 9.0)
     lock.release(force=True)  # its worker died too
     again = begun(tmp_path, 3, prune_from=0.5)
@@ -255,45 +251,41 @@ def test_commands_that_share_a_search_draw_each_point_once(storage, search_lab, 
     assert set(search_lab.count_steps().values()) == {1}
     search_lab.training.log.unlink()
     assert "6 points, 0 already finished, 6 to train" in search_lab.run(fresh=True, storage=url)
+    (aside,) = search_lab.runs.glob(f"{ID}{ASIDE}*")
+    results = {path.parent.name for path in aside.glob("cells/*/result.json")}
+    assert results == {point.run for point in points if point.state == "complete"}
     assert set(search_lab.count_steps().values()) == {1}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"axes": 3}'])
-def test_a_damaged_definition_is_one_line(content: bytes, search_lab: Lab) -> None:
+def test_a_damaged_definition_is_one_line(search_lab: Lab) -> None:
     """Whether this search is the one that began is not known any more."""
     search_lab.run()
-    (search_lab.folder / "search.json").write_bytes(content)
-    said = search_lab.run(status=2)
-    assert said.startswith(f"lit-lazy: '{search_lab.folder / 'search.json'}': is damaged (no definition of a search")
-    assert said.count("\n") == 1
-    search_lab.training.log.unlink()
+    file = search_lab.folder / "search.json"
+    for content in (b"", b"{", b"[]", b'{"axes": 3}'):
+        file.write_bytes(content)
+        said = search_lab.run(status=2)
+        assert said.startswith(f"lit-lazy: '{file}': is damaged (no definition of a search")
+        assert said.count("\n") == 1
     search_lab.run(fresh=True)
 
 
-@pytest.mark.parametrize("victim", ["the worker", "the command"])
-def test_a_point_goes_on_from_its_checkpoint(victim: str, search_lab: Lab, tmp_path: Path) -> None:
-    """A search's worker ends with its command: nobody would judge its point, which has not failed."""
-    gate = tmp_path / "gate"
-    search_lab.training.at_step = stop_while(gate)
-    with hold(gate):
+def test_a_worker_ends_with_its_command_and_the_point_goes_on_from_its_checkpoint(search_lab: Lab) -> None:
+    """Nobody would judge the point, which has not failed."""
+    with hold(search_lab):
         command = search_lab.start()
         wait_until(lambda: list(search_lab.folder.glob("cells/*/checkpoints/last.ckpt")))
         before = points_in(search_lab)[0]
-        cell = search_lab.folder / "cells" / before.run
-        if victim == "the worker":
-            os.kill(read_pid(cell), signal.SIGKILL)
-        else:
-            command.send(signal.SIGKILL)
-            command.wait()
-    if victim == "the command":
-        wait_until(lambda: read_state(cell) == "waiting")
-        assert not (cell / "holder.json").exists()
-        command = search_lab.start()
-    assert command.wait() == 0, command.said
+        command.send(signal.SIGKILL)
+        command.wait()
+    cell = search_lab.folder / "cells" / before.run
+    wait_until(lambda: read_state(cell) == "waiting")
+    assert not (cell / "holder.json").exists()
+    search_lab.run()
     after = points_in(search_lab)[0]
     assert (after.params, after.run, after.state) == (before.params, before.run, "complete")
-    # A worker that ends with its command may have taken a step that is in no checkpoint.
-    assert max(search_lab.count_steps().values()) <= 1 + (victim == "the command")
+    counts = search_lab.count_steps()
+    assert counts[f"{cell.name} {STEPS[0]}"] == 1
+    assert max(counts.values()) <= 2, "the worker may have taken a step that is in no checkpoint"
 
 
 def test_a_point_that_diverges_is_finished_and_says_so(search_lab: Lab) -> None:
@@ -330,22 +322,15 @@ def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> N
 # From the command line to MLflow, with real trainings
 
 
-@pytest.fixture
-def rates(tmp_path: Path) -> str:
-    """None of its points is pruned before two are complete."""
-    path = tmp_path / "rates.py"
-    path.write_text(SEARCH.replace("trials=6", "trials=5"))
-    return str(path)
-
-
 def points_of(runs: Path) -> dict[str, dict[str, str]]:
-    """The table, by point."""
     with (runs / ID / "table.csv").open() as file:
         return {row["point"]: row for row in csv.DictReader(file)}
 
 
-def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["ablate", "search", rates, "--runs", str(runs), "--workers", "1"]
+def test_a_search_from_start_to_table_and_on(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates, other = tmp_path / "rates.py", tmp_path / "other" / "rates.py"
+    rates.write_text(SEARCH.replace("trials=6", "trials=5"))
+    command = ["ablate", "search", str(rates), "--runs", str(runs), "--workers", "1"]
     assert main([*command, "--dry-run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "5 points of search-rates-backcopy_tiny" in out
@@ -387,20 +372,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
 
     assert main(command) == 0
     assert "5 points, all finished: nothing to do" in capsys.readouterr().out
-    check_mlflow(runs, rows)
-
-    text = Path(rates).read_text()
-    other = Path(rates).parent / "other" / "rates.py"
-    other.parent.mkdir()
-    other.write_text(text.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
-    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
-    assert error.count("\n") == 1
-
-
-def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
-    """One parent with table and figures, one child per point with axes and the right status."""
+    # One parent with table and figures, one child per point with axes and the right status.
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(ID).experiment_id
     found = client.search_runs([number])
@@ -425,6 +397,13 @@ def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
         else:
             assert (run.info.status, tags["state"], tags["optuna.state"]) == ("KILLED", "pruned", "PRUNED")
             assert run.data.metrics["val/loss"] == pytest.approx(float(row["last_validation"]))
+
+    other.parent.mkdir()
+    other.write_text(rates.read_text().replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
+    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
+    assert error.count("\n") == 1
 
 
 # Table and figures

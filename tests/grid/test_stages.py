@@ -16,13 +16,7 @@ from lit_lazy.config.user_files import experiment, load_attribute, load_module
 from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
-from lit_lazy.grid.stages import (
-    FirstStageMissing,
-    at_best_rate,
-    at_rate,
-    choose_best_rates,
-    find_best_rates,
-)
+from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, choose_best_rates, find_best_rates
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.support.named_files import find, list_available
 from lit_lazy.table.build import TableSpec, build_table, read_table
@@ -46,11 +40,6 @@ def make_table(failed: str = "", seed: int = 10) -> Table:
     ]
     infos = [RowInfo(row, "ours", (10, 11), "b") for row in rows]
     return build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make", primary=["loss"]), cells)
-
-
-def test_each_row_gets_the_rate_of_its_lowest_mean_loss() -> None:
-    assert choose_best_rates(make_table()) == first_stage.BEST
-    assert choose_best_rates(make_table(at_rate("elastic", 0.01)))["elastic"] == 0.005, "a seed of its best failed"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +71,7 @@ def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, 
     assert row.changes == {"train.steps": 3, "train.lr": 0.01}
     assert row.note == "a note; learning rate 0.01, the best of elastic in search-b"
     assert find_best_rates("search-c") == first_stage.BEST
+    assert choose_best_rates(make_table(at_rate("elastic", 0.01)))["elastic"] == 0.005, "a seed of its best failed"
     assert find_best_rates("rivals_rates-backcopy"), "the project's are known, too"
     with pytest.raises(ValueError, match="search-b: row 'sigmoid': is unknown; known are elastic, lazy, softmax"):
         at_best_rate(row, "sigmoid", "search-b")
@@ -102,7 +92,7 @@ def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeypatch) -> None:
+def test_a_second_stage_takes_the_rates_over_and_says_so_or_that_it_lacks_them(name, tmp_path, monkeypatch) -> None:
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
@@ -114,15 +104,6 @@ def test_a_second_stage_takes_the_rates_over_and_says_so(name, tmp_path, monkeyp
     use_stand_in(monkeypatch, tmp_path, doubled)
     again, _ = load_ablation_or_question(find("ablations", name))
     assert all(rate_of(row) == 2 * before[row.name] for row in again.all_rows)
-
-
-def rate_of(row: Row) -> float:
-    """The learning rate of a row that changes it alone, or the whole recipe."""
-    return row.changes["train"].lr if "train" in row.changes else row.changes["train.lr"]
-
-
-@pytest.mark.parametrize("name", SECOND)
-def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_in(monkeypatch, tmp_path, {})
     stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
     first, _, base = stage.partition("-")
@@ -132,6 +113,11 @@ def test_without_the_rates_it_waits_in_one_line(name: str, tmp_path: Path, monke
         f"{name}: needs the rates of {stage}; `lit-lazy ablate run {first} --base {base}`, then `lit-lazy ablate rates "
         f"runs/{stage}`"
     )
+
+
+def rate_of(row: Row) -> float:
+    """The learning rate of a row that changes it alone, or the whole recipe."""
+    return row.changes["train"].lr if "train" in row.changes else row.changes["train.lr"]
 
 
 def test_commands_go_on_without_what_waits(monkeypatch, tmp_path, capsys) -> None:

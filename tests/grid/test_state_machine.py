@@ -50,6 +50,9 @@ class Model:
     """Whether its last holder died."""
 
 
+HELD = st.runner().flatmap(lambda machine: st.sampled_from(sorted(machine.locks)))
+
+
 class Machine(RuleBasedStateMachine):
     """Each rule acts on the folders and on the model, which must then agree."""
 
@@ -68,17 +71,10 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for key in list(self.locks):
-            self.give_back(key)
+            self.end_as(key, "waiting", "interrupted")
 
     def folder(self, key: str) -> Path:
         return locate_cell(self.work.folder, key)
-
-    def held(self) -> st.SearchStrategy[str]:
-        return st.sampled_from(sorted(self.locks))
-
-    def write_result(self, key: str) -> None:
-        fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
-        RunResult(key, *fields).write(self.folder(key))
 
     @rule(key=KEYS)
     def claim(self, key: str) -> None:
@@ -102,11 +98,8 @@ class Machine(RuleBasedStateMachine):
         self.locks[key] = lock
         write_settings(self.folder(key), key, "data", {"is": key})
 
-    def release(self, key: str) -> None:
-        give_back(self.folder(key), self.locks.pop(key))  # type: ignore[arg-type]
-
     def end_as(self, key: str, state: str, kind: str) -> None:
-        self.release(key)
+        give_back(self.folder(key), self.locks.pop(key))  # type: ignore[arg-type]
         cell = self.cells[key]
         if cell.state == "running":
             cell.state = state
@@ -114,34 +107,29 @@ class Machine(RuleBasedStateMachine):
             driver.record(Ending(key, kind))  # type: ignore[arg-type]
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        key = data.draw(self.held())
-        self.write_result(key)
+    @rule(key=HELD)
+    def finish(self, key: str) -> None:
+        fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
+        RunResult(key, *fields).write(self.folder(key))
         self.end_as(key, "complete", "done")
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data(), final=st.booleans())
-    def fail(self, data: st.DataObject, final: bool) -> None:
-        key = data.draw(self.held())
+    @rule(key=HELD, final=st.booleans())
+    def fail(self, key: str, final: bool) -> None:
         if self.cells[key].state == "running":
             write_failure(self.folder(key), "why", final)
             self.cells[key].final = final
         self.end_as(key, "failed", "failed")
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def interrupt(self, data: st.DataObject) -> None:
-        self.end_as(data.draw(self.held()), "waiting", "interrupted")
-
-    def give_back(self, key: str) -> None:
+    @rule(key=HELD)
+    def interrupt(self, key: str) -> None:
         self.end_as(key, "waiting", "interrupted")
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
+    @rule(key=HELD)
+    def die(self, key: str) -> None:
         """The operating system frees the lock; the holder's file stays."""
-        key = data.draw(self.held())
         self.locks.pop(key).release(force=True)  # type: ignore[attr-defined]
         cell = self.cells[key]
         cell.left = True
@@ -151,9 +139,8 @@ class Machine(RuleBasedStateMachine):
             driver.record(Ending(key, "died"))
 
     @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def get_ahead(self, data: st.DataObject) -> None:
-        key = data.draw(self.held())
+    @rule(key=HELD)
+    def get_ahead(self, key: str) -> None:
         checkpoint = self.folder(key) / CHECKPOINTS / LAST
         checkpoint.parent.mkdir(exist_ok=True)
         checkpoint.touch()
@@ -189,15 +176,16 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def fresh(self) -> None:
-        console, _ = make_console()
+        console, shown = make_console()
         if any(cell.state == "running" for cell in self.cells.values()) or self.locks:
-            with pytest.raises(ValueError, match=r"--fresh: .* is running"):
+            with pytest.raises(ValueError, match=rf"--fresh: {self.work.id} is running \(process {os.getpid()} on "):
                 reset_grid(self.work, console)
             return
         complete = sum(cell.state == "complete" for cell in self.cells.values())
         aside = self.work.folder.with_name(f"{self.work.id}{ASIDE}{self.asides}")
         reset_grid(self.work, console)
         (moved,) = self.work.runs.glob(f"{self.work.id}{ASIDE}????????-*")
+        assert shown.getvalue() == f"the former results are in {moved}\n"
         assert len(list(moved.glob(f"cells/*/{RESULT}"))) == complete
         moved.rename(aside)
         self.asides += 1

@@ -99,13 +99,11 @@ def mine(tmp_path: Path) -> Path:
 
 
 def command(path: Path, runs: Path, *more: str) -> list[str]:
-    """`lit-lazy ablate run`."""
     words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(path), "--runs", str(runs)]
     return [*words, "--workers", "1", *more]
 
 
 def run_command(path: Path, runs: Path, *more: str, status: int = 0) -> str:
-    """What a command says."""
     done = forked.run(command(path, runs, *more), cwd=path.parent)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr if status else done.stdout
@@ -164,7 +162,6 @@ def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp
     here = shadow(tmp_path / "here")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=here)
     said = []
-    assert process.stdout is not None
     for line in process.stdout:
         said.append(line)
         if "Ctrl-C stops the server" in line:

@@ -32,11 +32,8 @@ from lit_lazy.tracking.views import (
 
 pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for all
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")
-ABLATION = "table2-backcopy_tiny"
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
-WHERE_MLFLOW_REPORTS_NOTHING = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
-"""Environment variables of tests and CI."""
 TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
@@ -54,17 +51,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
         assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), "train-other")
     other.create_run("other", {"kind": "run"})
-    made_up(runs)
-    return runs
-
-
-EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
-"""Excess losses of the synthetic cells, the last values of their curves."""
-ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
-"""Factors at these steps."""
-
-
-def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
@@ -76,13 +62,20 @@ def made_up(runs: Path) -> None:
         tracker.update(run, "FINISHED", metrics=metrics, step=400)
     charted, metrics = tracker.mark_outliers(), ["loss/excess"]
     tracker.save_views("cell", lambda cells: build_views(["tau_init"], metrics, metrics, cells, charted))
+    return runs
+
+
+EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
+"""Excess losses of the synthetic cells, the last values of their curves."""
+ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
+"""Factors at these steps."""
 
 
 @pytest.fixture(scope="module")
 def links(runs: Path) -> Iterator[dict[str, str]]:
     """Links of the ablation in `lit-lazy dashboard`, by label."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in WHERE_MLFLOW_REPORTS_NOTHING:
+        for name in ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # there MLflow reports nothing
             patch.delenv(name, raising=False)
         with screenshots.served_links(runs, "table2") as links:
             yield links
@@ -210,7 +203,7 @@ class TestLinks:
         assert line.startswith(
             "lit-lazy: dashboard 'table3': MLflow has no experiment or ablation of this name; it has: "
         )
-        assert ABLATION in line
+        assert "table2-backcopy_tiny" in line
         assert "train-other" in line
         assert not said.out
 
@@ -218,9 +211,6 @@ class TestLinks:
 def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> RunData:
     params = [Param(name, value) for name, value in axes.items()]
     return RunData([Metric(name, loss, 0, 0) for name in metrics], params, [RunTag("variant", variant)])
-
-
-LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
 
 
 class TestViews:
@@ -260,7 +250,8 @@ class TestViews:
         assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
 
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
-        cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
+        losses = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
+        cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in losses.items()]
         assert find_outlier_rows(cells) == ["dead"]
         found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, charted=True)
         for view in (CHARTS_VIEW, AXES_VIEW):

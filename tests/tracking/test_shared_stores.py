@@ -37,13 +37,8 @@ def shared(request: pytest.FixtureRequest, runs: Path) -> str:
 def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", shared)
     first, second = tmp_path / "first", tmp_path / "second"
-    other = forked.Popen(
-        [sys.executable, "-m", "lit_lazy", *TRAIN, str(first)],
-        stdout=forked.PIPE,
-        stderr=forked.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    words, given = [sys.executable, "-m", "lit_lazy", *TRAIN, str(first)], os.environ | {"OMP_NUM_THREADS": "1"}
+    other = forked.Popen(words, stdout=forked.PIPE, stderr=forked.STDOUT, text=True, env=given)
     end = time.monotonic() + 60
     while not list(first.glob(f"*/*/{RUN_ID}")):
         assert time.monotonic() < end

@@ -1,0 +1,141 @@
+"""Commands, workers and ranks of grids are killed at random moments, and nothing is lost."""
+
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import forked
+import psutil
+import pytest
+from instant import Command, Lab, Training, make_lab
+from mlflow.tracking import MlflowClient
+
+from lit_lazy.grid.cells import Holder
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
+
+KILLS, STEPS = 12, 1000
+EVERY = {"train/loss": 50, "val/loss": 100}
+"""Steps between the points of each curve of a real training."""
+OVERRIDES = (
+    *(f"--train.steps={STEPS}", "--train.checkpoint_every=20", "--train.warmup_steps=2"),
+    *(f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"),
+)
+
+
+class RealCommand(Command):
+    """A command as users give it."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.out = folder / f"said-{time.monotonic_ns()}"
+        command = [sys.executable, "-P", "-m", "lit_lazy", *words]
+        with self.out.open("wb") as file:
+            self.process = forked.Popen(command, stdout=file, stderr=file, cwd=folder, start_new_session=True)
+        self.wait = self.process.wait
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class RealLab(Lab):
+    """A grid of real trainings, each in two processes, that MLflow shows."""
+
+    def start(self, workers: int = 1, **_: Any) -> Command:
+        words = ["ablate", "run", str(self.work.files[0]), "--devices", "2", *OVERRIDES, "--runs", str(self.runs)]
+        self.commands.append(command := RealCommand([*words, "--workers", str(workers)], self.training.log.parent))
+        return command
+
+
+def kill_one(lab: Lab, command: Command, chance: random.Random) -> bool:
+    """Kill a worker in training, one of its ranks or, one time in six, the command; returns whether there was one."""
+    if chance.random() < 1 / 6:
+        command.send(signal.SIGKILL)
+        command.wait()
+        return True
+    if holders := [holder for folder in lab.find("running") if (holder := Holder.read(folder))]:
+        with suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(chance.choice(holders).pid)
+            ranks = worker.children() if chance.random() < 1 / 3 else []
+            chance.choice(ranks or [worker]).kill()
+            return True
+    return False
+
+
+def run_killed(lab: Lab, kills: int, chance: random.Random, between: tuple[float, float]) -> int:
+    """Give the command until the grid is complete, with so many kills at most; returns how many there were.
+
+    between: range of seconds between kills.
+    """
+    killed = 0
+    for _ in range(2 * kills + 10):
+        command = lab.start(workers=2)
+        while killed < kills and command.is_alive:
+            time.sleep(chance.uniform(*between))
+            killed += kill_one(lab, command, chance)
+        if (status := command.wait()) == 0:
+            return killed
+        assert status in (-signal.SIGKILL, 1), command.said  # 1: a cell whose workers died too often
+    raise AssertionError(f"the grid does not end: {command.said}")
+
+
+def read_metrics(lab: Lab) -> dict[str, dict[str, float]]:
+    return {key: result.metrics for key in lab.keys if (result := RunResult.peek(lab.cell(key)))}
+
+
+def check(lab: Lab, peace: Lab) -> None:
+    """The grid is complete, like the undisturbed one bit for bit, and nothing is left over."""
+    assert set(lab.states().values()) == {"complete"}
+    assert read_metrics(lab) == read_metrics(peace)
+    assert lab.table() == peace.table()
+    assert not [*lab.folder.rglob("holder.json"), *lab.folder.rglob("checkpoints")]
+    for key in lab.keys:
+        steps = [line.step for line in read_lines(lab.cell(key) / METRICS) if "val/loss" in line.metrics]
+        assert len(set(steps)) == len(steps), "a validation was logged twice"
+
+
+def check_mlflow(lab: Lab) -> None:
+    """MLflow shows every cell once, ended well, with every point of every curve once and the metrics of its result."""
+    client = MlflowClient(default_uri(lab.runs))
+    number = client.get_experiment_by_name(lab.work.id).experiment_id
+    runs = client.search_runs([number], "tags.kind = 'cell'")
+    assert sorted(run.data.tags["cell"] for run in runs) == sorted(lab.keys)
+    assert {(run.info.status, run.data.tags["state"]) for run in runs} == {("FINISHED", "complete")}
+    results = read_metrics(lab)
+    for run in runs:
+        for name, every in EVERY.items():
+            points = [point.step for point in client.get_metric_history(run.info.run_id, name)]
+            assert points == list(range(every - 1, STEPS, every)), (name, points)
+        assert results[run.data.tags["cell"]].items() <= run.data.metrics.items()
+
+
+def test_random_kills_lose_nothing(lab: Lab, tmp_path: Path) -> None:
+    lab.training.at_step = lambda *_: time.sleep(0.1)
+    peace = lab.move(tmp_path / "peace")
+    peace.run(workers=2)
+    killed = run_killed(lab, KILLS, random.Random(0), (0.01, 0.15))
+    check(lab, peace)
+    assert killed > KILLS // 2
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_cheap_grids")
+def test_kills_of_real_trainings_lose_nothing(tmp_path: Path) -> None:
+    """Workers of killed commands end their cells, and no process is left."""
+    before, chance = psutil.Process().children(recursive=True), random.Random(0)
+    lab = RealLab(**vars(make_lab(tmp_path, Training(tmp_path / "steps.log"), overrides=OVERRIDES)))
+    peace, killed = lab.move(tmp_path / "peace"), 0
+    peace.run(workers=2)
+    while killed < KILLS:
+        here = lab.move(tmp_path / f"grid-{killed}")
+        here.runs.mkdir()
+        killed += run_killed(here, KILLS - killed, chance, (0.5, 3.0))
+        check(here, peace)
+        forked.run_in_fork(lambda: check_mlflow(here))  # noqa: B023
+    every = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    _, left = psutil.wait_procs(every, timeout=30)
+    assert not left

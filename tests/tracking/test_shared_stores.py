@@ -9,7 +9,7 @@ import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import forked
 import pytest
@@ -90,15 +90,8 @@ def test_a_deletion_that_was_killed_is_completed(runs: Path, monkeypatch: pytest
     parent = tracker.create_run("parent", {"grid": "mine"})
     for n in range(2):
         tracker.create_run(f"cell {n}", {PARENT: parent})
-    delete, asked = tracker.client.delete_run, list[str]()
-
-    def delete_once_and_die(run_id: str) -> None:
-        asked.append(run_id)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        delete(run_id)
-
-    monkeypatch.setattr(tracker.client, "delete_run", delete_once_and_die)
+    deleting = Mock(wraps=tracker.client.delete_run, side_effect=[DEFAULT, KeyboardInterrupt, *[DEFAULT] * 3])
+    monkeypatch.setattr(tracker.client, "delete_run", deleting)
     with pytest.raises(KeyboardInterrupt):
         tracker.delete_run(parent)
     for run in tracker.find({"grid": "mine"}):

@@ -162,12 +162,6 @@ class Workspace:
             yield Outcome(self.name, disk, at, where, git_sha(), round(time.monotonic() - started, 2), problems)
 
 
-def adopt_orphans() -> None:
-    """Workers whose command is killed become children of this process."""
-    PR_SET_CHILD_SUBREAPER = 36
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
 def end_all() -> int:
     """Kill the remaining processes of a grid; returns their number. The server of workers is none of them."""
     import forked
@@ -233,7 +227,11 @@ class Snapshot:
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
             sorted(VOLATILE.sub("*", path) for path in files),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
-            {name: _read_published(folder / name) for name in PUBLISHED if (folder / name).exists()},
+            {
+                path.name: TIMED.sub("", path.read_text()).splitlines()
+                for path in map(folder.joinpath, PUBLISHED)
+                if path.exists()
+            },
         )
 
     def find_differences(self, runs: Path, grid: str) -> list[str]:
@@ -241,22 +239,15 @@ class Snapshot:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
             return [f"cannot be read: {error}"]
-        wanted, there = ({name: _dump(part) for name, part in asdict(state).items()} for state in (self, found))
+        wanted, there = (
+            {name: json.dumps(part, indent=0, sort_keys=True).splitlines() for name, part in asdict(state).items()}
+            for state in (self, found)
+        )
         return [
             f"{name}: {next(pair for pair in itertools.zip_longest(lines, there[name]) if pair[0] != pair[1])}"
             for name, lines in wanted.items()
             if lines != there[name]
         ]
-
-
-def _dump(part: Any) -> list[str]:
-    return json.dumps(part, indent=0, sort_keys=True).splitlines()
-
-
-def _read_published(file: Path) -> Any:
-    """A published file without the durations in it."""
-    text = TIMED.sub("", file.read_text())
-    return json.loads(text) if file.suffix == ".json" else text
 
 
 def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
@@ -425,7 +416,7 @@ def main() -> int:
     from forked import make_cheap
 
     make_cheap()
-    adopt_orphans()
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: the workers of a killed command become its children
     make_store(options.out / "store.db")
     path = options.out / "outcomes.jsonl"
     for disk, name in itertools.product(options.disk or DISKS, options.scenario or SCENARIOS):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from asked_grid import ask_for_grid
 
+from lit_lazy.api import results, train
 from lit_lazy.command.main import main
+from lit_lazy.grid.ablation import Ablation, load_defined
 from lit_lazy.support.named_files import find
 from lit_lazy.table.build import read_table
 
@@ -77,3 +79,18 @@ def test_a_dry_run_tokenises_no_text_to_learn_what_is_finished(tmp_path, pair, m
     assert out.startswith("Which cells are finished is unknown until their text is tokenised;")
     assert "5 cells of pair-mine: about" in out
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.long
+def test_rows_start_from_the_trained_model_and_only_some_change_it_at_once(runs: Path) -> None:
+    trained = train("smollm2_tiny", runs=runs, threads=1)
+    few = ["--seeds", "0", "--workers", "2", "--brief", "--evaluations=[]", "--init-from", str(trained.checkpoint)]
+    assert main(["ablate", "run", "adapt", "--base", "smollm2_tiny", *few, "--runs", str(runs)]) == 0
+    (folder,) = runs.glob("adapt-smollm2_tiny-*")
+    cells = results(folder.name, runs).cells.set_index("variant")
+    assert len(cells) == len(load_defined(find("ablations", "adapt"), "ablation", Ablation).rows)
+    before, loss = cells["init/loss/val"], trained.metrics["loss/val"]
+    for name in ("softmax", "elastic ramped", "lazy", "elastic distilled", "gate"):
+        assert before[name] == pytest.approx(loss, abs=1e-6), name
+    assert before["elastic at once"] > loss + 1e-4
+    assert cells["tau/mean"]["lazy"] > 0.8

@@ -76,7 +76,6 @@ def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path
 
 
 def test_a_run_that_was_not_named_in_its_folder_is_found_again(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a kill between the two."""
     with monkeypatch.context() as patched:
         patched.setattr("lit_lazy.tracking.tracker.write_run_address", Mock(side_effect=OSError("no space")))
         assert main([*TRAIN, str(runs)]) == 1

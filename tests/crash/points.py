@@ -239,10 +239,8 @@ class Snapshot:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
             return [f"cannot be read: {error}"]
-        wanted, there = (
-            {name: json.dumps(part, indent=0, sort_keys=True).splitlines() for name, part in asdict(state).items()}
-            for state in (self, found)
-        )
+        dump = json.JSONEncoder(indent=0, sort_keys=True).encode
+        wanted, there = ({name: dump(part).splitlines() for name, part in asdict(one).items()} for one in (self, found))
         return [
             f"{name}: {next(pair for pair in itertools.zip_longest(lines, there[name]) if pair[0] != pair[1])}"
             for name, lines in wanted.items()

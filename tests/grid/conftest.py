@@ -33,6 +33,5 @@ def lab(tmp_path: Path, training: instant.Training) -> Iterator[instant.Lab]:
 
 @pytest.fixture
 def search_lab(tmp_path: Path, training: instant.Training) -> Iterator[instant.Lab]:
-    """A search of six points whose trainings take an instant."""
     yield (made := instant.make_search_lab(tmp_path, training))
     made.end()

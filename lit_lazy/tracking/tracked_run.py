@@ -118,16 +118,11 @@ def train_tracked(
     check_writable_folder("--runs", runs)
     check_store(uri := default_uri(runs))
     experiment = f"train-{name}"
-    folder = join_name(runs, experiment) / key
+    folder, tracker = join_name(runs, experiment) / key, Tracker(uri, experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    tags = {
-        "kind": "run",
-        "cell": key,
-        "seed": str(cfg.seed),
-        "git_sha": git_sha(),
-        "grid": read_grid_id(folder.parent),
-    }
-    run = MirroredRun(Tracker(uri, experiment), folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
+    grid = read_grid_id(folder.parent)
+    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha(), "grid": grid}
+    run = MirroredRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
     if line := describe_leases(folder):
         log.warning("%s", line)
     if is_locked(folder):

@@ -71,6 +71,9 @@ def test_a_changed_value_changes_every_page(
     monkeypatch.chdir(tmp_path)
     name, metric = "q_text_2-stdlib_small", "loss/bits_per_byte"
     shutil.copytree(RESULTS / name, tmp_path / "results" / name)
+    words = (ROOT / "ablations" / "q_text_2.toml").read_text()
+    (tmp_path / "ablations").mkdir()
+    (tmp_path / "ablations" / "q_text_2.toml").write_text(f'{words}finding = "Loss"\n')
     file, page = tmp_path / "results" / name / "table.json", tmp_path / "page.md"
     table = json.loads(file.read_text())
     links = [f'(results/{name}/table.md "elastic: {of}validation loss")' for of in ("", "Δ ")]

@@ -175,17 +175,18 @@ def _analyse(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compile
     )
 
 
-def compile_hopper_kernel(name: str, width: int) -> CompiledKernel:
+def compile_hopper_kernel(name: str, width: int, packed: bool = False) -> CompiledKernel:
     """One of HOPPER_KERNELS for a head width, in bfloat16 with a bias, compiled for sm_90 and analysed.
 
-    Its loops are those of both groups of warps. Raises as `compile_kernel` does.
+    packed: with documents. Its loops are those of both groups of warps. Raises as `compile_kernel` does.
     """
     module = HOPPER_KERNELS[name]
     attribute = f"hopper_{name}_kernel"
     recorder = _GluonRecorder()
-    q = torch.empty(2, 2, 256, width, dtype=torch.bfloat16)
-    call = Call(q, q, q, torch.empty(2), bias=torch.empty(2, 64))
-    by_row = torch.empty(4, 2, 2, 256)
+    q = torch.empty(1 if packed else 2, 2, 256, width, dtype=torch.bfloat16)
+    cuts = torch.empty(4, dtype=torch.int32) if packed else None
+    call = Call(q, q, q, torch.empty(2), bias=torch.empty(2, 64), cu_seqlens=cuts)
+    by_row = torch.empty(4, *q.shape[:3])
     with patch.object(module, attribute, recorder), patch.object(module, "count_processors", lambda _: 2):
         if name == "forward":
             module.compute_output(call, torch.empty_like(q), by_row[:2])

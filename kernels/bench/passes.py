@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 CANDIDATES: list[Candidate] = []
-COVERED = ("no bias", "window", "two kv heads", "tau < 0", "a tau per position", "few queries", "constant")
+COVERED = ("no bias", "window", "two kv heads", "tau < 0", "a tau per position", "few queries", "constant", "documents")
 """Cases of `correctness` at D 64 that the kernels for Hopper cover."""
 
 

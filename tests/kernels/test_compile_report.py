@@ -28,11 +28,11 @@ if __name__ == "__main__":
 
 
 def report(
-    tmp_path, hopper: tuple[str, int] | None = None, variant: dict[str, bool] | None = None, **asked: Any
+    tmp_path, hopper: tuple[str, int, bool] | None = None, variant: dict[str, bool] | None = None, **asked: Any
 ) -> list[dict[str, Any]]:
     """The compiler's report from a separate process, because Triton's interpreter does not compile.
 
-    hopper: name and width of a kernel for Hopper, instead of a report. variant: fields of a Variant.
+    hopper: arguments of `compile_hopper_kernel`, instead of a report. variant: fields of a Variant.
     """
     return json.loads(run_script(tmp_path, REPORT, json.dumps([hopper, variant or {}, asked])).splitlines()[-1])
 
@@ -114,9 +114,10 @@ def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", compile_report.HOPPER_KERNELS)
-def test_a_kernel_for_hopper_compiles_without_a_spill_in_a_loop(name, width, tmp_path):
-    (found,) = report(tmp_path, hopper=(name, width))
+def test_a_kernel_for_hopper_compiles_without_a_spill_in_a_loop(name, packed, width, tmp_path):
+    (found,) = report(tmp_path, hopper=(name, width, packed))
     assert found["shared"] <= compile_report.SHARED_LIMITS[90]
     assert found["instructions"] == ["wgmma"]
     assert not found["serialised"]

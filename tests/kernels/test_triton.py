@@ -34,6 +34,7 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
+from bench import correctness
 from flash_lazy import lazy_attention, resolve_backend
 from flash_lazy.call import LEAVES, Call
 from flash_lazy.fused import configurations, ops
@@ -446,6 +447,79 @@ def test_the_dq_kernel_for_hopper_takes_what_it_covers_if_switched_on(switched_o
         assert [*map(len, (softmax, by_row))] == [2, 4]
         assert grad.shape == dq.shape == call.q.shape
         assert by_row.shape[1:] == survivors.shape == rows
+
+
+CUTS = (0, 1, 1, 120, 257, 300)
+"""Of documents; none but the first begins or ends with a block."""
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("width", [64, 128])
+def test_nan_stays_in_its_document(width, window, monkeypatch):
+    """On a Hopper card also in the kernels for it, whose tiles reach into the next document."""
+    monkeypatch.setattr(configurations, "HOPPER_BACKWARD", True)
+    generator = torch.Generator().manual_seed(44)
+    clean = torch.randn(4, 1, 2, CUTS[-1], width, generator=generator).bfloat16().to(DEVICE)
+    poisoned = clean.clone()
+    others = torch.ones(CUTS[-1], dtype=torch.bool, device=DEVICE)
+    for document in (2, 4):
+        poisoned[..., slice(*CUTS[document : document + 2]), :] = torch.nan
+        others[slice(*CUTS[document : document + 2])] = False
+    tau, bias = torch.ones(2, device=DEVICE), torch.randn(2, 40, generator=generator).to(DEVICE)
+    cuts = torch.tensor(CUTS, dtype=torch.int32, device=DEVICE)
+    results = []
+    for *qkv, grad in (clean, poisoned):
+        leaves = [x.requires_grad_() for x in qkv]
+        out = lazy_attention(*leaves, tau, bias, cu_seqlens=cuts, window=window, backend="triton")
+        results.append([x[:, :, others] for x in (out, *torch.autograd.grad(out, leaves, grad))])
+    for before, after in zip(*results, strict=True):
+        assert after.isfinite().all()
+        assert torch.equal(before, after)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"window": 100}, {"reach": None}, {"kv_heads": 2}, {"threshold": "per_token", "positions": 100}],
+    ids=str,
+)
+def test_the_kernels_for_hopper_take_documents(change, width, monkeypatch):
+    """As accurate as the gate of the benchmark asks."""
+    monkeypatch.setattr(configurations, "HOPPER_BACKWARD", True)
+    monkeypatch.setitem(correctness.CASES, "packed", {"batch": 1, "cuts": CUTS[:5], "width": width, **change})
+    rows = correctness.check_cases("triton", ["packed"])
+    assert all(row["passed"] for row in rows), rows
+
+
+def test_tiles_for_hopper_end_with_their_document(monkeypatch):
+    """The copies' coordinates, by the rules of the engine that makes them: 0 beyond an axis, otherwise an address."""
+    common = pytest.importorskip("flash_lazy.fused.hopper.common", reason="a triton without Gluon")
+    x = torch.arange(50 * 2 * 64).bfloat16().view(1, 50, 2, 64).transpose(1, 2)
+    rows = common.describe_keys(Call(x, x, x, torch.ones(2), cu_seqlens=torch.tensor(CUTS)), x, 16)
+    below = (rows.base.data_ptr() - x.data_ptr()) // 2
+    copied = []
+    monkeypatch.setattr(common, "gl", SimpleNamespace(minimum=min))
+    monkeypatch.setattr(common, "mbarrier", SimpleNamespace(wait=lambda *_: None, expect=lambda *_: None))
+    engine = SimpleNamespace(async_copy_global_to_shared=lambda _, at, *__: copied.append(at))
+    monkeypatch.setattr(common, "tma", engine)
+    places = SimpleNamespace(type=SimpleNamespace(shape=[1]), index=lambda _: None)
+    kernel_rows = SimpleNamespace(block_type=SimpleNamespace(shape=rows.block_shape, nbytes=0))
+    for head, first, end in product([0, 1], [0, 1, 7, 33, 45, 50, 60], [1, 8, 34, 49, 50, 60]):
+        if end < first or (end > 50 and first < end):
+            continue
+        common.copy_tile.fn(kernel_rows, 0, head, first, end, 5, places, places, places, 0)
+        at = [start + torch.arange(size) for start, size in zip(copied[-1], rows.block_shape, strict=True)]
+        found = torch.zeros(16, 64, dtype=x.dtype)
+        for h, e, r in product(*(axis.tolist() for axis in at[:3])):
+            if h < rows.shape[0] and e < rows.shape[1] and r < rows.shape[2]:
+                offset = below + sum(index * step for index, step in zip((h, e, r), rows.strides, strict=False))
+                assert 0 <= offset < x.numel()
+                found[r - copied[-1][2]] = x.transpose(1, 2).reshape(-1)[offset : offset + 64]
+        expected = torch.zeros(16, 64, dtype=x.dtype)
+        real = x[0, head, first : min(end, first + 16)]
+        expected[: len(real)] = real
+        assert torch.equal(found, expected), (head, first, end)
 
 
 OPERATOR_CASES = {

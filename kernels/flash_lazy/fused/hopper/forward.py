@@ -1,7 +1,7 @@
 """The forward kernel for Hopper, in Gluon.
 
-It computes what `forward.forward_kernel` does, without documents, ragged lengths, statistics, slopes and
-renormalisation, and skips no tile.
+It computes what `forward.forward_kernel` does, without ragged lengths, statistics, slopes and renormalisation, and
+skips no tile.
 """
 
 import triton.language as tl
@@ -9,18 +9,21 @@ from torch import Tensor
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ...call import Call
-from ..launch import LOG2E, ceil_div, count_processors, use_device
+from ..launch import LOG2E, count_processors, use_device
 from ..tiles import EDGE, PLAIN, STRIP_PAD, load_thresholds, place_scores
 from .common import (
     ENTRY_REGISTERS,
     GROUP_ROWS,
     GROUPS,
     REGISTERS,
-    ROWS,
     HopperTiles,
+    collect_documents,
     copy_rows,
     copy_tile,
+    count_items,
+    count_program_items,
     describe,
+    describe_keys,
     gl,
     jit,
     locate_item,
@@ -36,19 +39,19 @@ CONFIGURATIONS = {64: HopperTiles(64, 8), 128: HopperTiles(64, 6)}
 def _copy_tiles(q_rows, k_rows, v_rows, shared, sizes, N: tl.constexpr):
     """The copying warp: per item q, then its keys, then its keys and values in turn."""
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
-    batches, heads, group, rows, keys, window, reach = sizes
+    group, documents = sizes[2], sizes[9]
     turn = 0
-    for item in range(gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0)):
-        head, batch, first, low, _, _, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
+    for item in range(gl.program_id(0), count_program_items(sizes), gl.num_programs(0)):
+        head, batch, first, _, _, _, low, high, _, _, tiles = locate_item(item, sizes, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         copy_rows(q_rows, batch, head, first, q_bufs, q_full, q_empty, number)
         kv_head = head // group
         for tile in range(tiles):
-            copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
+            copy_tile(k_rows, batch, kv_head, low + tile * N, high, documents, tile_bufs, full, empty, turn)
             turn += 1
         for tile in range(tiles):
-            copy_tile(k_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn)
-            copy_tile(v_rows, batch, kv_head, low + tile * N, tile_bufs, full, empty, turn + 1)
+            copy_tile(k_rows, batch, kv_head, low + tile * N, high, documents, tile_bufs, full, empty, turn)
+            copy_tile(v_rows, batch, kv_head, low + tile * N, high, documents, tile_bufs, full, empty, turn + 1)
             turn += 2
 
 
@@ -71,7 +74,7 @@ def _multiply(
     """One group: maximum and sum of its 64 rows, then weights times values, the next scores in flight meanwhile."""
     tau, strip, out, softmax = tensors
     q_bufs, q_full, q_empty, tile_bufs, full, empty = shared
-    batches, heads, _, rows, keys, window, reach = sizes
+    heads, rows, window, reach = sizes[1], sizes[3], sizes[5], sizes[6]
     stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries = others
     s_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     o_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -82,13 +85,11 @@ def _multiply(
     zeros = gl.zeros([GROUP_ROWS, N], gl.float32, s_layout)
     dtype: tl.constexpr = out.dtype.element_ty
     turn = 0
-    for item in tl.range(
-        gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
-    ):
-        head, batch, first, low, edge, near, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
+    for item in tl.range(gl.program_id(0), count_program_items(sizes), gl.num_programs(0), disable_licm=True):
+        head, batch, first, end, start, shift, low, _, edge, near, tiles = locate_item(item, sizes, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         row = first + line
-        own = row + keys - rows
+        own = row + shift
         head_strip = strip + head.to(gl.int64) * strip_row + STRIP_PAD
         mbarrier.wait(q_full.index(GROUP), number & 1)
         query = q_bufs.index(GROUP).reshape([GROUP_ROWS, D])
@@ -118,7 +119,7 @@ def _multiply(
         has_key = total != 0
         total = gl.where(has_key, total, 1.0)
         safe = gl.where(has_key, top, 0.0)
-        theta = load_thresholds(tau, head, own, item * 0, window, context_length, entries, THRESHOLD)
+        theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
         cut = theta * total
 
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, o_layout)
@@ -162,16 +163,17 @@ def _multiply(
         out_base = out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
         pointers = out_base + out_row.to(gl.int64)[:, None] * stride_ol
         pointers += gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
-        gl.store(pointers, acc.to(dtype), mask=(out_row < rows)[:, None])
+        gl.store(pointers, acc.to(dtype), mask=(out_row < end)[:, None])
         row_index = (batch.to(gl.int64) * heads + head) * rows + row
-        gl.store(softmax + row_index, top, mask=row < rows)
-        gl.store(softmax + second + row_index, gl.where(has_key, total, 0.0), mask=row < rows)
+        gl.store(softmax + row_index, top, mask=row < end)
+        gl.store(softmax + second + row_index, gl.where(has_key, total, 0.0), mask=row < end)
 
 
 @jit
 def hopper_forward_kernel(
     q_rows, k_rows, v_rows, tau, strip, out, softmax, stride_ob, stride_oh, stride_ol,
     batches, heads, group, rows, keys, second, scale, strip_row, reach, window, context_length, entries,
+    cu_seqlens, cu_seqlens_k, documents,
     D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Output of all rows, the longest first, by resident programs of 128 rows; two numbers per row to `softmax`."""
@@ -189,7 +191,7 @@ def hopper_forward_kernel(
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(empty.index(place), count=GROUPS)
     shared = (q_bufs, q_full, q_empty, tile_bufs, full, empty)
-    sizes = (batches, heads, group, rows, keys, window, reach)
+    sizes = (batches, heads, group, rows, keys, window, reach, cu_seqlens, cu_seqlens_k, documents)
     tensors = (tau, strip, out, softmax)
     others = (stride_ob, stride_oh, stride_ol, second, scale, strip_row, context_length, entries)
     gl.warp_specialize(
@@ -209,13 +211,13 @@ def compute_output(call: Call, out: Tensor, softmax: Tensor) -> None:
     (batches, heads, rows, width), keys = q.shape, k.shape[2]
     blocks = CONFIGURATIONS[width]
     strip, strip_row, reach = pad_bias(call)
-    items = ceil_div(rows, ROWS.value) * batches * heads
     with use_device(q):
-        hopper_forward_kernel[(min(count_processors(q), items),)](
-            describe(q, GROUP_ROWS.value), describe(k, blocks.n), describe(v, blocks.n),
+        hopper_forward_kernel[(min(count_processors(q), count_items(call)),)](
+            describe(q, GROUP_ROWS.value), describe_keys(call, k, blocks.n), describe_keys(call, v, blocks.n),
             call.tau.contiguous(), strip, out, softmax, *out.stride()[:3],
             batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E,
             strip_row, reach, min(call.window or keys, keys), call.context_length or 0, call.tau.shape[-1],
+            *collect_documents(call),
             width, blocks.n, blocks.stages, call.threshold, REGISTERS,
             num_warps=4, maxnreg=ENTRY_REGISTERS,
         )  # fmt: skip

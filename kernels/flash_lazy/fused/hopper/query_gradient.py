@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ...call import Call
-from ..launch import LOG2E, ceil_div, count_processors, use_device
+from ..launch import LOG2E, count_processors, use_device
 from ..tiles import (
     EDGE,
     PLAIN,
@@ -26,11 +26,14 @@ from .common import (
     GROUP_ROWS,
     GROUPS,
     REGISTERS,
-    ROWS,
     HopperTiles,
+    collect_documents,
     copy_rows,
     copy_tile,
+    count_items,
+    count_program_items,
     describe,
+    describe_keys,
     gl,
     jit,
     locate_item,
@@ -46,16 +49,16 @@ CONFIGURATIONS = {64: HopperTiles(64, 8), 128: HopperTiles(32, 16)}
 def _copy_tiles(q_rows, grad_rows, k_rows, v_rows, shared, sizes, N: tl.constexpr):
     """The copying warp: per item q and the output's gradient, then its keys and values in turn."""
     q_bufs, q_full, q_empty, grad_bufs, grad_full, grad_empty, tile_bufs, full, empty = shared
-    batches, heads, group, rows, keys, window, reach = sizes
+    group, documents = sizes[2], sizes[9]
     turn = 0
-    for item in range(gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0)):
-        head, batch, first, low, _, _, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
+    for item in range(gl.program_id(0), count_program_items(sizes), gl.num_programs(0)):
+        head, batch, first, _, _, _, low, high, _, _, tiles = locate_item(item, sizes, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         copy_rows(q_rows, batch, head, first, q_bufs, q_full, q_empty, number)
         copy_rows(grad_rows, batch, head, first, grad_bufs, grad_full, grad_empty, number)
         for tile in range(tiles):
-            copy_tile(k_rows, batch, head // group, low + tile * N, tile_bufs, full, empty, turn)
-            copy_tile(v_rows, batch, head // group, low + tile * N, tile_bufs, full, empty, turn + 1)
+            copy_tile(k_rows, batch, head // group, low + tile * N, high, documents, tile_bufs, full, empty, turn)
+            copy_tile(v_rows, batch, head // group, low + tile * N, high, documents, tile_bufs, full, empty, turn + 1)
             turn += 2
 
 
@@ -67,7 +70,7 @@ def _multiply(
     """One group: dq of its 64 rows, and what `by_row` and `survivors` say of them."""
     tau, strip, softmax, dq, by_row, survivors = tensors
     q_bufs, q_full, q_empty, grad_bufs, grad_full, grad_empty, tile_bufs, full, empty = shared
-    batches, heads, _, rows, keys, window, reach = sizes
+    heads, rows, window, reach = sizes[1], sizes[3], sizes[5], sizes[6]
     stride_dqb, stride_dqh, stride_dql, second, scale, natural_scale, strip_row, context_length, entries = others
     s_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     o_layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -78,18 +81,16 @@ def _multiply(
     zeros = gl.zeros([GROUP_ROWS, N], gl.float32, s_layout)
     dtype: tl.constexpr = dq.dtype.element_ty
     turn = 0
-    for item in tl.range(
-        gl.program_id(0), gl.cdiv(rows, ROWS) * batches * heads, gl.num_programs(0), disable_licm=True
-    ):
-        head, batch, first, low, edge, near, tiles = locate_item(item, batches, heads, rows, keys, window, reach, N)
+    for item in tl.range(gl.program_id(0), count_program_items(sizes), gl.num_programs(0), disable_licm=True):
+        head, batch, first, end, start, shift, low, _, edge, near, tiles = locate_item(item, sizes, N)
         number = (item - gl.program_id(0)) // gl.num_programs(0)
         row = first + line
-        own = row + keys - rows
+        own = row + shift
         head_strip = strip + head.to(gl.int64) * strip_row + STRIP_PAD
         row_index = (batch.to(gl.int64) * heads + head) * rows + row
-        top, total, share = load_softmax(softmax, second, row_index, row < rows)
-        theta = load_thresholds(tau, head, own, item * 0, window, context_length, entries, THRESHOLD)
-        cut = gl.where(row < rows, theta * total, float("inf"))
+        top, total, share = load_softmax(softmax, second, row_index, row < end)
+        theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+        cut = gl.where(row < end, theta * total, float("inf"))
         mbarrier.wait(q_full.index(GROUP), number & 1)
         mbarrier.wait(grad_full.index(GROUP), number & 1)
         query = q_bufs.index(GROUP).reshape([GROUP_ROWS, D])
@@ -141,14 +142,15 @@ def _multiply(
         pointers = dq + batch.to(gl.int64) * stride_dqb + head.to(gl.int64) * stride_dqh
         pointers += out_row.to(gl.int64)[:, None] * stride_dql
         pointers += gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
-        gl.store(pointers, result.to(dtype), mask=(out_row < rows)[:, None])
-        store_by_row(by_row, survivors, second, row_index, row < rows, top, cut, share, row_delta, row_survivors)
+        gl.store(pointers, result.to(dtype), mask=(out_row < end)[:, None])
+        store_by_row(by_row, survivors, second, row_index, row < end, top, cut, share, row_delta, row_survivors)
 
 
 @jit
 def hopper_query_gradient_kernel(
     q_rows, grad_rows, k_rows, v_rows, tau, strip, softmax, dq, by_row, survivors, stride_dqb, stride_dqh, stride_dql,
     batches, heads, group, rows, keys, second, scale, natural_scale, strip_row, reach, window, context_length, entries,
+    cu_seqlens, cu_seqlens_k, documents,
     D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq of all rows, by_row and survivors as `query_gradient_kernel`, by resident programs of 128 rows."""
@@ -171,7 +173,7 @@ def hopper_query_gradient_kernel(
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(empty.index(place), count=GROUPS)
     shared = (q_bufs, q_full, q_empty, grad_bufs, grad_full, grad_empty, tile_bufs, full, empty)
-    sizes = (batches, heads, group, rows, keys, window, reach)
+    sizes = (batches, heads, group, rows, keys, window, reach, cu_seqlens, cu_seqlens_k, documents)
     tensors = (tau, strip, softmax, dq, by_row, survivors)
     others = (stride_dqb, stride_dqh, stride_dql, second, scale, natural_scale, strip_row, context_length, entries)
     gl.warp_specialize(
@@ -193,13 +195,13 @@ def compute_query_gradient(
     (batches, heads, rows, width), keys = q.shape, k.shape[2]
     blocks = CONFIGURATIONS[width]
     strip, strip_row, reach = pad_bias(call)
-    items = ceil_div(rows, ROWS.value) * batches * heads
     with use_device(q):
-        hopper_query_gradient_kernel[(min(count_processors(q), items),)](
-            *(describe(x, GROUP_ROWS.value) for x in (q, grad)), *(describe(x, blocks.n) for x in (k, v)),
+        hopper_query_gradient_kernel[(min(count_processors(q), count_items(call)),)](
+            *(describe(x, GROUP_ROWS.value) for x in (q, grad)), *(describe_keys(call, x, blocks.n) for x in (k, v)),
             call.tau.contiguous(), strip, softmax, dq, by_row, survivors, *dq.stride()[:3],
             batches, heads, heads // k.shape[1], rows, keys, batches * heads * rows, call.factor * LOG2E, call.factor,
             strip_row, reach, min(call.window or keys, keys), call.context_length or 0, call.tau.shape[-1],
+            *collect_documents(call),
             width, blocks.n, blocks.stages, call.threshold, REGISTERS,
             num_warps=4, maxnreg=ENTRY_REGISTERS,
         )  # fmt: skip

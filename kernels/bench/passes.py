@@ -108,6 +108,7 @@ def use_candidate(candidate: Candidate) -> Iterator[None]:
         switches = {"forward": "HOPPER", "query_gradient": "HOPPER_BACKWARD"}
         if switch := switches.get(candidate.name):
             stack.enter_context(patch.object(configurations, switch, candidate.kind == "hopper"))
+        stack.enter_context(patch.object(configurations, "HOPPER_DOCUMENTS", candidate.kind == "hopper"))
         stack.enter_context(patch.object(configurations, "MERGED_BACKWARD", candidate.kind == "merged"))
         if candidate.kind == "hopper":
             chosen = {candidate.width: HopperTiles(*candidate.blocks)}

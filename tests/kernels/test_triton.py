@@ -457,6 +457,7 @@ CUTS = (0, 1, 1, 120, 257, 300)
 @pytest.mark.parametrize("width", [64, 128])
 def test_nan_stays_in_its_document(width, window, monkeypatch):
     """On a Hopper card also in the kernels for it, whose tiles reach into the next document."""
+    monkeypatch.setattr(configurations, "HOPPER_DOCUMENTS", True)
     monkeypatch.setattr(configurations, "HOPPER_BACKWARD", True)
     generator = torch.Generator().manual_seed(44)
     clean = torch.randn(4, 1, 2, CUTS[-1], width, generator=generator).bfloat16().to(DEVICE)
@@ -486,6 +487,7 @@ def test_nan_stays_in_its_document(width, window, monkeypatch):
 )
 def test_the_kernels_for_hopper_take_documents(change, width, monkeypatch):
     """As accurate as the gate of the benchmark asks."""
+    monkeypatch.setattr(configurations, "HOPPER_DOCUMENTS", True)
     monkeypatch.setattr(configurations, "HOPPER_BACKWARD", True)
     monkeypatch.setitem(correctness.CASES, "packed", {"batch": 1, "cuts": CUTS[:5], "width": width, **change})
     rows = correctness.check_cases("triton", ["packed"])

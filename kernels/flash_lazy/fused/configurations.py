@@ -18,6 +18,8 @@ Off: by it an H200 loses up to 31 % where few tiles are empty, as in trained mod
 """
 HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "1") != "0"
 """Whether an H100 or H200 takes the forward kernel that is made for it, where that covers a call; it skips no tile."""
+HOPPER_DOCUMENTS = os.environ.get("FLASH_LAZY_HOPPER_DOCUMENTS", "0") != "0"
+"""Whether calls with packed documents take kernels for Hopper too. Off: no GPU has run that yet."""
 HOPPER_BACKWARD = os.environ.get("FLASH_LAZY_HOPPER_BACKWARD", "0") != "0"
 """The same for dq. Off: no GPU has run that kernel yet."""
 MERGED_BACKWARD = os.environ.get("FLASH_LAZY_MERGED_BACKWARD", "0") != "0"

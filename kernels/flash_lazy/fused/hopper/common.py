@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...call import Call
+from .. import configurations
 from ..launch import can_describe, count_call_blocks, make_strip
 from ..tiles import count_blocks, locate_block, locate_key_tiles
 
@@ -49,6 +50,7 @@ def covers(call: Call, *others: Tensor) -> bool:
     """
     q, k, v = call[:3]
     plain = call.slopes is None and call.kv_lengths is None and not call.renormalise
+    plain &= call.cu_seqlens is None or configurations.HOPPER_DOCUMENTS
     made_for = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
     shaped = q.shape[3] in WIDTHS and 0 < q.shape[2] <= k.shape[2]
     return made_for and plain and shaped and all(map(_can_copy, (q, k, v, *others)))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,6 +22,8 @@ from lit_lazy.training.run_folder import RunResult
 
 HERE = Path(__file__).parent
 CELLS = HERE / "cells.jsonl.xz"
+RATES = HERE / "rates.jsonl.xz"
+"""Cells of frontier_rates_full, whose rows are named by rule and rate."""
 ROW = re.compile(r"(?P<rule>.+) (?P<size>\d+[km])(?: x(?P<ratio>\d+))?")
 USUAL = 20
 """Tokens per parameter of a row that names none."""
@@ -46,7 +49,10 @@ CLOSING = """\
 
 The text is source code, not prose. Tried: one recipe, a vocabulary of 4,096, at most {largest} parameters.
 Learning rates were chosen with one seed and a quarter of the tokens ([100k](../frontier_rates-frontier_100k/table.md),
-[300k](../frontier_rates-frontier_300k/table.md)). The {count} cells took {hours:.0f} hours of one CPU core, at commits
+[300k](../frontier_rates-frontier_300k/table.md)). With all tokens at 300k, twice the rate changes the loss
+by {doubled} ([rates.jsonl.xz](rates.jsonl.xz)).
+So the rate of softmax + bias was too low, and what Lazy Attention gains over it may be smaller, also at four times the
+length. The {count} cells took {hours:.0f} hours of one CPU core, at commits
 {commits}. [page.py](page.py) writes this page and its figure from [cells.jsonl.xz](cells.jsonl.xz).
 """
 
@@ -100,6 +106,18 @@ class Ladder:
         """A rule minus another one, paired by seed."""
         rows = {name: self.collect(place, name, metric) for name in (rule, baseline)}
         return compute_contrast(rows, {rule: 1, baseline: -1})
+
+
+def compare_rates(ladder: Ladder) -> str:
+    """What twice the rate changes the loss of each rule by, in the mean of its seeds."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    usual = next(rules for place, rules in ladder.cells.items() if place.size == "300k")
+    for cell in read_pack(RATES).values():
+        rule, config = cell.row.partition(" at ")[0], cell.result.config
+        same = usual[rule][config["seed"]]
+        if config["train"]["lr"] == 2 * same.config["train"]["lr"]:
+            found[rule].append(cell.result.metrics[LOSS] - same.metrics[LOSS])
+    return ", ".join(f"{fmean(x):+.3f} nats under {rule} (n = {len(x)})" for rule, x in found.items())
 
 
 def get_half_width(found: Effect | Estimate) -> float | None:
@@ -180,7 +198,8 @@ def format_page(ladder: Ladder) -> str:
     results = ladder.results
     seconds = sum(result.timings[name] for result in results for name in ("train_seconds", "evaluate_seconds"))
     commits = ", ".join(sorted({result.environment["git_sha"][:8] for result in results}))
-    closing = CLOSING.format(largest=ladder.usual[-1].size, count=len(results), hours=seconds / 3600, commits=commits)
+    counts = {"count": len(results), "hours": seconds / 3600, "commits": commits}
+    closing = CLOSING.format(largest=ladder.usual[-1].size, doubled=compare_rates(ladder), **counts)
     parts = [
         OPENING.format(usual=USUAL),
         "![One panel a claim, against size](ladder.png)\n",

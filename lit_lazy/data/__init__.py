@@ -41,7 +41,8 @@ def compute_learned_nats(info: Mapping[str, str | int | float]) -> float | None:
 
 def describe_repetition(info: Mapping[str, str | int | float], tokens: int) -> str:
     """Says that a training on so many tokens repeats its text too often; "" if it does not, and of other data."""
-    passes = tokens / int(info["train_tokens"]) if "bytes_per_token" in info else 0.0
+    is_text = {"bytes_per_token", "train_tokens"} <= info.keys()
+    passes = tokens / int(info["train_tokens"]) if is_text else 0.0
     if passes < MOST_PASSES:
         return ""
     return (

@@ -156,27 +156,29 @@ class RunsFolder:
             raise ValueError(f"{entry.name!r}: is in use ({', '.join(users)}); stop that first, or wait for its end")
 
     def remove(self, entry: RunsEntry) -> None:
-        """Remove an entry from the disk and MLflow, in this order: what a kill leaves is found again.
+        """Remove an entry from MLflow and the disk, so that a repeated command finds what a kill left.
 
         In an MLflow store that others may use, only the runs of this folder are deleted.
         """
         self.require_removable(entry)
-        file = entry.folder / GRID_ID
-        grid_id = file.read_text(encoding="utf-8") if file.exists() else None
-        named = {read_run_address(folder)[0] for folder in entry.run_folders}
-        for run_id in self.find_diagnoses(entry):  # first, since only the folder leads to them
+        shared = entry.tracked and not self.has_store
+        for run_id in self.find_diagnoses(entry):
             Tracker(self.uri, DIAGNOSES).delete_run(run_id)
-        delete(entry.folder, self.path)
-        if entry.tracked and self.has_store:
+        for run_id in self._find_own_runs(entry) if shared else ():
+            Tracker(self.uri, entry.name).delete_run(run_id)
+        delete(entry.folder, self.path)  # only the folder leads to those runs
+        if entry.tracked and not shared:
             Tracker(self.uri, entry.name).remove_experiment()
             delete(entry.artifacts, self.path)
-        elif entry.tracked:  # others may use the store
-            tracker = Tracker(self.uri, entry.name)
-            own = [run.info.run_id for run in tracker.find({"grid": grid_id})] if grid_id else []
-            if entry.kind == "training":  # of an earlier version
-                own += [run.info.run_id for run in tracker.find({"kind": "run"}) if run.info.run_id in named - {*own}]
-            for run_id in own:
-                tracker.delete_run(run_id)
+
+    def _find_own_runs(self, entry: RunsEntry) -> list[str]:
+        """Ids of the MLflow runs of an entry's folder, without those of cells, whose parent runs lead to them."""
+        tracker, file = Tracker(self.uri, entry.name), entry.folder / GRID_ID
+        found = tracker.find({"grid": file.read_text(encoding="utf-8")}) if file.exists() else []
+        if entry.kind == "training":  # those of an earlier version have no id of their folder
+            named = {read_run_address(folder)[0] for folder in entry.run_folders}
+            found += [run for run in tracker.find({"kind": "run"}) if run.info.run_id in named]
+        return list({run.info.run_id: None for run in found})
 
     def find_diagnoses(self, entry: RunsEntry) -> list[str]:
         """Ids of the MLflow runs of a diagnosis's folder; none in a shared store, where others' have the same name."""

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
@@ -309,6 +310,17 @@ def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys
         assert "its MLflow experiment, only the runs of this folder" in capsys.readouterr().out
         assert [run.info.run_id for run in tracker.find({})] == [others[name]]
     assert not {DUO, "train-backcopy_tiny"} & list_names(capsys).keys()
+
+
+def test_a_removal_that_was_killed_is_completed_in_a_shared_store(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (runs / "mlflow.db").rename("shared.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{Path('shared.db').resolve()}")
+    with monkeypatch.context() as killed:
+        killed.setattr(Tracker, "delete_run", Mock(side_effect=KeyboardInterrupt))
+        main(["runs", "rm", DUO, "--yes"])
+    assert main(["runs", "rm", DUO, "--yes"]) == 0
+    assert not Tracker(uri, DUO).find({"kind": "ablation"})
+    assert not (runs / DUO).exists()
 
 
 def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

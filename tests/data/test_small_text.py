@@ -81,3 +81,4 @@ def test_four_kilobytes_are_enough_for_the_experiment(
     said = " ".join(capsys.readouterr().err.split())
     assert "data.validation_windows=128: the validation text has 1, all count" in said
     assert "571 passes through the text" in describe_repetition(source.info, 1000 * 8 * 256)
+    assert describe_repetition({"bytes_per_token": 1.0}, 10**9) == "", "a user's source may not count its tokens"

@@ -21,7 +21,7 @@ from lit_lazy.attention import Attention, AttentionCall, Eviction
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
-from lit_lazy.data.base import DataSource
+from lit_lazy.data.source_interface import DataSource
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
@@ -32,7 +32,7 @@ from lit_lazy.model.generation import Prompts, Sampling, generate
 from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
-from lit_lazy.support.named_files import find, find_grids, find_python_file
+from lit_lazy.support.names_to_paths import find, find_grids, find_python_file
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_brief
 from lit_lazy.training import checkpoints
@@ -42,7 +42,7 @@ from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, read_lines
 
 if TYPE_CHECKING:
     from lit_lazy.grid.grid_folder import CellRecord
-    from lit_lazy.tracking.tracked_run import FinishedTraining
+    from lit_lazy.tracking.tracked_training import FinishedTraining
 
 Prompt = TypeVar("Prompt", str, Sequence[int])
 NAME = "notebook"
@@ -77,7 +77,7 @@ def train(
     >>> train("backcopy_tiny", {"train.steps": 9, "model.attention.normaliser": Elastic()}).steps
     9
     """
-    from lit_lazy.tracking.tracked_run import train_tracked
+    from lit_lazy.tracking.tracked_training import train_tracked
     from lit_lazy.training.logger_kinds import check_logger_kinds
 
     if name is not None:

@@ -27,7 +27,7 @@ import sqlalchemy
 import torch
 
 from lit_lazy.config.user_files import USER
-from lit_lazy.support import class_source
+from lit_lazy.support import imported_code
 
 __all__ = [
     "DEVNULL",
@@ -219,7 +219,7 @@ def forget_user_files() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
             del sys.modules[name]
-    class_source._imported.clear()
+    imported_code._imported.clear()
 
 
 def _execute(command: list[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_lazy.support.named_files import delete, join_name
+from lit_lazy.support.names_to_paths import delete, join_name
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--map-root-user")
 WRITER = """
@@ -107,7 +107,7 @@ def test_what_cannot_be_deleted_whole_is_left_whole(kind: str, tmp_path: Path) -
     tmp_path.chmod(0o755)
     if subprocess.run([*words, "true"], cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("this machine permits neither mounts nor other users")
-    code = "import lit_lazy.support.named_files as n; n.delete(n.Path('root/below'), n.Path('root'))"
+    code = "import lit_lazy.support.names_to_paths as n; n.delete(n.Path('root/below'), n.Path('root'))"
     done = subprocess.run([*words, sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert message in done.stderr.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "below", "folder", "root"]

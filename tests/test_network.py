@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from two_rows import two_rows
 
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 STRACE = shutil.which("strace")
@@ -51,7 +51,7 @@ except OSError:
 LOGS_A_RUN = """
 import sys
 from pathlib import Path
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 runs = Path(sys.argv[1])

@@ -12,7 +12,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import SpecialTokens
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.model.generation import Sampling
 from lit_lazy.optim import Distillation, Optimiser, Schedule

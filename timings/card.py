@@ -29,7 +29,7 @@ from lit_lazy.grid.ablation import Cell, expand, prepare_rows, select_rows
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import locate_cell

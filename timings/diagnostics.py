@@ -26,7 +26,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataSource
 from lit_lazy.measure.row_statistics import summarise
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.module import LitLM

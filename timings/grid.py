@@ -30,7 +30,7 @@ from lit_lazy.grid.plan import PLAN, Plan, group_keys
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.table.build import read_table
 from lit_lazy.table.declaration import BY_STATEMENT, Comparison, Declaration, Rule, Statement
 from lit_lazy.table.sequential_looks import decide_draws

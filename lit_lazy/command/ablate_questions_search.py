@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid, parse_request
 from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import Commands, ablation_name, add_command, add_options
-from lit_lazy.support.named_files import find, list_available, suggest_file
+from lit_lazy.support.names_to_paths import find, list_available, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.grid.job import Grid

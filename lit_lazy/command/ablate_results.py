@@ -11,7 +11,7 @@ from lit_lazy.command.options import Commands, add_command, add_grid, add_option
 from lit_lazy.support.checks import NonEmptyText
 from lit_lazy.support.disk import check_writable_file, check_writable_folder, write_text
 from lit_lazy.support.errors import did_you_mean, explain, sanitise
-from lit_lazy.support.named_files import find, find_grids, list_available
+from lit_lazy.support.names_to_paths import find, find_grids, list_available
 
 TABLE = "table.json"
 """As in `lit_lazy.table.build`, whose import takes long."""
@@ -129,7 +129,7 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
-    from lit_lazy.grid.packed import read_row_settings
+    from lit_lazy.grid.packed_results import read_row_settings
     from lit_lazy.support.provenance import read_committed
     from lit_lazy.table.build import parse_table, read_table
     from lit_lazy.table.comparison import compare_tables, format_comparison
@@ -170,7 +170,7 @@ def find_table(name: str, runs: Path) -> Path | str:
 
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
-    from lit_lazy.grid.packed import CELLS, pack_grid
+    from lit_lazy.grid.packed_results import CELLS, pack_grid
 
     out = choose_output(options, grid.path / CELLS)
     check_writable_file("--out", out)

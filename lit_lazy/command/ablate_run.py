@@ -26,7 +26,7 @@ from lit_lazy.command.options import (
     make_execution,
 )
 from lit_lazy.support.checks import require
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.support.secrets import format_command_line
 
 MOST_LISTED = 3
@@ -216,7 +216,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Execution") -> int:
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
-    from lit_lazy.grid.packed import read_row_settings
+    from lit_lazy.grid.packed_results import read_row_settings
     from lit_lazy.support.console import plain_console
 
     table = None if options.fresh else _read_looks(request, options.runs)
@@ -397,7 +397,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared])
     from lit_lazy.grid.job import Grid
-    from lit_lazy.grid.packed import take_from_files
+    from lit_lazy.grid.packed_results import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.table.records import RowInfo
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import which
 
 from lit_lazy.command.options import command
-from lit_lazy.support.named_files import require_usable_name
+from lit_lazy.support.names_to_paths import require_usable_name
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -39,8 +39,8 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """Exit status 1 if a required dependency is missing or tracking is unusable."""
     from flash_lazy.cpu.library import find_obstacle
     from lit_lazy.support.secrets import redact_url
-    from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.tracking.check_databases import check_store
+    from lit_lazy.tracking.store_address import default_uri
 
     wrong, missing = [], []
     print("\n".join(list_versions()))

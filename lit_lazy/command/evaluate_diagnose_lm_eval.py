@@ -170,7 +170,7 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
 
     Logs nothing for a checkpoint outside a run folder or if only part of the questions was used (limited).
     """
-    from lit_lazy.tracking.store import TrackingError, default_uri, read_run_address, sqlite_file
+    from lit_lazy.tracking.store_address import TrackingError, default_uri, read_run_address, sqlite_file
 
     if limited:
         return "not logged to MLflow: with --limit these are not benchmark results"

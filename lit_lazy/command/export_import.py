@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import command, folder, path, prepare_process
 from lit_lazy.support.errors import naming
-from lit_lazy.support.named_files import MODEL_SOURCES, is_hub_name
+from lit_lazy.support.names_to_paths import MODEL_SOURCES, is_hub_name
 
 if TYPE_CHECKING:
-    from lit_lazy.data.base import SpecialTokens
+    from lit_lazy.data.source_interface import SpecialTokens
     from lit_lazy.training.module import LitLM
     from lit_lazy.training.run_folder import RunResult
 
@@ -212,7 +212,7 @@ def import_model(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def find_special_tokens(settings: Any, words: int) -> "SpecialTokens":
     """Those of a generation_config, by which transformers generates; an id beyond the `words` tokens is none."""
-    from lit_lazy.data.base import SpecialTokens
+    from lit_lazy.data.source_interface import SpecialTokens
 
     given = settings.eos_token_id
     begin, pad, *ends = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lit_lazy.command.options import append_init_from
 from lit_lazy.support.disk import check_writable_folder, is_read_only
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.named_files import LONGEST_NAME, find, find_grids, list_available
+from lit_lazy.support.names_to_paths import LONGEST_NAME, find, find_grids, list_available
 from lit_lazy.support.process import count_cores, require_memory
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def make_base(options: argparse.Namespace, definition: "Ablation | Search", over
 def check_destinations(options: argparse.Namespace) -> None:
     """Raise a one-line ValueError if results, study or MLflow's runs cannot be stored. Creates nothing."""
     from lit_lazy.grid.study import check_storage
-    from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.tracking.check_databases import check_store
+    from lit_lazy.tracking.store_address import default_uri
 
     check_writable_folder("--runs", options.runs)
     if options.storage:

@@ -66,7 +66,7 @@ def _add_completion(commands: Commands, root: argparse.ArgumentParser) -> None:
 def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     import shtab
 
-    from lit_lazy.support.named_files import list_available
+    from lit_lazy.support.names_to_paths import list_available
 
     for action in _iter_actions(options.root):
         if action.type in (path, folder, json_file, checkpoint):

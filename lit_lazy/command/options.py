@@ -23,7 +23,7 @@ from lit_lazy.support.checks import (
     parse,
 )
 from lit_lazy.support.errors import did_you_mean, naming, sanitise
-from lit_lazy.support.named_files import find, find_python_file, suggest_file
+from lit_lazy.support.names_to_paths import find, find_python_file, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.attention import Eviction

@@ -88,7 +88,7 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.console import align
     from lit_lazy.support.disk import measure_bytes
     from lit_lazy.support.errors import sanitise
-    from lit_lazy.support.named_files import find_obstacle
+    from lit_lazy.support.names_to_paths import find_obstacle
 
     found = _open(options, writes=True)
     garbage = found.find_garbage(options.models)
@@ -116,8 +116,8 @@ def _open(options: argparse.Namespace, writes: bool = False) -> "RunsFolder":
     require_runs(options.runs)
     from lit_lazy.grid.runs_folder import RunsFolder
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.tracking.check_databases import check_store
+    from lit_lazy.tracking.store_address import default_uri
 
     if writes:
         check_writable_folder("--runs", options.runs)
@@ -230,8 +230,8 @@ def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
     from lit_lazy.grid.mirror import GridMirror
     from lit_lazy.support.secrets import redact_url
-    from lit_lazy.tracking.check_store import check_store
-    from lit_lazy.tracking.store import default_uri
+    from lit_lazy.tracking.check_databases import check_store
+    from lit_lazy.tracking.store_address import default_uri
 
     check_store(default_uri(options.runs))
     GridMirror(grid.path).sync(final=True)

@@ -104,7 +104,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     check_logger_kinds(options.loggers)
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.user_files import load_experiment
-    from lit_lazy.support.named_files import find
+    from lit_lazy.support.names_to_paths import find
 
     path = find("experiments", options.experiment)
     cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))
@@ -131,7 +131,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         join_training(group)
         return 0
     from lit_lazy.data import list_doubts
-    from lit_lazy.tracking.tracked_run import train_tracked
+    from lit_lazy.tracking.tracked_training import train_tracked
 
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers

@@ -19,10 +19,10 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
-from lit_lazy.support.class_source import locate, read_code, require_unedited
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import describe_exception, explain
-from lit_lazy.support.named_files import suggest_file
+from lit_lazy.support.imported_code import locate, read_code, require_unedited
+from lit_lazy.support.names_to_paths import suggest_file
 
 SCHEMA = 2
 """Raised when a field's default or meaning changes: the same key would denote another training."""

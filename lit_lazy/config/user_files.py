@@ -13,9 +13,9 @@ from typing import Any
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.support.class_source import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
-from lit_lazy.support.named_files import find
+from lit_lazy.support.imported_code import find_local_files, forget_unimported, keep_files, require_unedited
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.support.provenance import find_last_commit
 
 COMMANDS = {"question": "ablate run", "ablation": "ablate run", "search": "ablate search"}

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_lazy.data.base import IGNORED, Batch, DataConfig, DataSource, TokenDataset, fingerprint
+    from lit_lazy.data.source_interface import IGNORED, Batch, DataConfig, DataSource, TokenDataset, fingerprint
 
 __all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]
 
@@ -21,7 +21,7 @@ MOST_PASSES = 16
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is (PEP 562), as the functions on facts need no torch."""
     if name in __all__:
-        return getattr(import_module("lit_lazy.data.base"), name)
+        return getattr(import_module("lit_lazy.data.source_interface"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

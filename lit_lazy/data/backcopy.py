@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from lit_lazy.data.base import Outline, TokenDataset
-from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
+from lit_lazy.data.source_interface import Outline, TokenDataset
+from lit_lazy.data.synthetic_task import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import IGNORED, Outline, TokenDataset
-from lit_lazy.data.synthetic import Splits, SyntheticTask, make_dataset
+from lit_lazy.data.source_interface import IGNORED, Outline, TokenDataset
+from lit_lazy.data.synthetic_task import Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 

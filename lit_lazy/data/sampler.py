@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.data.source_interface import Batch, DataSource
 from lit_lazy.support.checks import require
 
 

@@ -15,9 +15,9 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.data.source_interface import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.checks import Bounds, PositiveInt, require
 
 # Tests, installed packages, and two generated parts: the character tables, so similar that a split by file would leak

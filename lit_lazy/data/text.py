@@ -12,7 +12,6 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
 from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.files import find_files
 from lit_lazy.data.pipeline.hub import Hub
@@ -29,6 +28,7 @@ from lit_lazy.data.pipeline.tokens import (
     write_corpus,
 )
 from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.data.source_interface import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
 from lit_lazy.data.stdlib import ByteTrigram, cut_windows, trigrams
 from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import format_count, plain_console

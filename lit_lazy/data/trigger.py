@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.base import Outline, TokenDataset
-from lit_lazy.data.synthetic import ORACLE, Splits, SyntheticTask, make_dataset
+from lit_lazy.data.source_interface import Outline, TokenDataset
+from lit_lazy.data.synthetic_task import ORACLE, Splits, SyntheticTask, make_dataset
 from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40

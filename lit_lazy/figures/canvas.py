@@ -19,8 +19,8 @@ from matplotlib.image import imsave
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lit_lazy.support.class_source import read_constants
 from lit_lazy.support.disk import write_atomically
+from lit_lazy.support.imported_code import read_constants
 from lit_lazy.table.records import Table
 
 STYLE = Path(__file__).with_name("style.mplstyle")

@@ -19,7 +19,7 @@ from lit_lazy.config.user_files import COMMANDS, load_attribute, locate_errors
 from lit_lazy.support.checks import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.errors import describe_exception, did_you_mean, naming, short_repr
-from lit_lazy.support.named_files import LONGEST_NAME, get_name
+from lit_lazy.support.names_to_paths import LONGEST_NAME, get_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, check_row_name

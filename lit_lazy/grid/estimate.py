@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
-from lit_lazy.data.base import Outline
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress

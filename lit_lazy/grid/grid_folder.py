@@ -18,7 +18,7 @@ from lit_lazy.data import compute_learned_nats, describe_repetition, list_doubts
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.measure.diagnostic_arrays import SCALARS
 from lit_lazy.support.errors import did_you_mean, one_line, sanitise
-from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Table, Yardstick
@@ -193,7 +193,7 @@ def find_former_plan(folder: Path) -> Path | None:
     """
     if not ((folder / CELLS).is_dir() and (folder.parent / QUEUE).exists()):
         return None
-    from lit_lazy.tracking.store import ARTIFACTS
+    from lit_lazy.tracking.store_address import ARTIFACTS
 
     found = (folder.parent / ARTIFACTS).glob(f"{escape(folder.name)}/*/artifacts/{PLAN}")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

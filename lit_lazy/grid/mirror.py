@@ -26,7 +26,7 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.document_blocks import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table, make_outcome_name
-from lit_lazy.tracking.store import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
+from lit_lazy.tracking.store_address import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
 from lit_lazy.tracking.views import build_views
 from lit_lazy.training.run_folder import (
     GRID_ID,

@@ -14,7 +14,7 @@ from lit_lazy.config.user_files import hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, load_defined, require_distinct, require_known
 from lit_lazy.support.checks import NonEmptyText, check_kinds, require
 from lit_lazy.support.errors import naming
-from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.declaration import Declaration, Rule, Statement, Verdict

@@ -17,7 +17,7 @@ from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, 
 from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.merge import describe_measurable, merge_plan
-from lit_lazy.grid.packed import TakenResult, find_shared, read_end
+from lit_lazy.grid.packed_results import TakenResult, find_shared, read_end
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training

@@ -13,7 +13,7 @@ from lit_lazy.grid.ablation import FirstStageMissing, Row, require_known
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import explain
-from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.table.records import Table
 
 RATES = "ablations/rates.json"

@@ -22,8 +22,8 @@ from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantin
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.tracking.check_store import check_database, make_engine_options
-from lit_lazy.tracking.store import sqlite_file
+from lit_lazy.tracking.check_databases import check_database, make_engine_options
+from lit_lazy.tracking.store_address import sqlite_file
 from lit_lazy.training.run_folder import read_grid_id
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.attention.normaliser import AttentionBackend
-from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
 from lit_lazy.measure.attention_metrics import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.collapse_and_sink_kinds import Collapse, SinkKinds, repeated_gap
 from lit_lazy.measure.diagnostic_arrays import Diagnostics

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.base import Batch
+from lit_lazy.data.source_interface import Batch
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_inputs, iter_parts, sample_validation
 from lit_lazy.measure.lengths import make_loss_metrics
 from lit_lazy.model.decoder import DecoderLM

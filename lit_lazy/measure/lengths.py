@@ -15,7 +15,7 @@ from flash_lazy import Rows
 from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.base import IGNORED, Batch, DataSource
+from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
     evaluation_mode,

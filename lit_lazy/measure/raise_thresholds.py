@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.data.base import Batch
+from lit_lazy.data.source_interface import Batch
 from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll

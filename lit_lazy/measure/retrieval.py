@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.data.sampler import pick_evenly
+from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from lit_lazy.config.key import iter_classes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.data.base import SpecialTokens
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export_sources import collect_sources
 from lit_lazy.support.checks import require

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from lit_lazy.support.class_source import OWN, get_content, locate
+from lit_lazy.support.imported_code import OWN, get_content, locate
 
 HERE = Path(__file__).parent
 MODELLING, STAND_IN = (HERE / name for name in ("modeling_lit_lazy.py", "export_stand_in.py"))

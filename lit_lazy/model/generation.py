@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import Cache, Eviction
-from lit_lazy.data.base import DataConfig, SpecialTokens
+from lit_lazy.data.source_interface import DataConfig, SpecialTokens
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
 from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, require
 from lit_lazy.support.errors import describe_exception, short_repr

@@ -30,7 +30,7 @@ from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.document_blocks import render_template
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import FILES, render_html_parts, save
-from lit_lazy.tracking.store import read_run_address, run_link
+from lit_lazy.tracking.store_address import read_run_address, run_link
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, read_lines
 
 if TYPE_CHECKING:

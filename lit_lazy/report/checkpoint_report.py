@@ -26,11 +26,11 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, naming
-from lit_lazy.support.named_files import find, join_name
+from lit_lazy.support.names_to_paths import find, join_name
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
-from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.check_databases import check_store
+from lit_lazy.tracking.store_address import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.check_before_run import load_data

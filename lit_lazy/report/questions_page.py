@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.column_statistics import Measure

@@ -18,8 +18,8 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from lit_lazy.support.class_source import keep_file
 from lit_lazy.support.errors import short_repr
+from lit_lazy.support.imported_code import keep_file
 
 MOST = 2**63 - 1
 """Upper bound of whole numbers, as in tensors and databases."""

@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from lit_lazy.support.errors import BusyError, explain, iter_causes
-from lit_lazy.support.named_files import delete
+from lit_lazy.support.names_to_paths import delete
 
 PATHS_BELOW = 600
 """Upper bound on the length of paths below a folder of results, in bytes."""

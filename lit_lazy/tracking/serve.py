@@ -16,8 +16,8 @@ from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.check_store import LOCKED_SECONDS, check_store
-from lit_lazy.tracking.store import ARTIFACTS, default_uri, run_link, sqlite_file, sqlite_url
+from lit_lazy.tracking.check_databases import LOCKED_SECONDS, check_store
+from lit_lazy.tracking.store_address import ARTIFACTS, default_uri, run_link, sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import list_artifacts, list_experiment_names, make_client
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, runs_link, view_id
 

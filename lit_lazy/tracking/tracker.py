@@ -32,10 +32,10 @@ from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import describe_failed_write, write_atomically
 from lit_lazy.support.errors import one_line
 from lit_lazy.support.locks import make_file_lock
-from lit_lazy.support.named_files import join_name
+from lit_lazy.support.names_to_paths import join_name
 from lit_lazy.support.secrets import strip_user
 from lit_lazy.tracking import views
-from lit_lazy.tracking.store import (
+from lit_lazy.tracking.store_address import (
     ARTIFACTS,
     INTERRUPTED,
     NOTE,

@@ -11,14 +11,14 @@ from lit_lazy.attention import Attention, MixerModule, PassInputs
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
-from lit_lazy.data.base import Outline
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.errors import describe_exception, naming, short_repr
 from lit_lazy.support.process import require_memory
 from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
-from lit_lazy.training.optimiser import freeze_others, require_loaded
+from lit_lazy.training.parameter_groups import freeze_others, require_loaded
 
 BYTES_PER_NUMBER = 4
 """Weights, gradients and moments are float32."""

@@ -18,7 +18,7 @@ from lit_lazy.attention import Attention, PassInputs
 from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import get_default, replace_at
-from lit_lazy.data.base import Outline
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import parameter_generator
 from lit_lazy.support.console import format_count
 

@@ -25,7 +25,7 @@ from lit_lazy.optim.optimisers_schedules_distillation import Distillation, Passe
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.optimiser import WeightAverage, build_optimizer, freeze_others, lr_factor
+from lit_lazy.training.parameter_groups import WeightAverage, build_optimizer, freeze_others, lr_factor
 
 
 class Teacher:

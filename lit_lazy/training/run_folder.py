@@ -14,7 +14,7 @@ from filelock import BaseFileLock, SoftFileLease, Timeout
 from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
-from lit_lazy.support.named_files import delete, join_name
+from lit_lazy.support.names_to_paths import delete, join_name
 from lit_lazy.support.stored_records import make_record, parse_record
 
 CHECKPOINTS, LAST = "checkpoints", "last.ckpt"

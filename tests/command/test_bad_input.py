@@ -33,7 +33,7 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.report.checkpoint_report import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
-from lit_lazy.support.named_files import find_python_file
+from lit_lazy.support.names_to_paths import find_python_file
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]

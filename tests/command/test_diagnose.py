@@ -27,7 +27,7 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.report.checkpoint_report import Request, diagnose
 from lit_lazy.table.build import read_table
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
@@ -184,7 +184,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
 
 @pytest.mark.usefixtures("undrawn")
 def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, capsys) -> None:
-    from lit_lazy.tracking.store import TrackingError
+    from lit_lazy.tracking.store_address import TrackingError
 
     def refuse(*_: object, **__: object) -> None:
         raise TrackingError("gone away")

@@ -28,7 +28,7 @@ from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data import DataConfig, synthetic, text
+from lit_lazy.data import DataConfig, synthetic_task, text
 from lit_lazy.data.pipeline import hub
 from lit_lazy.support.errors import LONGEST_MESSAGE
 
@@ -174,7 +174,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     os.mkfifo(place / "fifo")
     (place / "loop").symlink_to("loop")
     for where in (
-        *("tracking.tracked_run.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
+        *("tracking.tracked_training.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
         *(
             "report.checkpoint_report.measure_all",
             "tracking.serve.subprocess.Popen",
@@ -230,7 +230,7 @@ def check(argv: list[str], stage: Path) -> str:
         status, _, err = given_to_main(argv)
     finally:
         torch.set_num_threads(1)
-        for cached in (synthetic._build_source, text._build_source):
+        for cached in (synthetic_task._build_source, text._build_source):
             cached.cache_clear()
     assert status in (None, 0, 1, 2, 130), status
     assert "Traceback" not in err

@@ -17,8 +17,8 @@ from lit_lazy.grid.cells import claim
 from lit_lazy.grid.progress import Progress, print_status
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console
-from lit_lazy.support.named_files import find
-from lit_lazy.tracking.store import default_uri, sqlite_file, sqlite_url
+from lit_lazy.support.names_to_paths import find
+from lit_lazy.tracking.store_address import default_uri, sqlite_file, sqlite_url
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
 EXPERIMENT = "é?p #1 100%25 [red] it's"

@@ -24,7 +24,7 @@ from lit_lazy.grid.run import IN_USE
 from lit_lazy.report.index_and_search_pages import list_entries
 from lit_lazy.support.locks import hold_shared
 from lit_lazy.tracking.serve import show_links
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

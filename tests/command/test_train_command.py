@@ -21,8 +21,8 @@ from lit_lazy.command.tokenise_train_generate import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import get_program_name
-from lit_lazy.tracking.store import TrackingError
-from lit_lazy.tracking.tracked_run import format_run_name
+from lit_lazy.tracking.store_address import TrackingError
+from lit_lazy.tracking.tracked_training import format_run_name
 from lit_lazy.tracking.tracker import MirroredRun
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, make_lock

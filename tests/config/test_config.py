@@ -44,7 +44,7 @@ from lit_lazy.measure.retrieval import Passkey
 from lit_lazy.model.generation import Sampling
 from lit_lazy.optim import SGD, WSD, Constant, Logits, Muon
 from lit_lazy.support.checks import check_value, describe_kind, field_types
-from lit_lazy.support.named_files import PROJECT
+from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.table.records import Column, Contrast
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}

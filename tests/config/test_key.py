@@ -38,7 +38,7 @@ from lit_lazy.grid.search.definition import Search
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
-from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.names_to_paths import find, list_available
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = "aed716192e6b08fc1e30ad72709874d198441660e45513807d874646b84d68ab"
@@ -169,7 +169,7 @@ from dataclasses import dataclass
 from lit_lazy.attention import Elastic
 from lit_lazy.config import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from factors import FACTOR
 
 search = 3

@@ -11,11 +11,11 @@ from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import compute_learned_nats
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import IGNORED, Batch, DataConfig, TokenDataset
 from lit_lazy.data.distractors import Distractors
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.packages import Packages
 from lit_lazy.data.recall import Recall
+from lit_lazy.data.source_interface import IGNORED, Batch, DataConfig, TokenDataset
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.data.trigger import Trigger

@@ -47,7 +47,7 @@ from lit_lazy.measure import head_metrics, row_statistics
 from lit_lazy.measure.collapse_and_sink_kinds import BROADCAST_RANK, BROADCAST_RATIO, NO_OPERATION_RATIO
 from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.report.index_and_search_pages import SearchReport
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.build import read_table
 from lit_lazy.table.records import Column, Point, Table
 

@@ -23,7 +23,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cells import MOST_DEATHS
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, is_over
-from lit_lazy.grid.packed import TakenResult
+from lit_lazy.grid.packed_results import TakenResult
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.runs_folder import RunsEntry

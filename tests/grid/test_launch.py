@@ -10,7 +10,7 @@ from asked_grid import ask_for_grid
 from lit_lazy.api import results, train
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import Ablation, load_defined
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.build import read_table
 
 ID = "pair-backcopy_tiny"

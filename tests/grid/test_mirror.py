@@ -28,7 +28,7 @@ from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
-from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.store_address import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker, join_note, list_artifacts
 from lit_lazy.training.run_folder import DIAGNOSTICS, GRID_ID, METRICS, RESULT, make_lock, read_lines
 

@@ -21,7 +21,7 @@ from mlflow_server import MlflowServer
 from two_rows import two_rows
 
 from lit_lazy.grid.study import JOURNAL, open_study
-from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.store_address import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 PASSWORD = "hunter2:é"

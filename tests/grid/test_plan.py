@@ -13,7 +13,7 @@ from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.grid_folder import ALTERNATIVES, GridFolder, describe_larger, make_table_spec, make_yardstick
 from lit_lazy.grid.merge import merge
 from lit_lazy.grid.plan import Plan
-from lit_lazy.support.named_files import list_available
+from lit_lazy.support.names_to_paths import list_available
 from lit_lazy.table.build import build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration

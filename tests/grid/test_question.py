@@ -26,14 +26,14 @@ from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.question import RESULTS, Question, load_ablation_or_question
 from lit_lazy.measure.evaluation import require_measured
 from lit_lazy.support.console import format_duration
-from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import parse_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.declaration import Chance, Verdict
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.table.render import DETAILS, render_markdown
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 SOURCE = """

@@ -27,7 +27,7 @@ from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.index_and_search_pages import SearchReport
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.records import Point
 from lit_lazy.training.callbacks_and_loggers import MissedValidation
 from lit_lazy.training.interrupts import Interrupts

@@ -18,7 +18,7 @@ from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, choose_best_rates, find_best_rates
 from lit_lazy.measure.evaluation import Varied
-from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.table.build import TableSpec, build_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
 from lit_lazy.table.records import Column, Observation, RowInfo, Table

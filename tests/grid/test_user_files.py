@@ -16,7 +16,7 @@ from mistakes import snapshot_tree
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.table.build import read_table
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 

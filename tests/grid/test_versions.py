@@ -16,7 +16,7 @@ import torch
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.table.build import read_table
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 HERE = Path(__file__).parent

@@ -31,7 +31,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import Batch
+from lit_lazy.data.source_interface import Batch
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostic_arrays import Diagnostics

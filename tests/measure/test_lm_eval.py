@@ -28,7 +28,7 @@ from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, benchmark, find_tasks, load_tasks
 from lit_lazy.measure.lm_eval.adapter import LmEvalAdapter
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.check_before_run import prepare

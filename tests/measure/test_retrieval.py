@@ -10,10 +10,10 @@ from subwords import bpe  # noqa: F401 - a fixture
 
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import IGNORED
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.recall import Recall
+from lit_lazy.data.source_interface import IGNORED
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.measure.retrieval import FILLER, PASSKEY, Needle, Passkey, hide_in_symbols, hide_in_text

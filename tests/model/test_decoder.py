@@ -26,7 +26,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 13
 LONG = 70

@@ -28,7 +28,7 @@ from lit_lazy.attention import (
     Thresholded,
 )
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data.base import DataSource, DocumentDataset
+from lit_lazy.data.source_interface import DataSource, DocumentDataset
 from lit_lazy.data.text import Text
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate

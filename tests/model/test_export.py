@@ -48,13 +48,13 @@ from lit_lazy.attention.rivals import ClippedSoftmax, Differential, Softpick, Th
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.config.user_files import load_module
-from lit_lazy.data.base import SpecialTokens
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.model import modeling_lit_lazy as modelling
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export_folder import collect_code, write
 from lit_lazy.model.export_sources import collect_sources
 from lit_lazy.model.generation import generate
-from lit_lazy.support.class_source import OWN
+from lit_lazy.support.imported_code import OWN
 
 CACHE = modelling.CACHE
 VOCABULARY, CONTEXT, LENGTH = 19, 24, 12

@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from lit_lazy.command.main import main
 from lit_lazy.config.key import hash_model
-from lit_lazy.data.base import SpecialTokens
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.model.generation import Prompts, generate
 from lit_lazy.training import checkpoints

@@ -16,9 +16,9 @@ from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
 from lit_lazy.model.parameter_matching import matching_d_ff
-from lit_lazy.support.named_files import find, list_available
+from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.training.check_before_run import check_model
-from lit_lazy.training.optimiser import build_parameter_groups
+from lit_lazy.training.parameter_groups import build_parameter_groups
 
 every_model = pytest.mark.parametrize("cfg", MIXERS.values(), ids=MIXERS)
 TABLE1 = load_defined(find("ablations", "table1"), "ablation", Ablation)

@@ -26,7 +26,7 @@ from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.report.ablation_page import REPORT, render_report
 from lit_lazy.table.render import DETAILS, render_brief, render_html_parts, render_markdown
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, RunResult, read_lines
 

@@ -10,7 +10,7 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.support import console
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.build import read_table, recompute_statistics
 from lit_lazy.table.render import FILES, render_text, save
 

@@ -24,7 +24,7 @@ from lit_lazy.report.questions_page import (
     read_questions,
     read_words,
 )
-from lit_lazy.support.named_files import list_available
+from lit_lazy.support.names_to_paths import list_available
 from lit_lazy.table.build import read_table
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from lit_lazy.config.user_files import load_module
 from lit_lazy.report import ablation_page
 from lit_lazy.report.ablation_page import REPORT
 from lit_lazy.tracking.serve import find_experiment_links, select_links
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.tracking.views import (
     AXES_VIEW,

@@ -13,9 +13,9 @@ import pytest
 from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import hub
-from lit_lazy.tracking import check_store
+from lit_lazy.tracking import check_databases
 from lit_lazy.tracking import serve as dashboard
-from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 COMMANDS = [
@@ -57,7 +57,7 @@ def dripping(connection: socket.socket) -> None:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
     """Starts a server with a given handler as MLflow's address, which it returns."""
-    monkeypatch.setattr(check_store, "ANSWER_SECONDS", 0.7)
+    monkeypatch.setattr(check_databases, "ANSWER_SECONDS", 0.7)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def start(treat: Callable[[socket.socket], object]) -> str:

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.serve import make_addresses_relative
-from lit_lazy.tracking.store import PARENT, RUN_ID, default_uri, read_run_address
+from lit_lazy.tracking.store_address import PARENT, RUN_ID, default_uri, read_run_address
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 
 EXPERIMENT = "train-backcopy_tiny"

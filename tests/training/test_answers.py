@@ -14,7 +14,7 @@ from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.loss import mean_nll, token_nll
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.execution import Execution

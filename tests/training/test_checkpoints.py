@@ -19,7 +19,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.training import checkpoints
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, find_resume_step, load
 from lit_lazy.training.module import LitLM

@@ -14,9 +14,9 @@ from lit_lazy.config.user_files import load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.named_files import find
+from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.optimiser import build_parameter_groups, lr_factor
+from lit_lazy.training.parameter_groups import build_parameter_groups, lr_factor
 
 VOCAB, CONTEXT = 11, 12
 BASE = RunConfig(

@@ -16,7 +16,7 @@ from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.optimiser import build_optimizer, freeze_others
+from lit_lazy.training.parameter_groups import build_optimizer, freeze_others
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit
 

@@ -28,7 +28,7 @@ from lit_lazy.support.errors import explain
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point
-from lit_lazy.tracking.store import NOTE, End
+from lit_lazy.tracking.store_address import NOTE, End
 from lit_lazy.tracking.views import build_views
 from lit_lazy.training import run_folder
 from lit_lazy.training.run_folder import RunResult

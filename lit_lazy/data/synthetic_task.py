@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import torch
 
-from lit_lazy.data.base import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
+from lit_lazy.data.source_interface import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.process import require_memory
 
 ORACLE = "oracle_nll"

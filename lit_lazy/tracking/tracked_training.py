@@ -19,11 +19,11 @@ from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
-from lit_lazy.support.named_files import join_name
+from lit_lazy.support.names_to_paths import join_name
 from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.check_store import check_store
-from lit_lazy.tracking.store import INTERRUPTED, End, default_uri
+from lit_lazy.tracking.check_databases import check_store
+from lit_lazy.tracking.store_address import INTERRUPTED, End, default_uri
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 from lit_lazy.tracking.views import build_run_views
 from lit_lazy.training.callbacks_and_loggers import StepProgress
@@ -37,7 +37,7 @@ from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT, RunResult, is
 
 SEND_SECONDS = 5.0
 
-log = logging.getLogger("lit_lazy.tracking.tracked_run")
+log = logging.getLogger("lit_lazy.tracking.tracked_training")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.support.process import turn_off_telemetry
+from lit_lazy.support.streams import turn_off_telemetry
 
 if TYPE_CHECKING:
     from lit_lazy.api import load, results, show, train

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flash_lazy import attention_weights, lazy_attention, resolve_backend
-from lit_lazy.support.process import time_in_turns
+from lit_lazy.support.machine import time_in_turns
 from timings.measuring import Quartiles
 from timings.step import LOCAL_REACH, TILE_ROWS
 from timings.workload import use_one_thread

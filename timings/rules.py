@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser
 from lit_lazy.config.serialisation import find_leaf_classes
-from lit_lazy.support.process import time_in_turns
+from lit_lazy.support.machine import time_in_turns
 from timings.measuring import Quartiles, measure_memory_rise, run_in_process
 from timings.results import format_row, format_spread
 

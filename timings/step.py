@@ -27,7 +27,7 @@ from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.process import time_in_turns
+from lit_lazy.support.machine import time_in_turns
 from timings.measuring import Quartiles, measure_memory_rise, run_in_process
 from timings.results import collect_provenance, format_mebibytes, format_provenance, format_row, format_spread, publish
 from timings.rules import format_rules_table, measure_rules

@@ -129,7 +129,7 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     places = [find_table(name, options.runs) for name in (options.a, options.b)]
     if options.out is not None:
         check_writable_file("--out", options.out)
-    from lit_lazy.grid.packed_results import read_row_settings
+    from lit_lazy.grid.reused_results import read_row_settings
     from lit_lazy.support.provenance import read_committed
     from lit_lazy.table.build import parse_table, read_table
     from lit_lazy.table.comparison import compare_tables, format_comparison
@@ -170,7 +170,7 @@ def find_table(name: str, runs: Path) -> Path | str:
 
 def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
-    from lit_lazy.grid.packed_results import CELLS, pack_grid
+    from lit_lazy.grid.reused_results import CELLS, pack_grid
 
     out = choose_output(options, grid.path / CELLS)
     check_writable_file("--out", out)

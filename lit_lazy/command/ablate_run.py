@@ -180,7 +180,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, request)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
-    from lit_lazy.grid.cells import read_state
+    from lit_lazy.grid.cell_state import read_state
     from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.mirror import GridMirror, follow
     from lit_lazy.grid.run import run_grid
@@ -216,7 +216,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Execution") -> int:
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.job import LaunchOptions
-    from lit_lazy.grid.packed_results import read_row_settings
+    from lit_lazy.grid.reused_results import read_row_settings
     from lit_lazy.support.console import plain_console
 
     table = None if options.fresh else _read_looks(request, options.runs)
@@ -305,7 +305,7 @@ def _drop_finished(options: argparse.Namespace, request: GridRequest) -> "Sequen
     if not has_built_data(request.ablation, request.base.config):
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
-    from lit_lazy.grid.cells import read_state
+    from lit_lazy.grid.cell_state import read_state
     from lit_lazy.grid.merge import describe_measurable, merge_plan
     from lit_lazy.grid.run import describe_taken, find_results
 
@@ -344,7 +344,7 @@ def find_next_look(table: "Table", most: int | None, made: int) -> int | None:
 def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     """What a look left open, and the price of the next one by the time of the cells so far."""
     from lit_lazy.support.console import format_duration
-    from lit_lazy.table.verdicts import describe_chances, describe_contrasts, describe_looks
+    from lit_lazy.table.verdict_text import describe_chances, describe_contrasts, describe_looks
 
     declared, verdict = table.declaration, table.verdict
     assert declared is not None
@@ -397,8 +397,8 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared])
     from lit_lazy.grid.job import Grid
-    from lit_lazy.grid.packed_results import take_from_files
     from lit_lazy.grid.plan import Plan, group_keys
+    from lit_lazy.grid.reused_results import take_from_files
     from lit_lazy.table.records import RowInfo
 
     plan = Plan(

@@ -105,7 +105,7 @@ def list_devices() -> Iterator[str]:
     """CPU, memory and GPUs."""
     import torch
 
-    from lit_lazy.support.process import count_cores, measure_total_memory
+    from lit_lazy.support.machine import count_cores, measure_total_memory
 
     yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory and swap"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

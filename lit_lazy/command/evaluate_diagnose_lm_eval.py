@@ -102,8 +102,8 @@ MOST_TOKENS = 2**17
 )
 def diagnose(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.diagnostics import Maps
-    from lit_lazy.report.checkpoint_report import Request
-    from lit_lazy.report.checkpoint_report import diagnose as diagnose_checkpoint
+    from lit_lazy.report.diagnose_checkpoint import Request
+    from lit_lazy.report.diagnose_checkpoint import diagnose as diagnose_checkpoint
 
     prepare_process(options)
     layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))

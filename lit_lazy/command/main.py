@@ -24,8 +24,8 @@ from lit_lazy.command.tokenise_train_generate import generate, tokenise, train
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
 from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
-from lit_lazy.support.process import prepare_streams
 from lit_lazy.support.secrets import hide_passwords
+from lit_lazy.support.streams import prepare_streams
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}

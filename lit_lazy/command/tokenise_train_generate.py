@@ -22,7 +22,7 @@ from lit_lazy.command.options import (
 )
 from lit_lazy.support.checks import Bounds, NonNegativeInt
 from lit_lazy.support.errors import escape_controls
-from lit_lazy.support.process import is_stdout_read
+from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
     from lit_lazy.model.generation import Generation, Prompts
@@ -218,7 +218,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.disk import open_file
     from lit_lazy.support.errors import explain, naming
-    from lit_lazy.support.process import require_memory
+    from lit_lazy.support.machine import require_memory
     from lit_lazy.training import checkpoints
     from lit_lazy.training.execution import select_training_device
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lit_lazy.data.source_interface import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.support.process import require_memory
+from lit_lazy.support.machine import require_memory
 
 ORACLE = "oracle_nll"
 """Name in a batch of the loss of a predictor that knows the task."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_lazy.config.serialisation import flatten
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cell_state import read_state
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder, add_note, name_version
 from lit_lazy.grid.job import Grid
 from lit_lazy.grid.plan import Plan

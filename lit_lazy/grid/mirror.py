@@ -18,10 +18,10 @@ from filelock import Timeout
 from rich.console import Console
 
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder, read_grid
+from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.errors import BusyError
 from lit_lazy.support.locks import make_file_lock
-from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.document_blocks import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lit_lazy.grid.cells import Holder, find_dead
+from lit_lazy.grid.cell_state import Holder, find_dead
 from lit_lazy.grid.grid_folder import CellRecord, GridFolder
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import sanitise

@@ -13,14 +13,14 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import Holder, State, clear_leftovers, find_dead, put, read_state
+from lit_lazy.grid.cell_state import Holder, State, clear_leftovers, find_dead, put, read_state
 from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.merge import describe_measurable, merge_plan
-from lit_lazy.grid.packed_results import TakenResult, find_shared, read_end
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
+from lit_lazy.grid.reused_results import TakenResult, find_shared, read_end
 from lit_lazy.grid.study import GridStudy
 from lit_lazy.support.disk import is_disk_full, quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line

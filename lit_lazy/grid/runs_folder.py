@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lit_lazy.grid.cells import State, read_state
+from lit_lazy.grid.cell_state import State, read_state
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users

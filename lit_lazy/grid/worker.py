@@ -18,7 +18,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import claim, give_back
+from lit_lazy.grid.cell_state import claim, give_back
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, open_private
 from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line

@@ -18,7 +18,7 @@ from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_va
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.checks import Bounds, PositiveInt, require
-from lit_lazy.support.process import measure_saved_bytes, time_in_turns
+from lit_lazy.support.machine import measure_saved_bytes, time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
 """A layer and its normaliser's call."""

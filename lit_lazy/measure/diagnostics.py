@@ -14,10 +14,10 @@ from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
-from lit_lazy.measure.attention_metrics import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.collapse_and_sink_kinds import Collapse, SinkKinds, repeated_gap
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms
+from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll

@@ -14,9 +14,10 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
-from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, collect_learned, describe_learned, name_groups
+from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, name_groups
 from lit_lazy.measure.diagnostics import hook_layers
-from lit_lazy.model.compiled import compute_hidden
+from lit_lazy.measure.learned_parameters import collect_learned, describe_learned
+from lit_lazy.model.cpu_decoder import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checks import require

@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_lazy.data.pipeline.tokeniser import build_bpe
 from lit_lazy.model.import_convert import PARTS
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
-from lit_lazy.support.process import require_memory
+from lit_lazy.support.machine import require_memory
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 """Architectures, and whether the file's queries and keys are ordered for a rotation of neighbouring dimensions."""

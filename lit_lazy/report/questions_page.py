@@ -29,7 +29,7 @@ from lit_lazy.table.finding_text import format_seeds
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import build_finding, choose_columns, format_effect, format_estimate
 from lit_lazy.table.statistics import LEAST
-from lit_lazy.table.verdicts import describe_bounds, format_finding, format_interval
+from lit_lazy.table.verdict_text import describe_bounds, format_finding, format_interval
 
 T = TypeVar("T")
 SUBJECTS = (

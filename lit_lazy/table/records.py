@@ -12,7 +12,7 @@ from lit_lazy.support.errors import escape_controls, short_repr
 from lit_lazy.table.column_statistics import Effect, Measure, Summary, compute_effects, measure_rows, summarise
 from lit_lazy.table.columns import LONGEST, REFUSED, Column, Contrast
 from lit_lazy.table.declaration import Declaration, Verdict
-from lit_lazy.table.verdicts import judge
+from lit_lazy.table.verdict_text import judge
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""

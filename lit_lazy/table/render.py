@@ -33,7 +33,7 @@ from lit_lazy.table.finding_text import (
 )
 from lit_lazy.table.records import UNFINISHED, Measure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
-from lit_lazy.table.verdicts import (
+from lit_lazy.table.verdict_text import (
     describe_bounds,
     describe_contrasts,
     describe_earlier,

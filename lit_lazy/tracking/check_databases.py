@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import sqlalchemy
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.disk import check_writable_folder, is_read_only, open_file
 from lit_lazy.support.errors import explain, one_line
-from lit_lazy.support.process import call_with_timeout
 from lit_lazy.support.secrets import redact_text, redact_url
 from lit_lazy.tracking.store_address import URI_VARIABLE, quote_path, sqlite_file
 

@@ -15,12 +15,12 @@ from lit_lazy.attention import NoBias
 from lit_lazy.config.key import cell_key, require_unedited_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.names_to_paths import join_name
-from lit_lazy.support.process import repeat_in_background
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.check_databases import check_store
 from lit_lazy.tracking.store_address import INTERRUPTED, End, default_uri

@@ -16,7 +16,7 @@ from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import PositiveInt, check_value, require
 from lit_lazy.support.errors import describe_exception, naming, short_repr
-from lit_lazy.support.process import require_memory
+from lit_lazy.support.machine import require_memory
 from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.parameter_groups import freeze_others, require_loaded
 

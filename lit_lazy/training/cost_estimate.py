@@ -17,7 +17,7 @@ from lit_lazy.model.decoder import Block, DecoderLM, build_empty, flops_per_toke
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checks import require
 from lit_lazy.support.console import format_count, format_duration
-from lit_lazy.support.process import measure_saved_bytes, measure_total_memory
+from lit_lazy.support.machine import measure_saved_bytes, measure_total_memory
 from lit_lazy.training.check_before_run import prepare_outline
 from lit_lazy.training.check_settings import check_init_from, list_ineffective
 from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from lit_lazy.data.pipeline.shards import Count, FileJob, Shard, find_or_make_shard, remove_shard
 from lit_lazy.support.errors import UnfinishedError, describe_exception
-from lit_lazy.support.process import count_cores
+from lit_lazy.support.machine import count_cores
 
 WORTH_PROCESSES = 64 * 2**20
 """Total file size in bytes above which several processes are worth the seconds that each takes to start."""

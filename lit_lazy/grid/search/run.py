@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import HOLDER, clear_leftovers
+from lit_lazy.grid.cell_state import HOLDER, clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
 from lit_lazy.grid.job import Ending, LaunchOptions, Work
 from lit_lazy.grid.mirror import GridMirror, MirroredCell

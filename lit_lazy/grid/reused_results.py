@@ -12,7 +12,7 @@ from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import put, read_files
+from lit_lazy.grid.cell_state import put, read_files
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.support.checks import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically

@@ -14,7 +14,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.packages import Packages
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.stages import FirstStageMissing, find_best_rates
+from lit_lazy.grid.stages import FirstStageMissing, at_rate, find_best_rates
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming
@@ -93,17 +93,23 @@ def is_rated(rule: str, size: str) -> bool:
         return False
 
 
-def make_row(rule: str, size: str, ratio: int = TOKENS_PER_PARAMETER, seeds: Sequence[int] | None = None) -> Row:
-    """A rule at a size of the ladder; ratio: tokens per parameter."""
+def make_row(
+    rule: str,
+    size: str,
+    ratio: int = TOKENS_PER_PARAMETER,
+    seeds: Sequence[int] | None = None,
+    rate: float | None = None,
+) -> Row:
+    """A rule at a size of the ladder. ratio: tokens per parameter. rate: the learning rate in place of the pilot's."""
     sized = experiment(f"frontier_{size}")
     data, train = sized.data, sized.train
     assert isinstance(data, Packages)
-    rate, note = find_rate(rule, size, sized.model.d_model)
+    best, note = find_rate(rule, size, sized.model.d_model)
     steps = train.steps * ratio // TOKENS_PER_PARAMETER
     changes = {
         "model": sized.model,
         "train": replace_at(
-            train, {"lr": rate, "steps": steps, "warmup_steps": steps // 10, "val_every": -(-steps // 4)}
+            train, {"lr": rate or best, "steps": steps, "warmup_steps": steps // 10, "val_every": -(-steps // 4)}
         ),
         "data.context_length": data.context_length,
         "data.validation_windows": data.validation_windows,
@@ -111,6 +117,8 @@ def make_row(rule: str, size: str, ratio: int = TOKENS_PER_PARAMETER, seeds: Seq
         "evaluations": measure_at(data.context_length),
     }
     name = f"{rule} {size}" + (f" x{ratio}" if ratio != TOKENS_PER_PARAMETER else "")
+    if rate is not None:
+        name, note = at_rate(name, rate), ""
     return Row(name, changes | RULES[rule], "ours", seeds if seeds is None else tuple(seeds), note)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -145,11 +146,16 @@ class Packages(Text):
     def select_validation(self, corpus: Corpus) -> tuple[slice, float]:
         if self.path or self.hub:
             return super().select_validation(corpus)
-        counts = json.loads((make_corpus() / COUNTS).read_text())
-        documents = int(corpus.ends("validation")[counts[f"{DOCUMENTS} files"] - 1])
-        parts = {DOCUMENTS: slice(0, documents), APART: slice(documents, len(corpus.validation))}
-        found, size = parts[self.validated], sum(counts[f"{self.validated} {what}"] for what in ("files", "bytes"))
-        return found, size / (found.stop - found.start)
+        folder, ends = make_corpus(), corpus.ends("validation")
+        documents = min(json.loads((folder / COUNTS).read_text())[f"{DOCUMENTS} files"], len(ends))
+        first, last = {DOCUMENTS: (0, documents), APART: (documents, len(ends))}[self.validated]
+        is_cut = self.max_tokens is not None and last == len(ends) and len(corpus.validation) > self.max_tokens
+        whole = last - is_cut
+        require(first < whole, "data.max_tokens", self.max_tokens, f"holds no whole document of {self.validated}")
+        lines = (line for file in sorted(folder.glob(f"{self.validated}-*.jsonl")) for line in file.open("rb"))
+        size = sum(len(json.loads(line)["text"].encode()) + 1 for line in islice(lines, whole - first))
+        start = int(ends[first - 1]) if first else 0
+        return slice(start, int(ends[last - 1])), size / (int(ends[whole - 1]) - start)
 
 
 def make_corpus() -> Path:

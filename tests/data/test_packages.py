@@ -91,6 +91,18 @@ def test_validation_is_of_held_out_documents_or_of_other_packages() -> None:
 
 
 @pytest.mark.usefixtures("site")
+def test_with_a_limit_of_tokens_the_whole_documents_tell_the_bytes_of_a_token() -> None:
+    """The limit cuts the second of two, or the only one."""
+    config = Packages(context_length=8)
+    first, second, apart = (str(FILES[path]).encode() for path in (*KEPT["documents"], *KEPT["packages"]))
+    lengths = [len(x) + 1 for x in config.load_tokenizer().encode([first, second, apart])]
+    limited = replace(config, max_tokens=lengths[0] + 5).load()
+    assert limited.info["bytes_per_token"] == (len(first) + 1) / lengths[0]
+    with pytest.raises(ValueError, match=r"data.max_tokens=\d+: holds no whole document of packages"):
+        replace(config, max_tokens=sum(lengths) - 5, validated="packages").load()
+
+
+@pytest.mark.usefixtures("site")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, WIDTH, draw_legend_below, new_figure, save_figure, use_style
-from lit_lazy.grid.packed import read_pack
+from lit_lazy.grid.reused_results import read_pack
 from lit_lazy.table.statistics import FEWEST_SEEDS, Effect, Estimate, compute_contrast, estimate
 from lit_lazy.training.run_folder import RunResult
 

@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -195,7 +195,7 @@ def _run(
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
-    evaluated = _evaluate(module.model, cfg.evaluations, cfg.data)
+    evaluated = _evaluate(module.model, cfg.evaluations, cfg.data, metrics.keys())
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
@@ -277,7 +277,7 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
         begun, evaluated = time.perf_counter(), {}
         if left:
             trained = checkpoints.load(model).model.to(select_training_device())
-            evaluated = _evaluate(trained, left, cfg.data)
+            evaluated = _evaluate(trained, left, cfg.data, kept.metrics.keys())
         for file in filter(Path.exists, map(path.with_name, (METRICS, DIAGNOSTICS, FINAL_CHECKPOINT))):
             shutil.copyfile(file, folder / file.name)
         result = replace(
@@ -293,12 +293,24 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
     return None
 
 
-def _evaluate(model: DecoderLM, evaluations: Sequence[Evaluation], data: DataConfig) -> dict[str, dict[str, float]]:
-    """The finite metrics of each evaluation by name, by the evaluation's key."""
-    measured = {evaluation_key(one): one.measure(model, data) for one in evaluations}
-    return {
-        key: {name: value for name, value in found.items() if math.isfinite(value)} for key, found in measured.items()
-    }
+def _evaluate(
+    model: DecoderLM, evaluations: Sequence[Evaluation], data: DataConfig, known: Collection[str]
+) -> dict[str, dict[str, float]]:
+    """The finite metrics of each evaluation by name, by the evaluation's key.
+
+    A name that is `known`, or that an evaluation before it gave, is preceded by the evaluation's class and key.
+    """
+    measured, taken = dict[str, dict[str, float]](), {*known}
+    for one in evaluations:
+        key = evaluation_key(one)
+        found = {name: value for name, value in one.measure(model, data).items() if math.isfinite(value)}
+        if both := sorted(taken & found.keys()):
+            apart = f"{type(one).__name__}-{key[:6]}/"
+            log.warning("evaluations: %s is measured twice; that of %r is %s", both[0], one, apart + both[0])
+            found = {apart + name if name in taken else name: value for name, value in found.items()}
+        measured[key] = found
+        taken |= found.keys()
+    return measured
 
 
 def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measurement:

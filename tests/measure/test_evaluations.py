@@ -186,3 +186,22 @@ def test_they_leave_the_model_as_it_was():
     assert all(p.grad is None for p in model.parameters())
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Clashing(Evaluation):
+    def measure(self, model, data):  # noqa: ARG002
+        return {"loss/excess": -5.0, "loss/val": 7.0}
+
+
+def test_no_metric_takes_the_place_of_another(tmp_path):
+    """Neither of the run's own nor of those that another evaluation of the same class gives."""
+    few, more = (Lengths((1,), sequences=n) for n in (2, 16))
+    alone = [run(dataclasses.replace(TINY, evaluations=(one,)), tmp_path / str(one)).metrics for one in (few, more)]
+    metrics = run(dataclasses.replace(TINY, evaluations=(few, Clashing(), more)), tmp_path / "all").metrics
+    name, (first, second) = "length_1x/loss", alone
+    assert first[name] != second[name]
+    assert metrics[name] == first[name]
+    assert metrics[f"Lengths-{evaluation_key(more)[:6]}/{name}"] == second[name]
+    assert all(metrics[own] == first[own] for own in Clashing().measure(None, None))
+    assert metrics[f"Clashing-{evaluation_key(Clashing())[:6]}/loss/excess"] == -5

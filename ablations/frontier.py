@@ -98,18 +98,18 @@ def make_row(
     size: str,
     ratio: int = TOKENS_PER_PARAMETER,
     seeds: Sequence[int] | None = None,
-    rate: float | None = None,
+    faster: float = 1.0,
 ) -> Row:
-    """A rule at a size of the ladder. ratio: tokens per parameter. rate: the learning rate in place of the pilot's."""
+    """A rule at a size of the ladder. ratio: tokens per parameter. faster: times the rule's best learning rate."""
     sized = experiment(f"frontier_{size}")
     data, train = sized.data, sized.train
     assert isinstance(data, Packages)
-    best, note = find_rate(rule, size, sized.model.d_model)
+    rate, note = find_rate(rule, size, sized.model.d_model)
     steps = train.steps * ratio // TOKENS_PER_PARAMETER
     changes = {
         "model": sized.model,
         "train": replace_at(
-            train, {"lr": rate or best, "steps": steps, "warmup_steps": steps // 10, "val_every": -(-steps // 4)}
+            train, {"lr": rate * faster, "steps": steps, "warmup_steps": steps // 10, "val_every": -(-steps // 4)}
         ),
         "data.context_length": data.context_length,
         "data.validation_windows": data.validation_windows,
@@ -117,8 +117,8 @@ def make_row(
         "evaluations": measure_at(data.context_length),
     }
     name = f"{rule} {size}" + (f" x{ratio}" if ratio != TOKENS_PER_PARAMETER else "")
-    if rate is not None:
-        name, note = at_rate(name, rate), ""
+    if faster != 1:
+        name, note = at_rate(name, rate * faster), f"learning rate {rate * faster:g}, {faster:g} times: {note}"
     return Row(name, changes | RULES[rule], "ours", seeds if seeds is None else tuple(seeds), note)
 
 

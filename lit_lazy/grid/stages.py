@@ -22,8 +22,9 @@ AT = " at "
 
 
 def at_rate(row: str, rate: float) -> str:
-    """The name of a row at a learning rate, such as `softmax at 0.005`."""
-    return f"{row}{AT}{rate:g}"
+    """The name of a row at a learning rate, such as `softmax at 0.005`, from which the exact rate can be read."""
+    short = f"{rate:g}"
+    return f"{row}{AT}{short if float(short) == rate else repr(rate)}"
 
 
 def find_best_rates(folder: str) -> dict[str, float]:
@@ -55,10 +56,15 @@ def save_best_rates(table: Table, folder: str) -> dict[str, float]:
 
 
 def choose_best_rates(table: Table) -> dict[str, float]:
-    """The learning rate with the lowest mean primary outcome for each row, among the rates in row names.
+    """The learning rate with the best mean primary outcome for each row, among the rates in row names.
 
-    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate.
+    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate, or if the
+    primary outcome has no better direction.
     """
+    column = table.columns_by_key.get(table.primary or "")
+    better = None if column is None else column.better
+    require(better is not None, f"{table.ablation}: primary", table.primary, "has no direction, so no rate is the best")
+    best = min if better == "lower" else max
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for row in table.rows:
         name, _, rate = row.variant.rpartition(AT)
@@ -69,7 +75,7 @@ def choose_best_rates(table: Table) -> dict[str, float]:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:
         raise ValueError(f"{table.ablation}: {undecided[0]!r} is finished at no rate; finish `{table.command}`")
-    return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
+    return {name: best(means, key=lambda rate: means[rate]) for name, means in found.items()}
 
 
 def at_best_rate(row: Row, of: str, folder: str) -> Row:

@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import first_stage
@@ -26,7 +27,7 @@ from lit_lazy.training.run import run
 
 ROOT = Path(__file__).parents[2]
 SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
-LOSS = Column("loss", "loss")
+LOSS = Column("loss", "loss", "lower")
 RATES = (0.002, 0.005, 0.01)
 
 
@@ -86,7 +87,9 @@ def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.C
     assert main(["ablate", "rates", str(ROOT / "docs" / "results" / "q_text_2-stdlib_small")]) == 2
     assert "q_text_2: row='softmax': names no rate, such as softmax at 0.01" in capsys.readouterr().err
     infos = [RowInfo(at_rate("lazy", 0.1), "ours", (1,), "b")]
-    unfinished = build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make it"), [])
+    unfinished = build_table(
+        TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make it", primary=["loss"]), []
+    )
     with pytest.raises(ValueError, match="search: 'lazy' is finished at no rate; finish `make it`"):
         choose_best_rates(unfinished)
 
@@ -97,13 +100,15 @@ def test_a_second_stage_takes_the_rates_over_and_says_so_or_that_it_lacks_them(n
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
     before = {row.name: rate_of(row) for row in ablation.all_rows}
+    rates = {rate for best in first_stage.STAGES.values() for rate in best.values()}
     for row in ablation.all_rows:
-        assert before[row.name] in {rate for best in first_stage.STAGES.values() for rate in best.values()}
+        faster = 2 if ", 2 times: " in row.note else 1
+        assert before[row.name] / faster in rates
         assert f"learning rate {before[row.name]:g}" in row.note
     doubled = {name: {row: 2 * rate for row, rate in best.items()} for name, best in first_stage.STAGES.items()}
     use_stand_in(monkeypatch, tmp_path, doubled)
     again, _ = load_ablation_or_question(find("ablations", name))
-    assert all(rate_of(row) == 2 * before[row.name] for row in again.all_rows)
+    assert [rate_of(row) for row in again.all_rows] == [2 * rate for rate in before.values()]
     use_stand_in(monkeypatch, tmp_path, {})
     stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
     first, _, base = stage.partition("-")
@@ -166,7 +171,8 @@ def test_a_size_of_the_ladder_joins_once_its_rates_are_committed(tmp_path, monke
     cells = apply_rows(ladder)
     for name in (name for name in SECOND if "frontier" in name):
         asked, _ = load_ablation_or_question(find("ablations", name))
-        assert apply_rows(asked).items() <= cells.items(), "it takes the ladder's cells"
+        own = {name: config for name, config in apply_rows(asked).items() if " at " not in name}
+        assert own.items() <= cells.items(), "it takes the ladder's cells"
 
 
 def apply_rows(ablation: Ablation) -> dict[str, RunConfig]:
@@ -211,3 +217,16 @@ def test_every_rule_trains_and_all_is_measured_in_a_tiny_form(tmp_path: Path) ->
         result = run(cell, tmp_path / name)
         assert result.metrics["loss/val"] < math.log(256), name  # of no text
         assert not whole or own | asked <= result.metrics.keys()
+
+
+def test_the_best_rate_is_the_best_of_its_column_and_exact() -> None:
+    table, rate = make_table(), 0.0012345678
+    found = {
+        better: choose_best_rates(replace(table, columns=(replace(LOSS, better=better),)))
+        for better in ("lower", "higher")
+    }
+    assert found["lower"] == first_stage.BEST
+    assert all(found["higher"][row] != best for row, best in first_stage.BEST.items())
+    with pytest.raises(ValueError, match="primary='loss': has no direction, so no rate is the best"):
+        choose_best_rates(replace(table, columns=(replace(LOSS, better=None),)))
+    assert float(at_rate("softmax", rate).removeprefix("softmax at ")) == rate

@@ -110,10 +110,10 @@ def test_a_second_stage_takes_the_rates_over_and_says_so_or_that_it_lacks_them(n
     again, _ = load_ablation_or_question(find("ablations", name))
     assert [rate_of(row) for row in again.all_rows] == [2 * rate for rate in before.values()]
     use_stand_in(monkeypatch, tmp_path, {})
-    stage = first_stage.FRONTIER[0] if "frontier" in name else first_stage.NAME
-    first, _, base = stage.partition("-")
     with pytest.raises(FirstStageMissing) as error:
         load_ablation_or_question(find("ablations", name))
+    stage = next(stage for stage in first_stage.STAGES if stage in str(error.value))
+    first, _, base = stage.partition("-")
     assert str(error.value) == (
         f"{name}: needs the rates of {stage}; `lit-lazy ablate run {first} --base {base}`, then `lit-lazy ablate rates "
         f"runs/{stage}`"

@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,6 +66,11 @@ class CellRecord:
     def result(self) -> RunResult | None:
         """The result of a finished training."""
         return RunResult.peek(self.folder)
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """What its data source says of itself; {} without a result."""
+        return {} if self.result is None else self.result.data
 
     @cached_property
     def status(self) -> Literal["complete", "failed", "running", "waiting"]:
@@ -164,10 +169,13 @@ class GridFolder:
     def build_table(self) -> Table:
         """The table of the plan's cells."""
         plan, observations = self.plan, [cell.observe() for cell in self.cells]
-        tokens = max((cell.tokens for cell in self.cells), default=0)
-        repeated = [line] if (line := describe_repetition(plan.facts, tokens)) else []
-        warnings = [*list_doubts(plan.facts), *(repeated or _warn_undertrained(plan, self.cells))]
-        table = build_table(make_table_spec(plan, observations, warnings), observations)
+        longest = sorted(self.cells, key=lambda cell: -cell.tokens)
+        repeated = [line for cell in longest if (line := describe_repetition(cell.facts or plan.facts, cell.tokens))]
+        warnings = [*list_doubts(plan.facts), *(repeated[:1] or _warn_undertrained(plan, self.cells))]
+        spec = make_table_spec(plan, observations, warnings)
+        if spec.yardstick is not None:
+            spec = replace(spec, yardstick=add_bounds(spec.yardstick, self.cells))
+        table = build_table(spec, observations)
         taken = [cell for cell in self.cells if cell.result is not None and cell.result.taken_from]
         return replace(table, seconds=_sum_seconds(self.cells), seconds_elsewhere=_sum_seconds(taken) or 0.0)
 
@@ -281,6 +289,17 @@ def make_yardstick(facts: Mapping[str, str | int | float], remedy: str = "") -> 
     return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum}, remedy)
 
 
+def add_bounds(yardstick: Yardstick, cells: Iterable[CellRecord]) -> Yardstick:
+    """The yardstick with the bounds of the rows whose data differ from the experiment's."""
+    by_row: dict[str, float | None] = {}
+    for cell in cells:
+        own = make_yardstick(cell.facts)
+        bound = own.learned if own is not None and own.metric == yardstick.metric else None
+        if cell.facts and bound != yardstick.learned:
+            by_row[cell.variant] = bound
+    return replace(yardstick, by_row=by_row)
+
+
 def describe_larger(base: str) -> str:
     """What the experiment is whose few steps a tiny one runs; "" of another, which might learn in more steps.
 
@@ -307,7 +326,8 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
         return []
     trigram, losses = float(plan.facts["trigram_bits_per_byte"]), dict[str, list[float]]()
     for cell in cells:
-        if cell.normaliser == "Softmax" and "loss/bits_per_byte" in cell.metrics:
+        alike = cell.facts.get("trigram_bits_per_byte") == trigram
+        if alike and cell.normaliser == "Softmax" and "loss/bits_per_byte" in cell.metrics:
             losses.setdefault(cell.variant, []).append(cell.metrics["loss/bits_per_byte"])
     if not losses:
         return [f"no softmax row to hold against the byte-trigram baseline of {trigram:.3f} bits/byte"]

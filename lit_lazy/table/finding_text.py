@@ -60,7 +60,9 @@ def describe_yardstick(table: Table) -> list[str]:
     marks = ", ".join(f"{name} {value * column.scale:.3f}" for name, value in yardstick.marks.items())
     meaning = " (the best predictor without attention)" if "chance" in yardstick.marks else ""
     learned = yardstick.learned * column.scale
-    return [f"{_capitalise_title(column)}: {marks} {column.unit}{meaning}; learned below {learned:.3f}."]
+    known = {name: bound * column.scale for name, bound in yardstick.by_row.items() if bound is not None}
+    others = "".join(f", {name} below {bound:.3f}" for name, bound in known.items())
+    return [f"{_capitalise_title(column)}: {marks} {column.unit}{meaning}; learned below {learned:.3f}{others}."]
 
 
 def explain_untested(summary: Summary) -> str:

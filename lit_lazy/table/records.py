@@ -116,14 +116,15 @@ class TableRow:
 class Yardstick:
     """What a loss is held against. `marks` are losses of known predictors by name, such as optimum or trigram.
 
-    A cell has learned the task if its `metric`, a column's key, is below `learned`. `remedy` is a sentence on what to
-    run where no row has.
+    A cell has learned the task if its `metric`, a column's key, is below `learned`, or below `by_row` of a row on other
+    data, None where no bound is known. `remedy` is a sentence on what to run where no row has.
     """
 
     metric: str
     learned: float
     marks: dict[str, float]
     remedy: str = ""
+    by_row: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +239,13 @@ class Table:
         """The seeds in which a variant did not learn the task; {} without a yardstick."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
             return {}
-        bound, measures = self.yardstick.learned, self.measures[self.yardstick.metric]
-        return {name: {seed for seed, v in m.values.items() if v >= bound} for name, m in measures.items()}
+        usual, by_row, measures = self.yardstick.learned, self.yardstick.by_row, self.measures[self.yardstick.metric]
+        bounds = {name: by_row.get(name, usual) for name in measures}
+        return {
+            name: {seed for seed, v in measures[name].values.items() if v >= bound}
+            for name, bound in bounds.items()
+            if bound is not None
+        }
 
     def is_void(self, variant: str, key: str) -> bool:
         """Whether a row's value in a column says nothing: the row did not learn the task, and this is not its loss."""

@@ -4,17 +4,25 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.grid_folder import ALTERNATIVES, GridFolder, describe_larger, make_table_spec, make_yardstick
+from lit_lazy.grid.grid_folder import (
+    ALTERNATIVES,
+    GridFolder,
+    add_bounds,
+    describe_larger,
+    make_table_spec,
+    make_yardstick,
+)
 from lit_lazy.grid.merge import merge
 from lit_lazy.grid.plan import Plan
 from lit_lazy.support.names_to_paths import list_available
-from lit_lazy.table.build import build_table, parse_table, recompute_statistics
+from lit_lazy.table.build import TableSpec, build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Yardstick
@@ -283,3 +291,19 @@ def test_a_table_says_that_rows_start_at_different_tau_only_if_they_do(starts, d
     assert effect.test == ("construction" if differ else "t")
     again = recompute_statistics(table, COLUMNS, PLAN.contrasts, PLAN.primary)
     assert again == table, "a table.json alone keeps what its cells said"
+
+
+def test_a_row_on_other_data_is_held_against_its_own_marks() -> None:
+    """It may lack any; the experiment's bound of 0.5 would say that `rare` learned and that `none` did not."""
+    facts = {"optimum_nats": 1.0, "chance_nats": 2.0}
+    of = {"usual": facts, "rare": facts | {"chance_nats": 1.02}, "none": {"other": 1}}
+    cells = [SimpleNamespace(variant=name, facts=known) for name, known in of.items()]
+    yardstick = add_bounds(make_yardstick(facts), cells)  # type: ignore[arg-type]
+    losses = {"usual": 0.4, "rare": 0.02, "none": 0.9}
+    rows = tuple(RowInfo(name, "ours", (0,), "b") for name in losses)
+    excess = [column for column in COLUMNS if column.key == "loss/excess"]
+    spec = TableSpec("a", "b", "usual", rows, excess, (), "make", yardstick=yardstick)
+    table = build_table(spec, [Observation(name, 0, "complete", {"loss/excess": x}) for name, x in losses.items()])
+    assert {*table.unlearned} == {"rare"}
+    assert "learned below 0.500, rare below 0.010." in render_markdown(table)
+    assert parse_table(json.dumps(table.to_json()), "it") == table

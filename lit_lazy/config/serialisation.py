@@ -131,10 +131,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def shorten_paths(paths: Iterable[str]) -> dict[str, str]:
-    """The shortest end of each dotted path that no other has; the path itself if all its ends are others' too."""
+def shorten_paths(paths: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """The shortest end of each dotted path that no other has and that is not `taken`, or else the path itself."""
     ends = {path: [path.split(".", n)[-1] for n in reversed(range(path.count(".") + 1))] for path in paths}
-    counts = Counter(end for found in ends.values() for end in found)
+    counts = Counter([*taken, *(end for found in ends.values() for end in found)])
     return {path: next((end for end in found if counts[end] == 1), path) for path, found in ends.items()}
 
 

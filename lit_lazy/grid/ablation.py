@@ -33,6 +33,11 @@ DIGITS, ROUNDING_ULPS = 12, 4
 Seeds = Annotated[tuple[NonNegativeInt, ...], Bounds(min_length=1)]
 MOST_CELLS = 100_000
 """Upper bound for a grid, whose cells are all held in memory."""
+NOT_AXES = (
+    *(part.name for part in fields(RunConfig)),
+    *("variant", "source", "status", "key", "folder", "checkpoint", "git_sha"),
+)
+"""Names that a cell's record and its run in MLflow have beside those of its axes."""
 
 
 def check_name(what: str, name: object) -> None:
@@ -170,7 +175,7 @@ class Ablation:
     @cached_property
     def _points(self) -> list[tuple[Row, dict[str, str]]]:
         """The product of axes without excluded points as rows, and their values as text by short name."""
-        names, found = shorten_paths(self.axes).values(), []
+        names, found = shorten_paths(self.axes, NOT_AXES).values(), []
         products = itertools.product(*self.axes.values()), itertools.product(*map(_describe_values, self.axes.values()))
         for point, texts in zip(*products, strict=True):
             values, levels = dict(zip(self.axes, point, strict=True)), dict(zip(names, texts, strict=True))
@@ -373,7 +378,7 @@ def _find_axes(settings: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, st
     values: dict[str, dict[str, Any]] = {path: {} for config in flat.values() for path in config}
     for config, path in itertools.product(flat.values(), values):
         values[path].setdefault(str(config.get(path)), config.get(path))
-    names = shorten_paths(path for path, found in values.items() if len(found) > 1)
+    names = shorten_paths((path for path, found in values.items() if len(found) > 1), NOT_AXES)
     shown = {path: dict(zip(values[path], _describe_values([*values[path].values()]), strict=True)) for path in names}
     return {
         row: {name: shown[path][str(config[path])] for path, name in names.items() if path in config}

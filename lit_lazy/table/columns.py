@@ -52,7 +52,7 @@ class Column:
         for name, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
             _require_printable(f"{what}: {name}", text)
         require(is_metric_name(self.key), f"{what}: key", self.key, "MLflow takes no metric of this name")
-        require(bool(self.scale), f"{what}: scale", self.scale, "must not be 0; 1 shows values as they are")
+        require(self.scale > 0, f"{what}: scale", self.scale, "must be above 0; 1 shows values as they are")
         fix = f"must be 0 to {MOST_DIGITS} decimals or a format such as ',.0f'"
         require(isinstance(self.digits, str) or 0 <= self.digits <= MOST_DIGITS, f"{what}: digits", self.digits, fix)
         try:

@@ -401,7 +401,7 @@ ABLATIONS = {
     "columns=()": "columns=(): must be a tuple, each item a Column, of length 1 or more",
     "columns=(Column('loss//val', 'b'),)": "MLflow takes no metric of this name",
     "columns=(*COLUMNS, COLUMNS[0])": "columns=['loss/excess']: must each occur once",
-    "columns=(Column('a', 'b', scale=0),)": "column 'a': scale=0: must not be 0; 1 shows values as they are",
+    "columns=(Column('a', 'b', scale=0),)": "column 'a': scale=0: must be above 0; 1 shows values as they are",
     "contrasts=(Contrast('x', {'softmax': 1, 'b': -1}),)": "contrast 'x': row 'b': is unknown; known are softmax, ela",
     "contrasts=(Contrast('x', {'softmax': 1, 'elastic': -1}),) * 2": "contrasts=['x']: must each occur once",
     "primary=('los',)": "primary 'los': is unknown; known are loss/excess, ",

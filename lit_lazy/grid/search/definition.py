@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, to_dict
-from lit_lazy.grid.ablation import MOST_CELLS, Cell, Row, check_name, prepare_rows
+from lit_lazy.grid.ablation import MOST_CELLS, NOT_AXES, Cell, Row, check_name, prepare_rows
 from lit_lazy.support.checks import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.errors import naming, short_repr
 from lit_lazy.support.stored_records import make_record, parse_record
@@ -104,7 +104,7 @@ class Definition:
     @property
     def names(self) -> dict[str, str]:
         """Shortest unambiguous name of each axis by path."""
-        return shorten_paths(self.axes)
+        return shorten_paths(self.axes, NOT_AXES)
 
     def make_cell(self, number: int, point: Mapping[str, float]) -> Cell:
         """The cell of a point; `number` is its index in the search."""

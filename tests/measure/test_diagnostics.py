@@ -144,30 +144,6 @@ def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
     return found
 
 
-def find_kinds(w: Tensor, v: Tensor, projection: Tensor) -> dict[str, Tensor]:
-    """Kinds of the sinks of weights `[B, H, T, T]` and values `[B, H, T, D]`, projected by `[H, d, D]`."""
-    n, heads = w.shape[:2]
-    names = ("no_operation", "broadcast", "neither", "value_ratio", "stable_rank")
-    found = {f"sink/{name}": torch.zeros(heads, dtype=torch.float64) for name in names}
-    sinks = torch.zeros(heads)
-    for b, h in np.ndindex(n, heads):
-        alpha = torch.stack([w[b, h, key:, key].mean() for key in range(T // 2)])
-        if alpha.max() <= 0.3:
-            continue
-        key, u = int(alpha.argmax()), v[b, h] @ projection[h].T
-        size, singular = u.norm(dim=-1), torch.linalg.svdvals(w[b, h] @ u)
-        ratio = size[key] / size[torch.arange(T) != key].mean()
-        rank = singular.square().sum() / singular[0] ** 2
-        kind = "no_operation" if ratio <= 0.2 else "broadcast" if ratio >= 0.5 and rank <= 1.5 else "neither"
-        found[f"sink/{kind}"][h] += 1 / n
-        found["sink/value_ratio"][h] += ratio
-        found["sink/stable_rank"][h] += rank
-        sinks[h] += 1
-    for name in names[3:]:
-        found[f"sink/{name}"] /= sinks
-    return found
-
-
 def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     """The arrays, by loops over dense matrices."""
     dense = Dense(module, batch["tokens"])
@@ -177,8 +153,8 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     def add(name: str, value: Tensor) -> None:
         found.setdefault(name, []).append(value)
 
-    layers = dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas, module.model.attentions
-    for w, mass, scores, zero, v, theta, attention in zip(*layers, strict=True):
+    layers = dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas
+    for w, mass, scores, zero, v, theta in zip(*layers, strict=True):
         weight, share, rate = (torch.zeros(heads, 8, dtype=torch.float64) for _ in range(3))
         for key in range(8):
             below = w[:, :, key:, key]
@@ -190,9 +166,6 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         add("sink/rate", rate)
         size = v.norm(dim=-1)
         add("sink/value_norm", (size[..., :8] / size.mean(-1, keepdim=True)).mean(0))
-        projection = attention.out.weight.unflatten(1, (heads, -1)).transpose(0, 1)
-        for name, values in find_kinds(w, v, projection).items():
-            add(name, values)
         add("mass/row", mass.mean(0))
         before = w * (mass / w.sum(-1).masked_fill(mass == 0, 1))[..., None]
         add("mass/first_key", before[..., 0].mean(0))
@@ -249,6 +222,8 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     maps = torch.stack(seen).numpy()
     np.testing.assert_allclose(measured["maps/weights"], maps, rtol=1e-3, atol=1e-7)
     assert ((measured["maps/weights"] == 0) == (maps == 0)).all()
+    others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64, "context": np.int64}
+    assert all(array.dtype == others.get(array_name, np.float32) for array_name, array in measured.items())
     assert measured["sample"].tolist() == [SEQUENCES, T, 2]
     assert ("tau" in measured) == isinstance(attention.normaliser, Elastic)
     assert np.isnan(measured["sparsity/zero"]).all() == (name == "softmax")
@@ -287,32 +262,6 @@ def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position
     assert parts.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-SHAPES = {
-    (2, 4, 8): "sink/weight sink/share sink/rate sink/rate_share sink/value_norm",
-    (2, 4): "sink/position sink/no_operation sink/broadcast sink/neither sink/value_ratio sink/stable_rank "
-    "mass/empty_rows mass/dead tau sparsity/zero sparsity/small sparsity/block_64 sparsity/block_128 sparsity/null "
-    "sparsity/over_null sparsity/null_mass entropy/nats entropy/normalised entropy/keys entropy/participation "
-    "scores/spread bias/alibi_slope bias/alibi_distance",
-    (2, 4, T): "mass/row mass/first_key bias/curve",
-    (2, 4, 7): "bias/learned.table",
-    (3,): "hidden/cosine hidden/effective_rank hidden/rank_residual hidden/max_abs hidden/median_abs hidden/massive "
-    "hidden/max_over_median hidden/max_norm hidden/kurtosis hidden/repeated_gap sample",
-    (T,): "loss/by_position",
-    (4,): "loss/evicted",
-    (): "loss/evicted_n_held context",
-    (2, T, T): "maps/weights",
-    (2, 2): "maps/heads",
-}
-
-
-def test_shapes_and_types() -> None:
-    arrays = measure(make(LAZY).model, [draw()]).arrays
-    shapes = {name: shape for shape, names in SHAPES.items() for name in names.split()}
-    assert {name: array.shape for name, array in arrays.items()} == shapes
-    others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64, "context": np.int64}
-    assert all(array.dtype == others.get(name, np.float32) for name, array in arrays.items())
-
-
 def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = make(LAZY).double(), draw()
     whole = measure(module.model, [batch]).arrays
@@ -328,54 +277,6 @@ def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     fewer = measure(module.model, parts, sample=3).arrays
     assert fewer["sample"][0] == 3
     assert not np.allclose(fewer["loss/by_position"], whole["loss/by_position"])
-
-
-STEEP = 1e4
-"""Fall of the score in nats from a key to the previous key: exp(-STEEP) is 0 in any precision."""
-
-
-@pytest.mark.parametrize("normaliser", [Softmax(), Elastic(0.4, "constant"), Elastic(3.0, "seq_len")])
-def test_hiding_keys_without_weight_changes_the_loss_by_nothing(normaliser: Normaliser) -> None:
-    module = make(AttentionSpec(normaliser, Alibi()))
-    untouched = measure(module.model, [draw()]).arrays["loss/evicted"]
-    assert (np.abs(untouched) > 1e-4).all()
-    for attention in module.model.attentions:
-        attention.bias.slopes.fill_(STEEP)
-    blind = measure(module.model, [draw()]).arrays
-    assert blind["sink/weight"][..., 0].max() < 1.01 / T  # row 1 sees no other key
-    assert (blind["loss/evicted"] == 0).all()
-    assert abs(blind["loss/evicted_n_held"]) < 1e-5  # not 0: another implementation
-
-
-def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
-    """A softmax has no theta; that of `constant` does not depend on n; that of `per_query` is lower."""
-    for normaliser, differs in ((Softmax(), False), (Elastic(0.2, "constant"), False), (Elastic(), True)):
-        arrays = measure(make(AttentionSpec(normaliser)).double().model, [draw()]).arrays
-        assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
-
-
-@pytest.mark.parametrize(
-    ("normaliser", "position", "gap"),
-    [
-        (Softmax(), NoPosition(), False),
-        (Elastic(0.5), NoPosition(), False),
-        # Rope changes only weights. Their sum over equal values is constant for a softmax, but not above a threshold.
-        (Softmax(), Rope(), False),
-        (Elastic(0.5), Rope(), True),
-        (Softmax(), LearnedAbsolute(), True),
-    ],
-)
-def test_identical_tokens_are_told_apart_by_what_knows_positions(
-    normaliser: Normaliser, position: Position, gap: bool
-) -> None:
-    module = make(AttentionSpec(normaliser), position)
-    batch = {name: torch.full_like(x, 3) for name, x in draw().items()}
-    arrays = measure(module.model, [batch]).arrays
-    if gap:
-        assert (arrays["hidden/repeated_gap"][1:] > 0.005).all()
-    else:
-        np.testing.assert_allclose(arrays["hidden/repeated_gap"], 0, atol=1e-6)
-        np.testing.assert_allclose(arrays["hidden/cosine"], 1, atol=1e-6)
 
 
 def state(module: LitLM) -> dict[str, object]:

@@ -98,10 +98,10 @@ def unused(setting: str, same: str) -> str:
     [
         ([f"{WINDOW}=15", f"{BIAS}=LearnedBias", f"{BIAS}.length=14"], []),
         # FIRE's length has an effect.
-        ([f"{WINDOW}=16", f"{BIAS}=Fire", f"{BIAS}.length=99"], [unused(f"{WINDOW}=16", "None")]),
+        ([f"{WINDOW}=99", f"{BIAS}=Fire", f"{BIAS}.length=99"], [unused(f"{WINDOW}=99", "None")]),
         (
-            [f"{WINDOW}=99", f"{BIAS}=LearnedBias", f"{BIAS}.length=99"],
-            [unused(f"{WINDOW}=99", "None"), unused(f"{BIAS}.length=99", "None")],
+            [f"{WINDOW}=16", f"{BIAS}=LearnedBias", f"{BIAS}.length=99"],
+            [unused(f"{WINDOW}=16", "None"), unused(f"{BIAS}.length=99", "None")],
         ),
         (
             ["--model.position=Rope", "--model.position.skip_layers=[0,1]", "--model.attention.full_layers=[0]"],
@@ -110,19 +110,17 @@ def unused(setting: str, same: str) -> str:
                 unused("--model.attention.full_layers=(0,)", "()"),
             ],
         ),
-        ([f"{RULE}=TopK", f"{RULE}.renormalise=true"], [unused(f"{RULE}.renormalise=True", "False")]),
         ([f"{RULE}=OffByOne", f"{RULE}.renormalise=true"], [unused(f"{RULE}=OffByOne", "Softmax")]),
         # These differ from the default in one of two places, or only while the model trains.
-        ([f"{RULE}=Elastic", f"{RULE}.threshold=seq_len"], []),
         ([f"{RULE}=Elastic", f"{RULE}.tau_lr_scale=0.5"], []),
         (["--model.attention.gate=OutputGate", "--model.attention.gate.starts_open=true"], []),
+        ([f"{RULE}=Elastic", f"{RULE}.threshold=seq_len"], []),
         (
-            ["--train.steps=20", "--train.warmup_steps=11"],
-            ["--train.warmup_steps=11: leaves 9 of 20 steps at the full rate and below; 2 would be a tenth"],
-        ),
-        (
-            ["--train.ema_decay=0.9"],
-            ["--train.ema_decay=0.9: averages about 10 steps and the initial weights; a smaller one forgets these"],
+            ["--train.steps=10", "--train.warmup_steps=6", "--train.ema_decay=0.95"],
+            [
+                "--train.warmup_steps=6: leaves 4 of 10 steps at the full rate and below; 1 would be a tenth",
+                "--train.ema_decay=0.95: averages about 20 steps and the initial weights; a smaller one forgets these",
+            ],
         ),
     ],
     ids=str,

@@ -13,17 +13,16 @@ import pytest
 import torch
 from layers import LargestTensor
 from lightning.pytorch.callbacks import Callback
-from test_run import EVERYTHING, RAMP, At, assert_same_run, config, weights
+from test_run import EVERYTHING, RAMP, At, assert_same_run, config, logged, weights
 
-from lit_lazy.attention import AttentionSpec, Elastic, Entmax15, Normaliser, Softmax
+from lit_lazy.attention import AttentionSpec
 from lit_lazy.config.key import list_user_files
-from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model import loss
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.training import ranks
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
+from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
@@ -40,11 +39,6 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 def train(folder: Path, execution: Execution, *callbacks: Callback, cfg: RunConfig | None = None) -> RunResult:
     options = {"keep_checkpoint": True, "execution": execution, "callbacks": callbacks}
     return run(cfg or config(), folder, logger=MetricFile(folder), **options)  # type: ignore[arg-type]
-
-
-def logged(folder: Path) -> dict[tuple[str, int], float]:
-    """All points of all curves."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def interrupt() -> None:
@@ -230,20 +224,6 @@ def test_the_loss_in_blocks_of_tokens_equals_that_of_all_logits(
     torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("normaliser", [Softmax(), Elastic(), Entmax15()], ids=lambda one: type(one).__name__)
-def test_checkpointed_blocks_have_the_same_gradients(normaliser: Normaliser) -> None:
-    """Also in the first pass, which checks the normaliser."""
-    cfg = ModelConfig(d_model=16, n_layers=3, n_heads=2, d_ff=32, attention=AttentionSpec(normaliser))
-    tokens = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for kept in (False, True):
-        model = DecoderLM(cfg, 20, 12, seed=0)
-        model.checkpoint_activations = kept
-        model.compute_hidden(tokens).square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.long

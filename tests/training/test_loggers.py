@@ -3,24 +3,19 @@
 import csv
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from test_run import logged
 
 from lit_lazy.command.main import main
 from lit_lazy.training import callbacks_and_loggers, logger_kinds
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, open_loggers, read_lines
+from lit_lazy.training.callbacks_and_loggers import MetricFile, open_loggers
 from lit_lazy.training.logger_kinds import check_logger_kinds
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
-Points = dict[tuple[str, int], float]
-
-
-def logged(folder: Path) -> Points:
-    """Points of the metric file."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def of_csv(folder: Path) -> list[tuple[tuple[str, int], float]]:
@@ -86,45 +81,33 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Pat
         assert dict(found) == pytest.approx(points)
 
 
-class Recorded(Logger):
-    """Stands in for the Weights and Biases logger, whose package tests do not install."""
+def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(tmp_path, monkeypatch) -> None:
+    made = []
 
-    made: list["Recorded"] = []  # noqa: RUF012
+    class Recorded(DummyLogger):
+        """Stands in for the Weights and Biases logger, whose package tests do not install."""
 
-    def __init__(self, **given: object) -> None:
-        super().__init__()
-        self.given, self.heard = given, []
-        self.experiment = self
-        self.made.append(self)
+        def __init__(self, **given: object) -> None:
+            super().__init__()
+            self.given, self.heard = given, []
+            self._experiment = SimpleNamespace(finish=lambda: self.heard.append("finish"))
+            made.append(self)
 
-    name = version = None  # type: ignore[assignment]
+        def log_hyperparams(self, params: object) -> None:
+            self.heard.append(params)
 
-    def log_hyperparams(self, params: object) -> None:
-        self.heard.append(params)
+        def log_metrics(self, metrics: object, step: int | None = None) -> None:
+            self.heard.append((step, metrics))
 
-    def log_metrics(self, metrics: object, step: int | None = None) -> None:
-        self.heard.append((step, metrics))
+        def finalize(self, status: str) -> None:
+            self.heard.append(status)
 
-    def finalize(self, status: str) -> None:
-        self.heard.append(status)
-
-    def finish(self) -> None:
-        self.heard.append("finish")
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
     monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", Recorded)
-    yield Recorded.made
-    Recorded.made.clear()
-
-
-def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Recorded], tmp_path: Path) -> None:
     folder = tmp_path / "0123456789ab"
     with pytest.raises(KeyboardInterrupt):
         train(folder, ("wandb",), range(6))
     train(folder, ("wandb",), range(3, 8))
-    first, second = wandb
+    first, second = made
     assert first.given == second.given
     assert {name: first.given[name] for name in ("project", "name", "id", "resume")} == {
         "project": "train-x", "name": "x seed 3", "id": "0123456789ab", "resume": "allow",

@@ -64,6 +64,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
 
 
+def logged(folder: Path) -> dict[tuple[str, int], float]:
+    """All points of all curves."""
+    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
+
+
 def untimed(result: RunResult) -> RunResult:
     return replace(result, timings={})
 
@@ -171,21 +176,15 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) 
 def test_a_run_that_resumes_on_another_backend_says_so(
     finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the same one, nor from a checkpoint that records none."""
+    """Not on the same one."""
     cfg = config()
     (label,) = RunResult.read(finished).labels.values()
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "backend_name", lambda *_: "cpu")
         patch.setattr(execution, "get_instruction_set", lambda: "rvv")
         run_until_killed(cfg, tmp_path / "same", step=11)
-        for name in ("other", "earlier"):
-            shutil.copytree(tmp_path / "same", tmp_path / name)
+        shutil.copytree(tmp_path / "same", tmp_path / "other")
         run(cfg, tmp_path / "same")
-    checkpoint = tmp_path / "earlier" / "checkpoints" / "last.ckpt"
-    content = torch.load(checkpoint, weights_only=True)
-    assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
-    torch.save(content, checkpoint)
-    run(cfg, tmp_path / "earlier")
     assert list_said(caplog, "lit_lazy.training.callbacks_and_loggers") == []
     run(cfg, tmp_path / "other")
     (said,) = list_said(caplog, "lit_lazy.training.callbacks_and_loggers")
@@ -298,32 +297,23 @@ def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
     assert (learned["watch/tau"][until:] != 1.5).all()
 
 
-class Batches(Callback):
-    """Records the tokens of a run and the steps of its validations."""
-
-    def __init__(self) -> None:
-        self.tokens: list[torch.Tensor] = []
-        self.validated: list[int] = []
-
-    def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
-        self.tokens.append(batch["tokens"].clone())
-
-    def on_validation_end(self, trainer, _module) -> None:
-        self.validated.append(trainer.global_step)
-
-
 def test_batches_are_those_of_the_seed(tmp_path: Path) -> None:
     """Also in the second epoch, whatever the variant."""
-    seen, results = [], []
+
+    class Batches(Callback):
+        def __init__(self) -> None:
+            self.tokens: list[torch.Tensor] = []
+
+        def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
+            self.tokens.append(batch["tokens"].clone())
+
+    seen = []
     for i, cfg in enumerate((config(steps=8), config(AttentionSpec(), steps=8), config(seed=1, steps=8))):
         seen.append(Batches())
-        results.append(run(cfg, tmp_path / str(i), callbacks=[seen[-1]]))
+        run(cfg, tmp_path / str(i), callbacks=[seen[-1]])
     assert len(seen[0].tokens) == 8
     assert all(map(torch.equal, seen[0].tokens, seen[1].tokens))
     assert not any(map(torch.equal, seen[0].tokens, seen[2].tokens))
-    assert seen[0].validated == [7]
-    assert results[0].metrics["loss/val"] != results[2].metrics["loss/val"]
-    assert results[0].key != results[2].key
 
 
 def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_path: Path) -> None:
@@ -367,20 +357,6 @@ def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(finished: Path, tmp_path: Path) -> None:
-    run_until_killed(config(seed=1), tmp_path / "begun", 13)
-    of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
-    kept: list[bytes] = []
-
-    def keep() -> None:
-        """Read the quarantined file, which the finished run moves out of its checkpoints."""
-        kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
-
-    run(config(), tmp_path / "begun", callbacks=[At(0, keep)], keep_checkpoint=True)
-    assert kept == [of_another]
-    assert_same_run(finished, tmp_path / "begun")
-
-
 class StopValidating(Callback):
     """Ends a run like a kill between a step's checkpoint and its validation."""
 
@@ -400,13 +376,9 @@ def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: i
     with pytest.raises(RuntimeError, match="killed"):
         run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[StopValidating(step)])
     run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
-
-    def curves(name: str) -> list[tuple[str, int, float]]:
-        lines = read_lines(tmp_path / name / METRICS)
-        return sorted((metric, line.step, value) for line in lines for metric, value in line.metrics.items())
-
-    assert [step for metric, step, _ in curves("cut") if metric == "val/loss"] == [9, 19, 29]
-    assert curves("cut") == curves("whole")
+    curves = logged(tmp_path / "cut")
+    assert [step for metric, step in curves if metric == "val/loss"] == [9, 19, 29]
+    assert curves == logged(tmp_path / "whole")
 
 
 def test_what_a_result_holds(finished: Path, tmp_path: Path) -> None:

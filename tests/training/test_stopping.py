@@ -1,7 +1,11 @@
 """Signals in a training: it stops after its step, with a checkpoint of it, and resumes to the same bits."""
 
+import logging
+import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_run import RAMP, assert_same_run, config
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from test_run import RAMP, At, assert_same_run, config, logged
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run import run
@@ -44,11 +49,6 @@ def train(folder: Path, *callbacks: Callback, patient: bool = False, execution: 
     with Interrupts(patient) as interrupts, interrupts.allow():
         options = {"keep_checkpoint": True, "execution": execution, "interrupts": interrupts}
         run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)  # type: ignore[arg-type]
-
-
-def logged(folder: Path) -> dict[tuple[str, int], float]:
-    """All points of all curves."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def read_step(folder: Path) -> int:
@@ -150,12 +150,9 @@ def test_outside_of_the_training_a_signal_stops_at_once(
     assert len(calls) == when
 
 
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("hook", "step", "kept"),
-    [("on_train_batch_start", 4, 6), pytest.param("on_validation_start", 14, 14, marks=pytest.mark.long)],
-)
 @pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("hook", "step", "kept"), [("on_train_batch_start", 4, 6), ("on_validation_start", 14, 14)])
 def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_path: Path) -> None:
     two = Execution(devices=2)
     with pytest.raises(KeyboardInterrupt):
@@ -164,3 +161,64 @@ def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_pa
     train(tmp_path / "stopped", execution=two)
     train(tmp_path / "undisturbed", execution=two)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+
+
+# A SLURM job does not affect a run: Lightning neither requeues the job nor loads its own checkpoints
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "grid", "SLURM_NODELIST": "node1", "SLURM_LOCALID": "0"}
+TASKS = {
+    "one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    "second of two": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+}
+
+
+def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
+    """Run a function in a process as a task of a job. Returns the exit status."""
+
+    def be() -> None:
+        os.environ.update(JOB | TASKS[task], PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
+        rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # as Lightning sets it on import
+        work(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=be)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> Path:
+    """A folder with a fake `scontrol`, which writes a file `called`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{folder / "called"}\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_signal_of_slurm_is_not_lightnings(task: str, undisturbed: Path, tmp_path: Path, scontrol: Path) -> None:
+    """It ends the process, as `sbatch --signal` before a time limit, and nothing is requeued; the run resumes."""
+    signalled = At(11, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    assert in_job(task, scontrol, train, tmp_path / "here", signalled) == -signal.SIGUSR1
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
+    assert in_job(task, scontrol, train, tmp_path / "here") == 0
+    assert not (scontrol / "called").exists()
+    assert_same_run(undisturbed, tmp_path / "here")
+
+
+def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(
+    undisturbed: Path, trained: str, tmp_path: Path, scontrol: Path
+) -> None:
+    here, noted = tmp_path / "here", tmp_path / "noted"
+    here.mkdir()
+    shutil.copy(trained, here / "hpc_ckpt_3.ckpt")
+
+    def train_and_note() -> None:
+        logging.basicConfig(filename=noted, level=logging.WARNING, force=True)
+        train(here)
+
+    assert in_job("one task", scontrol, train_and_note) == 0
+    assert_same_run(undisturbed, here)
+    assert (here / "hpc_ckpt_3.ckpt.damaged").read_bytes() == Path(trained).read_bytes()
+    assert "hpc_ckpt_3.ckpt: left by Lightning's own requeueing; quarantined" in noted.read_text()

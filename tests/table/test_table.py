@@ -327,14 +327,9 @@ def test_the_order_of_the_observations_does_not_matter() -> None:
     ("make", "message"),
     [
         (lambda: table(rows("lazy", "b"), [], baseline="lasy"), "baseline: no row is called 'lasy'; the rows are lazy"),
-        (lambda: table(rows("lazy", "b", "b"), []), "variant: 'b' is given twice"),
-        (lambda: table(rows("lazy"), [], LOSS, LOSS), "column: 'loss' is given twice"),
         (lambda: table(rows("lazy"), observe(lazy=(1.0,)) * 2), "cell: 'lazy, seed 0' is given twice"),
-        (lambda: table(rows("b"), [], contrasts=[Contrast("x", {"b": 1, "z": -1})]), "contrast 'x': no row is called"),
         (lambda: Contrast("c", {"lazy": 1.0, "b": -0.5}), "weights={'lazy': 1.0, 'b': -0.5}: must add up"),
-        (lambda: Column("x", "x", "less"), "column 'x': better='less': must be one of lower, higher or None"),
         (lambda: Column("x", "x", digits=".3q"), "column 'x': digits='.3q': must be 0 to 20 decimals"),
-        (lambda: Column("x", "x", margin=0.0), "column 'x': margin=0.0: must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:

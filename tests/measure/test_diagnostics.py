@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_lazy import RuleWeights
 from lit_lazy.attention import (
     Alibi,
+    AttentionCall,
     AttentionSpec,
     ClippedSoftmax,
     Differential,
@@ -68,70 +69,35 @@ SPECS = {
 
 
 class Dense:
-    """Reference in fp64 with dense matrices: each layer's heads and hidden states."""
+    """The dense matrices of each layer's rule in a pass, and its hidden states."""
 
-    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0, n_held: bool = False) -> None:
-        self.model, self.spec = module.model, module.cfg.model.attention
-        self.hidden_keys, self.n_held = hidden_keys, n_held
-        self.w, self.mass, self.scores, self.zero, self.v, self.thetas = ([] for _ in range(6))
-        x = self.model.position.embed(self.model.embedding(tokens), 0)
-        self.hidden = [x]
-        for block in self.model.blocks:
-            x = x + self.attend(block.attention, norm(x, block.attention_norm.weight))
-            y = norm(x, block.mlp_norm.weight)
-            x = x + block.mlp.down(torch.nn.functional.silu(block.mlp.gate(y)) * block.mlp.up(y))
-            self.hidden.append(x)
-        self.logits = norm(x, self.model.norm.weight) @ self.model.head.weight.T
+    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0) -> None:
+        model = module.model
+        self.w, self.mass, self.scores, self.zero, self.v, self.thetas, self.hidden = ([] for _ in range(7))
 
-    def attend(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        rotate = self.model.position.rotation(length, 0)
-        parts = (layer.q, layer.k, layer.v)
-        q, k, v = (part(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for part in parts)
-        heads = torch.arange(layer.n_heads) // (layer.n_heads // layer.n_kv_heads)
-        q, k, v = rotate(q), rotate(k)[:, heads], v[:, heads]
-        scores = q @ k.mT / math.sqrt(layer.head_dim)
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        terms = layer.bias(length)
-        for head, i, j in np.ndindex(layer.n_heads, length, length):
-            if terms.table is not None and 0 <= i - j < terms.table.shape[1]:
-                scores[:, head, i, j] += terms.table[head, i - j]
-            if terms.slopes is not None:
-                scores[:, head, i, j] -= terms.slopes[head] * (i - j)
-        visible = (distance >= 0) & (distance < (self.spec.window or length))
-        n = visible.sum(-1)
-        visible[:, : self.hidden_keys] = False
-        n = n if self.n_held else visible.sum(-1)
-        p = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
-        theta = self.theta(layer, n.clamp(min=1), length)
-        w = (p - theta[..., None]).clamp(min=0) * visible
-        mass = w.sum(-1)
-        if isinstance(self.spec.normaliser, Elastic) and self.spec.normaliser.renormalise:
-            w = w / mass.masked_fill(mass == 0, 1)[..., None]
-        self.w.append(w)
-        self.mass.append(mass)
-        self.scores.append(scores.masked_fill(~visible, torch.nan))
-        self.zero.append((p <= theta[..., None]) & visible)
-        self.v.append(v)
-        self.thetas.append(theta)
-        self.visible = visible
-        return layer.out((w @ v).transpose(1, 2).flatten(2))
+        def read(rule: NormaliserModule, inputs: tuple[AttentionCall]) -> None:
+            (call,) = inputs
+            found = rule.compute_weights(call)
+            theta = rule.theta(found.rows)
+            self.visible = found.rows.visible[0, 0]
+            self.w.append(found.w)
+            self.mass.append(found.mass)
+            self.scores.append(found.scores)
+            self.zero.append((found.w == 0) & self.visible)
+            self.v.append(call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], 1))
+            self.thetas.append(None if theta is None else theta[0, ..., 0].expand(call.q.shape[1:3]))
 
-    def theta(self, layer: torch.nn.Module, n: Tensor, length: int) -> Tensor:
-        """`[H, T]`."""
-        normaliser = self.spec.normaliser
-        if not isinstance(normaliser, Elastic):
-            return torch.zeros(layer.n_heads, length, dtype=torch.float64)
-        tau = layer.normaliser.tau
-        divisor = torch.full((length,), T) if normaliser.threshold == "seq_len" else n
-        return (tau[:, :length] if tau.ndim == 2 else tau[:, None].expand(-1, length)) / divisor
+        hooks = [layer.normaliser.register_forward_pre_hook(read) for layer in model.attentions]
+        for part in (*model.blocks, model.norm):
+            hooks.append(part.register_forward_pre_hook(lambda _, inputs: self.hidden.append(inputs[0])))
+        seen = torch.ones_like(tokens, dtype=torch.bool)
+        seen[:, :hidden_keys] = False
+        self.logits = model(tokens, key_mask=seen)
+        for hook in hooks:
+            hook.remove()
 
     def nll(self, targets: Tensor) -> Tensor:
         return -self.logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
 def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
@@ -146,7 +112,7 @@ def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
 
 def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     """The arrays, by loops over dense matrices."""
-    dense = Dense(module, batch["tokens"])
+    dense, cuts = Dense(module, batch["tokens"]), isinstance(module.cfg.model.attention.normaliser, Elastic)
     heads = dense.w[0].shape[1]
     found: dict[str, list[Tensor]] = {}
 
@@ -171,7 +137,7 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         add("mass/first_key", before[..., 0].mean(0))
         add("mass/empty_rows", (mass == 0).double().mean((0, 2)))
         n = len(w) * dense.visible.sum()
-        if isinstance(dense.spec.normaliser, Elastic):
+        if cuts:
             add("sparsity/zero", zero.sum((0, 2, 3)) / n)
         add("sparsity/small", ((w <= 1e-5) & dense.visible).sum((0, 2, 3)) / n)
         a = w / w.sum(-1, keepdim=True)
@@ -182,7 +148,7 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         variances = [[scores[:, h, i][:, dense.visible[i]].var(-1) for i in range(7, T)] for h in range(heads)]
         if dense.visible[-1].sum() >= 8:
             add("scores/spread", torch.stack([torch.stack(rows).mean().sqrt() for rows in variances]))
-            if isinstance(dense.spec.normaliser, Elastic):
+            if cuts:
                 null = null_zeros(scores, theta, dense.visible)
                 late = len(w) * dense.visible[7:].sum()
                 add("sparsity/null", null.sum((0, 2)) / late)
@@ -202,8 +168,6 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     arrays["loss/by_position"] = nll.mean(0)
     hidden = [Dense(module, batch["tokens"], keys).nll(batch["targets"]) for keys in range(1, 5)]
     arrays["loss/evicted"] = torch.stack([(each - nll)[:, 8:].mean() for each in hidden])
-    held = Dense(module, batch["tokens"], 4, n_held=True).nll(batch["targets"])
-    arrays["loss/evicted_n_held"] = (held - nll)[:, 8:].mean()
     return arrays
 
 
@@ -213,7 +177,6 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     module, batch = make(attention, position).double(), draw()
     with torch.no_grad():
         wanted, dense = expected(module, batch), Dense(module, batch["tokens"][:1])
-        torch.testing.assert_close(module.model(batch["tokens"][:1]), dense.logits)
     measured = measure(module.model, [batch], Maps(layers=(1, 0), heads=(3, 0))).arrays
     for array, values in wanted.items():
         np.testing.assert_allclose(measured[array], values.numpy(), rtol=2e-6, atol=1e-7, err_msg=array)
@@ -277,6 +240,13 @@ def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     fewer = measure(module.model, parts, sample=3).arrays
     assert fewer["sample"][0] == 3
     assert not np.allclose(fewer["loss/by_position"], whole["loss/by_position"])
+
+
+def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
+    """A softmax has no theta; that of `constant` does not depend on n; that of `per_query` is lower."""
+    for normaliser, differs in ((Softmax(), False), (Elastic(0.2, "constant"), False), (Elastic(), True)):
+        arrays = measure(make(AttentionSpec(normaliser)).double().model, [draw()]).arrays
+        assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
 
 
 def state(module: LitLM) -> dict[str, object]:

@@ -110,9 +110,7 @@ class TestLearned:
 
 
 class TestBiasCurves:
-    @pytest.mark.parametrize(
-        "bias", [Alibi(), LearnedBias(length=6), LearnedBias(length=30), T5Bias(8, 20), Fire()]
-    )
+    @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), LearnedBias(length=30), T5Bias(8, 20), Fire()])
     def test_is_what_attention_adds_to_the_scores(self, bias):
         """The scores of zero queries are the bias."""
         biased = model(bias=bias)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import LargestTensor
 from lightning.pytorch.callbacks import Callback
 from test_run import EVERYTHING, RAMP, At, assert_same_run, config, logged, weights
 
@@ -19,8 +18,6 @@ from lit_lazy.attention import AttentionSpec
 from lit_lazy.config.key import list_user_files
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.model import loss
-from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.training import ranks
 from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.execution import Execution
@@ -197,33 +194,6 @@ def test_the_untrained_model_is_evaluated_once(finished: Path, tmp_path: Path, m
     untrained.write_bytes(b"PK damaged")
     train(tmp_path / "again", Execution())
     assert_same_run(finished, tmp_path / "again")
-
-
-@pytest.fixture
-def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, head and targets."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 50, 16, generator=generator, requires_grad=True)
-    head = torch.randn(40, 16, generator=generator, requires_grad=True)
-    return hidden, head, torch.randint(40, (3, 50), generator=generator)
-
-
-@pytest.mark.parametrize("at_once", [40, 40 * 7, 40 * 149])
-def test_the_loss_in_blocks_of_tokens_equals_that_of_all_logits(
-    drawn: tuple[torch.Tensor, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And never holds all of these, in neither pass."""
-    hidden, head, targets = drawn
-    whole = token_nll(hidden @ head.T, targets)
-    expected = torch.autograd.grad(whole.mean(), (hidden, head))
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
-    with LargestTensor() as largest:
-        blocks = head_nll(hidden, head, targets)
-        found = torch.autograd.grad(blocks.mean(), (hidden, head))
-    assert largest.elements <= max(at_once, hidden.numel())
-    torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long

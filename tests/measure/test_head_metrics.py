@@ -74,8 +74,7 @@ def sink_at(key, length=LENGTH):
 
 NONE = torch.zeros(LENGTH, LENGTH)
 SMALL_SHARE = 0.01 * sink_at(1) + 0.03 * torch.eye(LENGTH)
-FEW_ROWS, TWO_KEYS, HALF, ONLY_FIRST = (NONE.clone() for _ in range(4))
-FEW_ROWS[0, 0], FEW_ROWS[-1, 1], FEW_ROWS[-1, 2] = 1, 0.25, 0.75
+TWO_KEYS, HALF, ONLY_FIRST = (NONE.clone() for _ in range(3))
 TWO_KEYS[3, 0], TWO_KEYS[3, 2] = 0.3, 0.1
 NATS = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
 HALF[LENGTH // 2 :] = uniform()[LENGTH // 2 :]
@@ -93,8 +92,6 @@ CLOSED_FORMS = {
             "sink/weight 3": [x * (HARMONIC - 1.5) / (LENGTH - 2) for x in (1, 0.2)],
             "sink/share 1": [ALPHA] * 2,
             "sink/rate": [[0] * 8] * 2,
-            "mass/row": [[1] * LENGTH, [0.2] * LENGTH],
-            "mass/first_key": [[x / i for i in range(1, LENGTH + 1)] for x in (1, 0.2)],
             "entropy/nats": [sum(LOGS) / LENGTH] * 2,
             "entropy/normalised": [1] * 2,
             "entropy/keys": [(LENGTH + 1) / 2] * 2,
@@ -119,10 +116,6 @@ CLOSED_FORMS = {
             "sink/rate_share 1": [1, 0],
         },
     ),
-    "a share is of the rows that can see the key": (
-        given(FEW_ROWS),
-        {"sink/share 1": [1 / 2], "sink/share 2": [0.25], "sink/share 3": [0.75]},
-    ),
     "without mass": (
         given(NONE, 1e-7 * sink_at(1)),
         {"sink/share": [[math.nan] * 8] * 2, "sink/rate_share": [[0] * 8] * 2}
@@ -139,10 +132,6 @@ CLOSED_FORMS = {
     "a sequence has a rate only for keys it has": (
         given_batch([[sink_at(5)], [sink_at(1)]], counted=torch.arange(LENGTH) < torch.tensor([[LENGTH], [3]])),
         {"sink/rate": [[0.5, 0, 0, 0, 1, 0, 0, 0]]},
-    ),
-    "a rate is strictly above the bound": (
-        given(0.25 * sink_at(1), 0.31 * sink_at(1)),
-        {"sink/rate 1": [0, 1]},
     ),
     "small weights without a threshold": (
         given(torch.eye(LENGTH) + 1e-6 * torch.ones(LENGTH, LENGTH).tril()),

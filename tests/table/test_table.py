@@ -265,17 +265,6 @@ def test_the_numbers_are_those_of_the_statistics() -> None:
     assert {*vars(measure(found, "lazy").difference).values()} == {None, 0}
 
 
-def test_a_row_is_compared_over_the_seeds_that_it_shares_with_the_baseline() -> None:
-    lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
-    cells = observe(lazy=lazy) + [Observation("b", s, "complete", {"loss": v}) for s, v in values.items()]
-    found = table(rows("lazy", seeds=range(5)) + rows("b", seeds=(0, 2, 4)) + rows("apart", seeds=(5, 6)), cells)
-    difference = measure(found, "b").difference
-    assert (difference.n, difference.mean) == (3, pytest.approx(3.4 / 3 - 6.3 / 3))
-    assert difference.p == compute(list(values.values()), lazy[::2]).p
-    assert measure(found, "apart").difference.mean is None
-    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b; 5, 6 in apart." in render.render_markdown(found)
-
-
 def test_a_column_that_the_baseline_has_no_value_in_is_not_compared() -> None:
     """Softmax has no sparsity, Lazy Attention does; the primary outcome comes first."""
     rivals, lazy = (read_table(RESULTS / f"{name}-backcopy" / "table.json").compared for name in ("rivals", "table2"))
@@ -311,16 +300,6 @@ def test_rows_that_are_one_training_are_named_as_such() -> None:
     assert found.find_twins() == [["lazy", "twin", "third"]]
     assert "to the last bit, in every seed: lazy, twin, third. What" in render.render_markdown(found)
     assert not of_values(LOSS, lazy=(1.0,), b=(1.0,)).find_twins(), "of no loss of the task"
-
-
-def test_the_order_of_the_observations_does_not_matter() -> None:
-    cells = [*observe(lazy=(0.0, 0.2, 0.3), b=(0.1, 0.2, -0.7), c=(0.2, 0.2, -1.7), extra=(1.0, 2.0))]
-    cells += [Observation("d", s, "failed", reason="boom") for s in range(3)]
-    reference = table(rows("lazy", "b", "c", "d"), cells)
-    assert "Left out, because the ablation does not ask for them: extra seed 0, extra seed 1." in reference.notes
-    for seed in range(5):
-        random.Random(seed).shuffle(cells)
-        assert table(rows("lazy", "b", "c", "d"), cells) == reference
 
 
 @pytest.mark.parametrize(

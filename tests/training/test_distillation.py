@@ -1,6 +1,6 @@
 """Distillation from the model before the swap: its formulas, its memory, and a teacher that stays as it was."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,18 +24,6 @@ from lit_lazy.training.trainer import build_module, fit
 
 TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
 KIND = {"ids": lambda term: type(term).__name__}
-
-
-@dataclass(frozen=True)
-class FirstLayer(Distillation):
-    """A user's own term."""
-
-    weight: float = 2.0
-    reads_attention = True
-
-    def compute(self, passes: Passes) -> Tensor:
-        own, taught = passes.mixed[0]
-        return self.weight * (own - taught).abs().mean()
 
 
 def distilling(trained: str, term: Distillation, attention: AttentionSpec = LAZY, **train: object) -> RunConfig:
@@ -89,7 +77,7 @@ def test_the_error_of_the_attention_outputs(trained: str) -> None:
     assert term.item() > 0.01
 
 
-@pytest.mark.parametrize("term", [*TERMS, FirstLayer()], **KIND)
+@pytest.mark.parametrize("term", TERMS, **KIND)
 def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
     trained: str, tmp_path: Path, term: Distillation
 ) -> None:

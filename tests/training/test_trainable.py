@@ -166,7 +166,7 @@ def test_it_is_in_the_key_by_its_content(trained: str, tmp_path: Path) -> None:
         assert (cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) == keys[0]) is same
 
 
-def test_a_run_from_weights_resumes_bit_for_bit_also_when_they_have_moved(
+def test_a_run_resumes_bit_for_bit_also_when_its_weights_have_moved(
     trained: str, finished: Path, tmp_path: Path
 ) -> None:
     cfg = adapting(trained, optimiser=Muon(), ema_decay=0.8)

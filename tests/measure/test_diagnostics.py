@@ -281,27 +281,6 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     assert state(module) == before
 
 
-class UniformModule(NormaliserModule):
-    """Every visible key has the same weight."""
-
-    def weights(self, scores, rows):
-        return (rows.visible / rows.n).expand_as(scores)
-
-
-def test_a_custom_normaliser_needs_no_more_than_its_weights() -> None:
-    module = make(AttentionSpec())
-    for attention in module.model.attentions:
-        attention.normaliser = UniformModule()
-    arrays = measure(module.model, [draw()]).arrays
-    harmonic = sum(1 / i for i in range(1, T + 1))
-    np.testing.assert_allclose(arrays["sink/weight"][..., 0], harmonic / T, rtol=1e-6)
-    np.testing.assert_allclose(arrays["entropy/participation"], (T + 1) / 2, rtol=1e-6)
-    assert (arrays["scores/spread"] > 0).all()
-    assert (arrays["loss/evicted"] != 0).all()
-    assert np.isnan(arrays["sparsity/zero"]).all()
-    assert "tau" not in arrays
-
-
 def test_maps_are_those_of_the_strongest_first_key() -> None:
     share = np.full((9, 3), np.nan)
     share[:, 1] = 0.1

@@ -24,7 +24,7 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.run import run
-from lit_lazy.training.run_folder import RunResult
+from lit_lazy.training.run_folder import RESULT, RunResult
 
 TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
 SPREAD = Execution(devices=2, strategy="fsdp")
@@ -163,6 +163,7 @@ def test_what_goes_wrong_on_one_rank_ends_all(
     monkeypatch.setattr(LitLM, "training_step", go_wrong)
     with pytest.raises(error, match=message):
         train(tmp_path, TWO)
+    assert not (tmp_path / RESULT).exists()
 
 
 @pytest.mark.usefixtures("none_left")

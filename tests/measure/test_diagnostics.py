@@ -3,13 +3,13 @@
 import math
 from pathlib import Path
 from statistics import NormalDist
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from flash_lazy import RuleWeights
 from lit_lazy.attention import (
     Alibi,
     AttentionCall,
@@ -41,15 +41,14 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5
-SPREAD = 0.4
-"""Standard deviation of the weights: scores span some nats, so that heads differ and offsets cut."""
 
 
 def make(
     attention: AttentionSpec, position: Position | None = None, n_layers: int = 2, n_kv_heads: int = 2, seed: int = 0
 ) -> LitLM:
+    """With weights so large that scores span some nats, heads differ and offsets cut."""
     sizes = {"d_model": 16, "n_heads": 4, "d_ff": 24, "n_layers": n_layers, "n_kv_heads": n_kv_heads}
-    model = ModelConfig(**sizes, attention=attention, position=position or Rope(), init_std=SPREAD)
+    model = ModelConfig(**sizes, attention=attention, position=position or Rope(), init_std=0.4)
     data = Backcopy(vocab_size=VOCABULARY - 1, context_length=T)
     return LitLM.create(RunConfig(data, model, seed=seed), VOCABULARY, T)
 
@@ -261,10 +260,6 @@ def state(module: LitLM) -> dict[str, object]:
     }
 
 
-def failing(*_: object) -> RuleWeights:
-    raise RuntimeError("broken")
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make(LAZY)
@@ -273,7 +268,8 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     module.model.attentions[0].backend = "reference"
     before = state(module)
     if fails:
-        monkeypatch.setattr(type(module.model.attentions[1].normaliser), "compute_weights", failing)
+        broken = Mock(side_effect=RuntimeError("broken"))
+        monkeypatch.setattr(type(module.model.attentions[1].normaliser), "compute_weights", broken)
         with pytest.raises(RuntimeError, match="broken"):
             measure(module.model, [draw()])
     else:

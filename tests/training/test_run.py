@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import numpy as np
@@ -88,13 +89,15 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 class At(Callback):
-    """Calls a function at the start of a step."""
+    """Calls a function at the first call of one of Lightning's hooks at a step."""
 
-    def __init__(self, step: int, action: Callable[[], object]) -> None:
-        self.step, self.action = step, action
+    def __init__(self, step: int, action: Callable[[], object], hook: str = "on_train_batch_start") -> None:
+        self.step, self.action, self.done = step, action, False
+        setattr(self, hook, self.act)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
+    def act(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_step == self.step and not self.done:
+            self.done = True
             self.action()
 
 
@@ -344,24 +347,14 @@ def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-class StopValidating(Callback):
-    """Ends a run like a kill between a step's checkpoint and its validation."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_validation_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("killed")
-
-
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: int) -> None:
     """Its step is in the checkpoint already: Lightning would leave a gap in the curves, or never start training."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
+    kill = At(step, Mock(side_effect=RuntimeError("killed")), "on_validation_start")
     with pytest.raises(RuntimeError, match="killed"):
-        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[StopValidating(step)])
+        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[kill])
     run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
     curves = logged(tmp_path / "cut")
     assert [step for metric, step in curves if metric == "val/loss"] == [9, 19, 29]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -31,18 +30,8 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-class Once(Callback):
-    """Sends signals at the first call of one of Lightning's hooks at a step."""
-
-    def __init__(self, hook: str, step: int, *numbers: signal.Signals) -> None:
-        self.step, self.numbers = step, numbers
-        setattr(self, hook, self.act)
-
-    def act(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if trainer.global_step == self.step:
-            numbers, self.numbers = self.numbers, ()
-            for number in numbers:
-                send(number)
+def send_at(step: int, *numbers: signal.Signals, hook: str = "on_train_batch_start") -> At:
+    return At(step, lambda: [send(number) for number in numbers], hook)
 
 
 def train(folder: Path, *callbacks: Callback, patient: bool = False, execution: Execution = ONE_DEVICE) -> None:
@@ -78,7 +67,7 @@ def test_no_step_is_lost(
     hook: str, step: int, kept: int, number: signal.Signals, undisturbed: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once(hook, step, number))
+        train(tmp_path, send_at(step, number, hook=hook))
     assert read_step(tmp_path) == kept
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     train(tmp_path)
@@ -88,7 +77,7 @@ def test_no_step_is_lost(
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once("on_train_batch_start", 4, signal.SIGINT, signal.SIGINT))
+        train(tmp_path, send_at(4, signal.SIGINT, signal.SIGINT))
     assert not (tmp_path / LAST).exists()
     assert capfd.readouterr().err.count("stopping after this step, with a checkpoint of it; once more stops") == 1
 
@@ -104,7 +93,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Input/output"):
             os.write(2, b"is closed")
         with pytest.raises(KeyboardInterrupt):
-            train(tmp_path, Once("on_train_batch_start", 4, signal.SIGHUP))
+            train(tmp_path, send_at(4, signal.SIGHUP))
         os.write(2, b"is discarded")
     finally:
         os.dup2(stderr, 2)
@@ -116,7 +105,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
 def test_a_patient_worker_keeps_the_step_whatever_else_arrives(tmp_path: Path) -> None:
     numbers = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once("on_train_batch_start", 4, *numbers), patient=True)
+        train(tmp_path, send_at(4, *numbers), patient=True)
     assert read_step(tmp_path) == 5
 
 
@@ -124,7 +113,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     """As of a command that a shell runs in the background."""
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        train(tmp_path, Once("on_train_batch_start", 4, signal.SIGINT))
+        train(tmp_path, send_at(4, signal.SIGINT))
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, former)
@@ -156,7 +145,7 @@ def test_outside_of_the_training_a_signal_stops_at_once(
 def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_path: Path) -> None:
     two = Execution(devices=2)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", Once(hook, step, signal.SIGTERM), execution=two)
+        train(tmp_path / "stopped", send_at(step, signal.SIGTERM, hook=hook), execution=two)
     assert read_step(tmp_path / "stopped") == kept
     train(tmp_path / "stopped", execution=two)
     train(tmp_path / "undisturbed", execution=two)
@@ -199,8 +188,7 @@ def scontrol(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_signal_of_slurm_is_not_lightnings(task: str, undisturbed: Path, tmp_path: Path, scontrol: Path) -> None:
     """It ends the process, as `sbatch --signal` before a time limit, and nothing is requeued; the run resumes."""
-    signalled = At(11, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    assert in_job(task, scontrol, train, tmp_path / "here", signalled) == -signal.SIGUSR1
+    assert in_job(task, scontrol, train, tmp_path / "here", send_at(11, signal.SIGUSR1)) == -signal.SIGUSR1
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
     assert in_job(task, scontrol, train, tmp_path / "here") == 0
     assert not (scontrol / "called").exists()

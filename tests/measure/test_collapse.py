@@ -36,7 +36,7 @@ INFINITE[1, 1] = math.inf
 DEGENERATE = [
     (token_cosine, WITH_ZEROS, token_cosine(WITH_ZEROS[[0, 2, 3, 5]]).item()),  # tokens of 0 are left out
     (token_cosine, torch.eye(4, 3)[[0, 3, 3, 3]], NAN),  # one token
-    (effective_rank, torch.outer(normal(40), normal(24, seed=1)).double(), 1),  # the others are rounding
+    (effective_rank, torch.outer(normal(800), normal(600, seed=1)).double(), 1),  # the others are rounding
     (effective_rank, torch.zeros(3, 3), NAN),
     (effective_rank, torch.full((3, 3), NAN), NAN),
     (stable_rank, torch.zeros(3, 4), NAN),

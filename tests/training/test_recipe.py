@@ -24,6 +24,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, token_nll
 from lit_lazy.optim import SGD, Constant
 from lit_lazy.support.names_to_paths import find
+from lit_lazy.support.process import measure_saved_bytes
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -108,6 +109,8 @@ def test_the_loss_and_log_z_in_blocks_of_tokens_equal_those_of_all_logits(
         term = nll.mean() if log_z is None else nll.mean() + log_z.square().sum()
         found = torch.autograd.grad(term, (hidden, head))
     assert largest.elements <= max(at_once, hidden.numel())
+    kept = measure_saved_bytes(lambda: head_nll(hidden, head, targets), [hidden, head])
+    assert (kept < 4 * targets.numel() * len(head)) == (at_once < targets.numel() * len(head))
     logits, counted = hidden.double() @ head.double().T, targets != IGNORED
     expected_z = logits.logsumexp(-1).where(counted, 0)
     expected = expected_z - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(counted, 0)

@@ -134,6 +134,7 @@ def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
     for step in steps:
         run_until_killed(cfg, folder / "killed", step)
     run(cfg, folder / "killed", keep_checkpoint=True)
+    assert not list((folder / "killed").glob("*.damaged")), "it began again"
     assert_same_run(folder / "whole", folder / "killed")
 
 

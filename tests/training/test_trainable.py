@@ -174,6 +174,7 @@ def test_a_run_resumes_bit_for_bit_also_when_its_weights_have_moved(
     run_until_killed(cfg, tmp_path / "killed", 13)
     moved = replace(cfg, init_from=str(shutil.copy(trained, tmp_path / "moved.ckpt")))
     run(moved, tmp_path / "killed", keep_checkpoint=True)
+    assert not list((tmp_path / "killed").glob("*.damaged")), "it began again"
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "killed")[name]), name
     plain = RunResult.read(finished)

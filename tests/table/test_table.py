@@ -302,6 +302,11 @@ def test_rows_that_are_one_training_are_named_as_such() -> None:
     assert not of_values(LOSS, lazy=(1.0,), b=(1.0,)).find_twins(), "of no loss of the task"
 
 
+def test_the_order_of_the_observations_does_not_matter() -> None:
+    cells = observe(lazy=(0.0, 0.2, 0.3), b=(0.1, 0.2, -0.7), extra=(1.0, 2.0))
+    assert table(rows("lazy", "b"), cells[::-1]) == table(rows("lazy", "b"), cells)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -24,7 +24,7 @@ from lit_lazy.config.user_files import experiment
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.console import format_duration
-from lit_lazy.support.process import measure_saved_bytes
+from lit_lazy.support.machine import measure_saved_bytes
 from lit_lazy.training import cost_estimate
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
@@ -258,7 +258,7 @@ def test_a_dry_run_prices_what_another_machine_would_train(
 ) -> None:
     """This machine has neither the memory nor the backend, which is said."""
     monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
-    monkeypatch.setattr("lit_lazy.support.process.measure_total_memory", lambda: 10**9)
+    monkeypatch.setattr("lit_lazy.support.machine.measure_total_memory", lambda: 10**9)
     large, triton = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32"], "--model.backend=triton"
     missing = "model.backend='triton' needs a GPU, and this machine has none; leave it at auto, or give chunked"
     for given in ([*large, triton], large, [triton]):

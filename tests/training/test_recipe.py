@@ -23,8 +23,8 @@ from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, token_nll
 from lit_lazy.optim import SGD, Constant
+from lit_lazy.support.machine import measure_saved_bytes
 from lit_lazy.support.names_to_paths import find
-from lit_lazy.support.process import measure_saved_bytes
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE, Execution

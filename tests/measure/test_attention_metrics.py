@@ -1,21 +1,47 @@
-"""First-key weight, mass and sparsity against closed forms and against a dense matrix of weights."""
+"""First-key weight, mass and sparsity as closed forms and dense matrices give them; learned parameters and biases."""
 
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from flash_lazy import Stats
-from lit_lazy.attention import AttentionCall, AttentionSpec, Differential, Elastic, LayerShape, Softmax, Softpick, SSMax
-from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention import (
+    Alibi,
+    AttentionCall,
+    AttentionSpec,
+    Differential,
+    Elastic,
+    Fire,
+    LayerShape,
+    LearnedBias,
+    NoBias,
+    SinkLogit,
+    Softmax,
+    Softpick,
+    SSMax,
+    T5Bias,
+)
+from lit_lazy.attention.bias import BiasModule, BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.figures.ablation import list_learned
 from lit_lazy.measure.attention_metrics import AttentionMetrics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.measure.learned_parameters import (
+    MOST_NUMBERS,
+    average_by_head,
+    collect_learned,
+    compute_bias_curves,
+    fit_alibi,
+)
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.table.columns import list_learned_columns
 
-BATCH, HEADS, LENGTH, FIRST = 2, 3, 20, 8
+BATCH, HEADS, LENGTH, FIRST = 2, 4, 20, 8
 ALL = torch.ones(BATCH, LENGTH, dtype=torch.bool)
 N = torch.arange(1, LENGTH + 1.0)
 
@@ -26,71 +52,31 @@ def stats(mass=1.0, first_weight=0.0, zeros=0.0):
     return Stats(torch.zeros(BATCH, HEADS, LENGTH), *fields)
 
 
-def layer(can_zero=True, renormalised=False, window=None, signed=False):
+def layer(can_zero=True, renormalised=False, window=None):
     """What the metrics read of a layer."""
-    rule = SimpleNamespace(can_zero=can_zero, signed=signed)
+    rule = SimpleNamespace(can_zero=can_zero, signed=False)
     return SimpleNamespace(normaliser=rule, renormalise=renormalised, window=window)
 
 
-def measure(layer_stats, rows=None, **settings):
-    metrics = AttentionMetrics([layer(**settings)], tuple(rows or ()))
-    metrics.update([layer_stats], rows or {"all": ALL})
-    return metrics.compute()
-
-
-EARLY, LATE, EVEN = (x.float() for x in (N < FIRST, N >= FIRST, N % 2 == 0))
-MEAN = sum(1 / i for i in range(FIRST, LENGTH + 1)) / (LENGTH - FIRST + 1)
-N_EVEN, N_ODD = (EVEN * LATE).sum().item(), ((1 - EVEN) * LATE).sum().item()
-WEIGHT, SHARE, MASS, ZERO = "sink/first_key_weight", "sink/first_key_share", "mass/all", "sparsity/zero"
-
-CLOSED_FORMS = {
-    "all weight on the first key": ({"first_weight": 1.0}, {}, {WEIGHT: 1, SHARE: 1, MASS: 1, ZERO: 0}),
-    "uniform": ({"first_weight": 1 / N}, {}, {WEIGHT: MEAN, SHARE: MEAN, MASS: 1, ZERO: 0}),
-    "rows before the eighth count for the mass alone": (
-        {"mass": EARLY, "first_weight": EARLY},
-        {},
-        {WEIGHT: 0, MASS: (FIRST - 1) / LENGTH, ZERO: 0},
-    ),
-    "all weights are 0": ({"mass": 0.0, "zeros": N}, {}, {WEIGHT: 0, MASS: 0, ZERO: 1}),
-    "next to no mass": ({"mass": 1e-9, "first_weight": 5e-10}, {}, {WEIGHT: 5e-10, MASS: 1e-9, ZERO: 0}),
-    "rows of large mass weigh more in a share": (
-        {"mass": 0.9 * EVEN + 0.1 * (1 - EVEN), "first_weight": 0.1 * (1 - EVEN)},
-        {},
-        {WEIGHT: 0.1 * N_ODD / (N_EVEN + N_ODD), SHARE: 0.1 * N_ODD / (0.9 * N_EVEN + 0.1 * N_ODD), MASS: 0.5, ZERO: 0},
-    ),
-    "renormalised weights are shared among rows with mass": (
-        {"mass": 0.01 * EVEN, "first_weight": 0.3 * EVEN},
-        {"renormalised": True},
-        {WEIGHT: 0.3 * N_EVEN / (N_EVEN + N_ODD), SHARE: 0.3, MASS: 0.005, ZERO: 0},
-    ),
-    "renormalised without mass": ({"mass": 0.0}, {"renormalised": True}, {WEIGHT: 0, MASS: 0, ZERO: 0}),
-    "zeros are pooled over rows": (
-        {"zeros": N * (N == LENGTH)},
-        {},
-        {WEIGHT: 0, SHARE: 0, MASS: 1, ZERO: LENGTH / (LENGTH * (LENGTH + 1) / 2)},
-    ),
-    "zeros of the keys in a window": (
-        {"zeros": 1.0},
-        {"window": 6},
-        {WEIGHT: 0, SHARE: 0, MASS: 1, ZERO: LENGTH / N.clamp(max=6).sum().item()},
-    ),
-    "a rule that cannot cut": ({"mass": 0.5}, {"can_zero": False}, {WEIGHT: 0, SHARE: 0, MASS: 0.5}),
-    "weights that can be negative": ({"mass": 0.5, "first_weight": -0.1}, {"signed": True}, {WEIGHT: -0.1, MASS: 0.5}),
-    "a group without rows": ({}, {"rows": {"none": torch.zeros_like(ALL)}, "can_zero": False}, {}),
-    "groups": (
-        {"mass": 0.2 + 0.6 * EVEN, "first_weight": 0.1 + 0.1 * EVEN},
-        {"rows": {"even": EVEN.bool().expand(BATCH, -1), "odd": ~EVEN.bool().expand(BATCH, -1)}},
-        {f"{WEIGHT}_even": 0.2, f"{SHARE}_even": 0.25, "mass/even": 0.8, ZERO: 0}
-        | {f"{WEIGHT}_odd": 0.1, f"{SHARE}_odd": 0.5, "mass/odd": 0.2},
-    ),
-}
-"""Row statistics, settings of the metric, and all that is measured."""
-
-
-@pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_closed_forms(name):
-    rows, settings, expected = CLOSED_FORMS[name]
-    assert measure(stats(**rows), **settings) == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("rows", "made", "group", "expected"),
+    [
+        (stats(mass=0.0, zeros=N), layer(), "all", {"sink/first_key_weight": 0, "mass/all": 0, "sparsity/zero": 1}),
+        (
+            stats(mass=1e-9, first_weight=5e-10),
+            layer(can_zero=False),
+            "all",
+            {"sink/first_key_weight": 5e-10, "mass/all": 1e-9},
+        ),
+        (stats(mass=0.0), layer(False, renormalised=True), "all", {"sink/first_key_weight": 0, "mass/all": 0}),
+        (stats(), layer(can_zero=False), "none", {}),
+    ],
+    ids=["no weights", "next to no mass", "renormalised without mass", "a group without rows"],
+)
+def test_a_share_of_nothing_is_undefined(rows, made, group, expected):
+    metrics = AttentionMetrics([made], (group,))
+    metrics.update([rows], {"all": ALL, "none": ~ALL})
+    assert metrics.compute() == pytest.approx(expected, rel=1e-6)
 
 
 def test_layers_are_pooled_each_with_its_own_window():
@@ -102,17 +88,9 @@ def test_layers_are_pooled_each_with_its_own_window():
 
 
 class TestWatchedKey:
-    NORMALISERS = (
-        Softmax(),
-        Elastic(tau_init=0.5),
-        Elastic(renormalise=True),
-        Elastic(tau_init=0.01, threshold="constant"),
-        Softpick(),
-        Differential(),
-        SSMax(),
+    @pytest.mark.parametrize(
+        "normaliser", [Softmax(), Elastic(0.5), Elastic(renormalise=True), Softpick(), Differential()], ids=repr
     )
-
-    @pytest.mark.parametrize("normaliser", NORMALISERS, ids=repr)
     @pytest.mark.parametrize("key", [1, 4, LENGTH])
     def test_its_weight_is_that_of_the_matrix(self, normaliser, key):
         """With grouped heads, a bias and a window."""
@@ -149,8 +127,120 @@ class TestWatchedKey:
         assert elsewhere != pytest.approx(found["sink/fixed_key_weight_trigger"], rel=1e-3)
 
 
-def test_many_small_masses_are_added_in_fp64():
-    metrics = AttentionMetrics([layer(), layer()])
-    big, small = stats(mass=2.0**24), stats(mass=2.0**-20)
-    metrics.update([big, small], {"all": ALL})
-    assert metrics.compute()["mass/all"] == (2.0**24 + 2.0**-20) / 2
+LAYERS, CONTEXT = 3, 24
+
+
+def model(normaliser=None, bias=None, window=None):
+    attention = AttentionSpec(normaliser or Softmax(), bias or NoBias(), window)
+    cfg = ModelConfig(d_model=16, n_layers=LAYERS, n_heads=HEADS, d_ff=8, attention=attention)
+    return DecoderLM(cfg, 11, CONTEXT, seed=0)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+class _Scheduled(BiasModule):
+    """A bias with a parameter, a buffer that a schedule changes, and one that no checkpoint keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.strength = torch.nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("progress", torch.zeros(2))
+        self.register_buffer("distances", torch.zeros(3), persistent=False)
+
+    def forward(self, n_keys):  # noqa: ARG002
+        return BiasTerms()
+
+
+class TestLearned:
+    @pytest.mark.parametrize(
+        ("normaliser", "name", "shape"),
+        [
+            (Elastic(0.5), "tau", (HEADS,)),
+            (Elastic(0.5, learn_tau=False), "tau", (HEADS,)),
+            (Elastic(0.5, threshold="per_token"), "tau", (HEADS, CONTEXT)),
+            (SSMax(), "learned/s", (HEADS,)),
+            (SinkLogit(), "learned/sink", (HEADS,)),
+        ],
+    )
+    def test_of_each_layer_and_head(self, normaliser, name, shape):
+        made, values = model(normaliser), normal(LAYERS, *shape)
+        with torch.no_grad():
+            for layer, value in zip(made.attentions, values, strict=True):
+                getattr(layer.normaliser, name.removeprefix("learned/")).copy_(value)
+        (found,) = collect_learned(made).items()
+        assert found[0] == name
+        assert torch.equal(found[1], values)
+        assert not found[1].requires_grad
+        assert torch.equal(average_by_head(found[1], HEADS), values.reshape(LAYERS, HEADS, -1).mean(-1))
+
+    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (2, 2, 2)])
+    def test_a_parameter_may_have_any_shape(self, shape):
+        made = model()
+        for i, layer in enumerate(made.attentions):
+            layer.normaliser.slack = torch.nn.Parameter(torch.full(shape, float(i)))
+        found = collect_learned(made)["learned/slack"]
+        assert found.shape == (LAYERS, *shape)
+        assert average_by_head(found, HEADS).tolist() == [[0.0], [1.0], [2.0]]
+
+    def test_a_bias_s_parameter_has_columns_a_mean_and_a_figure_like_any_other(self):
+        names = "bias/learned.slope", "learned/gate.strength", "learned/cut"
+        arrays = {name: np.full((LAYERS, HEADS), 2.0) for name in names} | {"sample": np.zeros(3)}
+        assert {f"{name}/mean": 2.0 for name in names}.items() <= Diagnostics(arrays).metrics().items()
+        columns = list_learned_columns([f"{name}/{what}" for name in (*names, "tau") for what in ("mean", "max")])
+        assert [column.title for column in columns[::3]] == ["bias.slope, mean", "cut, mean", "gate.strength, mean"]
+        curves = {f"watch/{name}_{of}": [(0, 2.0)] for name in (*names, "tau") for of in ("layer_0", "layer_10", "max")}
+        assert list_learned({"row": [curves]}) == ["tau", *sorted(names)]
+
+    def test_bias_and_gate_and_what_a_checkpoint_keeps(self):
+        """And nothing that not every layer has in one shape, nor many numbers, nor counts."""
+        made = model()
+        for i, layer in enumerate(made.attentions):
+            layer.bias, layer.gate.strength = _Scheduled(), torch.nn.Parameter(torch.ones(HEADS))
+            layer.normaliser.uneven = torch.nn.Parameter(torch.ones(2 + (i == 0)))
+            layer.normaliser.matrix = torch.nn.Parameter(torch.ones(MOST_NUMBERS + 1))
+            layer.normaliser.register_buffer("count", torch.tensor(3))
+        made.attentions[0].normaliser.alone = torch.nn.Parameter(torch.ones(1))
+        assert set(collect_learned(made)) == {"bias/learned.strength", "bias/learned.progress", "learned/gate.strength"}
+
+
+class TestBiasCurves:
+    @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), LearnedBias(length=30), T5Bias(8, 20), Fire()])
+    def test_is_what_attention_adds_to_the_scores(self, bias):
+        """The scores of zero queries are the bias."""
+        biased = model(bias=bias)
+        with torch.no_grad():
+            for parameter in biased.attentions[-1].bias.parameters():
+                parameter.copy_(normal(*parameter.shape))
+        zeros = torch.zeros(1, HEADS, CONTEXT, 4)
+        curves = compute_bias_curves(biased, CONTEXT)
+        distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
+        visible = distance >= 0
+        with torch.no_grad():
+            for layer, curve in zip(biased.attentions, curves, strict=True):
+                call = AttentionCall(zeros, zeros, zeros, layer.bias(CONTEXT))
+                expected = curve[:, distance.clamp(min=0)][:, visible]
+                found = layer.normaliser.compute_weights(call).scores[0][:, visible]
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert compute_bias_curves(model(), CONTEXT) is None
+
+
+class TestAlibiFit:
+    def test_equals_numpys_least_squares(self):
+        curves = normal(LAYERS, HEADS, CONTEXT)
+        slope, distance = fit_alibi(curves)
+        d = np.arange(CONTEXT)
+        for index in np.ndindex(LAYERS, HEADS):
+            curve = curves[index].double().numpy()
+            fitted = np.polyfit(d, curve, 1)
+            residual = curve - np.polyval(fitted, d)
+            assert slope[index].item() == pytest.approx(-fitted[0], rel=1e-9)
+            expected = np.linalg.norm(residual) / np.linalg.norm(curve - curve.mean())
+            assert distance[index].item() == pytest.approx(expected, rel=1e-9)
+
+    @pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
+    def test_a_flat_curve_has_no_distance(self, level):
+        slope, distance = fit_alibi(torch.full((2, 11), level, dtype=torch.float64))
+        np.testing.assert_allclose(slope, 0, atol=1e-12)
+        assert distance.isnan().all()

@@ -27,40 +27,26 @@ def measure(*batches):
     return {name.removeprefix("hidden/"): value.item() for name, value in metric.compute().items()}
 
 
-TOKEN, NAN, INF = normal(8), math.nan, math.inf
-U, V = (torch.linalg.qr(normal(n, 2, dtype=torch.float64))[0] for n in (7, 3))
-TWO_AND_ONE = U @ torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64)) @ V.T
+TOKEN, NAN = normal(8), math.nan
 WITH_ZEROS = normal(6, 4)
 WITH_ZEROS[[1, 4]] = 0
 INFINITE = torch.zeros(3, 4)
-INFINITE[1, 1] = INF
+INFINITE[1, 1] = math.inf
 
-CLOSED_FORMS = [
-    (token_cosine, TOKEN.expand(5, 8), 1),
-    (token_cosine, torch.eye(6), 0),
-    (token_cosine, torch.stack((TOKEN, -3 * TOKEN)), -1),
+DEGENERATE = [
     (token_cosine, WITH_ZEROS, token_cosine(WITH_ZEROS[[0, 2, 3, 5]]).item()),  # tokens of 0 are left out
-    (token_cosine, torch.zeros(4, 3), NAN),
     (token_cosine, torch.eye(4, 3)[[0, 3, 3, 3]], NAN),  # one token
-    *((effective_rank, torch.eye(*shape), 5) for shape in ((5, 5), (5, 9), (9, 5))),
-    (effective_rank, torch.outer(normal(40), normal(24, seed=1)).double(), 1),
-    (effective_rank, torch.ones(24, 40), 1),  # not centred
-    (effective_rank, TWO_AND_ONE, 1.88988),  # of the singular values: of their squares it is 1.64938
-    (effective_rank, 1e-4 * TWO_AND_ONE.T, 1.88988),
-    *((effective_rank, x, NAN) for x in (torch.zeros(3, 3), torch.full((3, 3), NAN))),
-    (stable_rank, torch.eye(7, 5), 5),
-    (stable_rank, torch.diag(torch.tensor([2.0, 1.0, 1.0])), 1.5),
-    (stable_rank, torch.ones(4, 9), 1),
-    *((stable_rank, x, NAN) for x in (torch.zeros(3, 4), INFINITE)),
+    (effective_rank, torch.outer(normal(800), normal(600, seed=1)).double(), 1),  # the others are rounding
+    (effective_rank, torch.zeros(3, 3), NAN),
+    (effective_rank, torch.full((3, 3), NAN), NAN),
+    (stable_rank, torch.zeros(3, 4), NAN),
+    (stable_rank, INFINITE, NAN),
     (rank_residual, TOKEN.expand(6, 8), 0),
-    (rank_residual, torch.cat((WITH_ZEROS, -WITH_ZEROS)), 1),  # the mean is 0
-    # |X|_1 = 4, |X|_inf = 3; the mean (2, 0.5) leaves rows (-1, .5) and (1, -.5): 2 and 1.5.
-    (rank_residual, torch.tensor([[1.0, 1.0], [3.0, 0.0]]), math.sqrt(2 * 1.5) / math.sqrt(4 * 3)),
 ]
 
 
-@pytest.mark.parametrize(("function", "x", "expected"), CLOSED_FORMS)
-def test_closed_forms(function, x, expected):
+@pytest.mark.parametrize(("function", "x", "expected"), DEGENERATE)
+def test_what_has_no_rank_or_direction(function, x, expected):
     assert function(x).item() == pytest.approx(expected, abs=1e-5, nan_ok=True)
 
 
@@ -100,21 +86,14 @@ def test_each_sequence_of_a_batch_has_what_numpy_finds(function, expected, scale
     np.testing.assert_allclose(function(x), [expected(sequence) for sequence in x.numpy()], rtol=1e-9)
 
 
-class TestRepeatedGap:
-    def test_uniform_attention_over_a_b_b(self):
-        """y_n = v_b + (v_a - v_b) / n, so repeating b moves the last output by |v_a - v_b| (1/n - 1/(n+1))."""
-        v_a, v_b = normal(2, 6, dtype=torch.float64)
-        for n in (1, 2, 9):
-            outputs = v_b + (v_a - v_b) / torch.arange(1, n + 2, dtype=torch.float64)[:, None]
-            gap = repeated_gap(outputs[None, :n], outputs[None])
-            expected = (v_a - v_b).norm() * (1 / n - 1 / (n + 1)) / outputs[n - 1].norm()
-            assert gap.item() == pytest.approx(expected.item(), rel=1e-12)
-
-    def test_is_of_the_last_token_alone_which_is_one_more(self):
-        y = normal(3, 5, 4)
-        repeated = torch.cat((normal(3, 5, 4, seed=1), y[:, -1:]), dim=1)
-        repeated[1, -1] *= 3
-        torch.testing.assert_close(repeated_gap(y, repeated), torch.tensor([0, 2, 0], dtype=torch.float64))
+def test_the_gap_of_uniform_attention_over_a_b_b():
+    """y_n = v_b + (v_a - v_b) / n, so repeating b moves the last output by |v_a - v_b| (1/n - 1/(n+1))."""
+    v_a, v_b = normal(2, 6, dtype=torch.float64)
+    for n in (1, 2, 9):
+        outputs = v_b + (v_a - v_b) / torch.arange(1, n + 2, dtype=torch.float64)[:, None]
+        gap = repeated_gap(outputs[None, :n], outputs[None])
+        expected = (v_a - v_b).norm() * (1 / n - 1 / (n + 1)) / outputs[n - 1].norm()
+        assert gap.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def spiked(value, *scales):
@@ -124,12 +103,8 @@ def spiked(value, *scales):
     return x
 
 
-SIGNS = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
 SIZES = torch.tensor([[[3.0, -4.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 0.5]]])
 OUTLIERS = [
-    *((1e3 * torch.eye(d)[None, torch.arange(12) % d], "kurtosis", (d * d - 3 * d + 3) / (d - 1)) for d in (2, 8, 100)),
-    (SIGNS, "kurtosis", 1),
-    (torch.cat((SIGNS, 3 * SIGNS)), "kurtosis", 41 / 25),  # pooled over sequences
     (normal(1, 60, 50, dtype=torch.float64) + 1e5, "kurtosis", NAN),  # past 1000 standard deviations
     (torch.full((1, 4, 4), 0.1), "kurtosis", NAN),
     *((SIZES, name, value) for name, value in (("max_abs", 4), ("max_norm", 5), ("median_abs", (1 + 0) / 2))),
@@ -141,13 +116,6 @@ OUTLIERS = [
 @pytest.mark.parametrize(("x", "name", "expected"), OUTLIERS)
 def test_outliers(x, name, expected):
     assert measure(x)[name] == pytest.approx(expected, abs=1e-6, nan_ok=True)
-
-
-def test_kurtosis_is_around_a_mean():
-    x = normal(1, 60, 50, dtype=torch.float64)
-    assert measure(x + 100)["kurtosis"] == pytest.approx(measure(x)["kurtosis"], rel=1e-6)
-    # Of a normal sample it is 3, with a standard error of sqrt(24 / n) = 0.0069.
-    assert measure(normal(4, 500, 250))["kurtosis"] == pytest.approx(3, abs=0.025)
 
 
 def sequences():

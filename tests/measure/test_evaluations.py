@@ -17,7 +17,6 @@ from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
-from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
@@ -45,13 +44,6 @@ class Mine(Evaluation):
 
     def measure(self, model, data):  # noqa: ARG002
         return {f"mine/{self.name}": 1.0, "mine/undefined": float("nan")}
-
-
-def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
-    plain, asked = cell_key(TINY, "x"), cell_key(dataclasses.replace(TINY, evaluations=(LENGTHS,)), "x")
-    assert plain == cell_key(dataclasses.replace(TINY, evaluations=()), "x") != asked
-    assert asked == cell_key(dataclasses.replace(TINY, evaluations=(Lengths(times=(1, 2), sequences=8),)), "x")
-    assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
 
 
 SMALL = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
@@ -146,7 +138,6 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (Streaming(window=20, length=24), {}, r"Streaming: Streaming\.window=20: must evict within 24 tokens"),
         (Varied("pears", (1,)), {}, r"Varied: Varied\.field='pears': data=Backcopy has no such field; give other data"),
         (Varied("vocab_size", (30,)), {}, r"Varied: data\.vocab_size=30: changes the vocabulary size"),
-        (Varied("context_length", (-1,)), {}, r"Varied: data\.context_length=-1: "),
         (Costs(decoded=16), {}, r"Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
         (Costs(decoded=4, divisors=(3,)), {}, r"Costs: Costs\.divisors=3: must divide the context's 16 tokens"),
         (Costs(decoded=4), {"model": RECURRENT}, r"Costs: model\.mixer=.*RetNet.*: has no attention"),
@@ -161,14 +152,8 @@ def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluati
     ("make", "message"),
     [
         (lambda: Streaming(times=3, length=99), r"Streaming\.times=3: has no effect with Streaming\.length=99; leave"),
-        (lambda: Passkey(()), r"Passkey\.lengths=\(\)"),
-        (lambda: Needle(depths=(1.5,)), r"Needle\.depths=\(1\.5,\): .* at most 1"),
         (lambda: Needle(depths=(0.5, 0, 0.5)), r"Needle\.depths=\(0\.5, 0, 0\.5\): .* differ"),
-        (lambda: Costs(rounds=1), r"Costs\.rounds=1"),
-        (lambda: LmEval(()), r"LmEval\.tasks=\(\)"),
-        (lambda: dataclasses.replace(TINY, evaluations=(LmEval("piqa"),)), r"LmEval\.tasks='piqa'"),
         (lambda: dataclasses.replace(TINY, evaluations=(LENGTHS, LENGTHS)), "is given twice"),
-        (lambda: dataclasses.replace(TINY, evaluations=(Lengths,)), "evaluations"),
         (lambda: dataclasses.replace(TINY, evaluations=(Mine(3),)), r"Mine\.name=3: must be text"),
     ],
 )

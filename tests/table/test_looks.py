@@ -227,31 +227,23 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> 
     ("make", "message"),
     [
         (lambda: Comparison("a", "<=", 1.0), "sign='<=': must be < or >"),
-        (lambda: Comparison("a", "<", math.nan), "value=nan: must be a number"),
         (lambda: Comparison("a", "<", "b"), "value='b': must be a number; the row that it is times is `of`"),
         (lambda: Comparison("a", "<", 1.0, "a"), "of='a': must be another row"),
         (lambda: Statement("s", SINK.holds, rivals=("new",)), "statement 's': rivals=['new']: must be rows that"),
-        (lambda: Statement("s", SINK.holds, rivals=("old",)), "rivals=['old']"),
         (lambda: make_record(Declaration, OF_FIRST_ROUND), "which first-round.md's questions lack"),
         *(
             (partial(replace, DECLARED, **changes), message)
             for changes, message in (
                 ({"rules": 1}, "rules=1: must be version 2; docs/results/first-round.md has the questions"),
-                ({"rule": "better"}, "rule='better': must be one of lower, higher, same, no_worse, mostly, removed, a"),
-                ({"margin": 0.0}, "margin=0.0: must be above 0"),
                 ({"removed": 0.4}, "removed=0.4: must be below kept=0.3"),
-                ({"contrasts": {}}, "contrasts=0: must be 1 to 5"),
                 ({"contrasts": {str(i): {"a": 1.0} for i in range(6)}}, "contrasts=6: must be 1 to 5"),
                 ({"seeds": (4, *range(1, 80))}, "each must occur once"),
-                ({"looks": ()}, "looks=(): must be numbers of seeds, such as (10, 20, 40, 80)"),
                 ({"looks": (10, 10)}, "looks=(10, 10): must grow from one to the next, and start at 2 seeds or more"),
-                ({"looks": (1, 80)}, "must grow from one to the next, and start at 2"),
                 ({"looks": (5, 80)}, "looks=(5, 80): start with at least 10 seeds, or say why not in few_seeds_becau"),
                 ({"looks": (10, 20)}, "seeds='80 seeds': must have one seed per training of the last look, 20"),
                 ({"rule": "mostly"}, "contrasts=['new - old']: must be Statement(...) for the rules mostly and alone"),
                 ({"statements": (SINK,)}, "Contrast(...) for all others"),
                 ({"rule": "alone", "statements": (SINK,)}, "rivals=(): the rule `alone` needs at least one"),
-                ({"rule": "mostly", "statements": (replace(SINK, rivals=("a",)),)}, "other rules have none"),
             )
         ),
     ],

@@ -1,7 +1,7 @@
-"""The statistics against hand-computed values, other routines of scipy, and simulations with a fixed seed."""
+"""The statistics against hand-computed values, other routines of scipy, and a simulation with a fixed seed."""
 
+import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from lit_lazy.table.designs import MOST_LEVELS, interactions, main_effects
 from lit_lazy.table.statistics import (
     Effect,
     Estimate,
@@ -40,27 +41,8 @@ def test_estimate_by_hand_of_the_values_that_are_defined():
     assert estimate({0: None, 1: math.nan}) == Estimate(None, None, 0, 2)
 
 
-def test_interval_covers_the_true_mean_95_times_in_100():
-    draws = np.random.default_rng(0).normal(5.0, 2.0, size=(4000, 3))
-    results = [estimate(dict(enumerate(row))) for row in draws.tolist()]
-    covered = np.mean([abs(r.mean - 5.0) <= r.ci95 for r in results])
-    assert abs(covered - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 4000)
-
-
 def difference(row, baseline):
     return compute_contrast({"row": row, "baseline": baseline}, {"row": 1.0, "baseline": -1.0})
-
-
-@pytest.mark.parametrize("n", [3, 5, 12])
-def test_a_difference_is_a_paired_t_test(n):
-    a, b = np.random.default_rng(1).normal(size=(2, n)) * [[1.0], [4.0]]
-    result = difference(seeds(*a.tolist()), seeds(*b.tolist()))
-    reference = stats.ttest_rel(a, b)
-    interval = reference.confidence_interval(0.95)
-    assert (result.test, result.n, result.df) == ("t", n, n - 1)
-    assert result.p == pytest.approx(reference.pvalue, rel=1e-10)
-    assert (result.mean - result.ci95, result.mean + result.ci95) == pytest.approx(tuple(interval), rel=1e-10)
-    assert (result.low, result.high) == pytest.approx((min(a - b), max(a - b)))
 
 
 weighted_rows = st.integers(2, 5).flatmap(
@@ -88,6 +70,9 @@ def test_a_contrast_is_a_t_test_of_its_sums_per_seed(drawn):
         assert (result.test, result.df) == ("t", len(sums) - 1)
         assert result.se == pytest.approx(stats.sem(sums))
         assert result.p == pytest.approx(reference.pvalue, rel=1e-8)
+        interval = (result.mean - result.ci95, result.mean + result.ci95)
+        assert interval == pytest.approx(tuple(reference.confidence_interval(0.95)))
+        assert (result.low, result.high) == pytest.approx((sums.min(), sums.max()))
     else:
         assert (result.test, result.p, result.ci95) == ("constant" if sums.any() else "tie", None, 0.0)
     # A row of weight 0 has no part in it, and what a seed does to all rows of a difference cancels.
@@ -95,28 +80,6 @@ def test_a_contrast_is_a_t_test_of_its_sums_per_seed(drawn):
     if sum(weights) == 0:
         moved = {name: {s: v + 2.0**s for s, v in row.items()} for name, row in values.items()}
         assert compute_contrast(moved, dict(zip(names, weights, strict=True))).mean == pytest.approx(result.mean)
-
-
-@pytest.mark.parametrize(
-    ("correlation", "ratio"),
-    [(0.7, 15.0), *(pytest.param(*rest, marks=pytest.mark.long) for rest in ((0.7, 2.0), (0.99, 2.0), (0.99, 15.0)))],
-)
-def test_the_error_of_one_contrast_is_nominal_within_a_rule_and_across(correlation, ratio):
-    """Two rules of two rows: rows of one rule move together, those of the other spread `ratio` times as far."""
-    draws, n = 5_000, 5
-    rng = np.random.default_rng(2)
-    shared, own = rng.normal(size=(draws, 2, 1, n)), rng.normal(size=(draws, 2, 2, n))
-    y = np.array([1.0, ratio])[:, None, None] * (np.sqrt(correlation) * shared + np.sqrt(1 - correlation) * own)
-    tables = y.reshape(draws, 4, n).tolist()
-    contrasts = {"within": {"0": 1, "1": -1}, "across": {"0": 1, "2": -1}, "both": {"0": 1, "1": -1, "2": -1, "3": 1}}
-    effects = [
-        [compute_contrast({str(i): seeds(*row) for i, row in enumerate(rows)}, weights) for rows in tables]
-        for weights in contrasts.values()
-    ]
-    for found in effects:
-        wrong = np.mean([effect.p < 0.05 for effect in found])
-        assert abs(wrong - 0.05) <= 3 * math.sqrt(0.05 * 0.95 / draws)
-        assert np.mean([abs(effect.mean) > effect.ci95 for effect in found]) == wrong
 
 
 def test_a_contrast_is_over_the_seeds_that_its_rows_share():
@@ -182,15 +145,6 @@ def test_equivalence_is_two_one_sided_tests():
         tost(effect, 0)
 
 
-def test_equivalence_is_wrong_at_most_5_times_in_100():
-    """The true difference equals the margin."""
-    y = np.random.default_rng(7).normal(size=(1000, 2, 5))
-    y[:, 1] += 4.0
-    effects = [compute_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}) for a, b in y.tolist()]
-    wrong = np.mean([tost(effect, 4.0) < 0.05 for effect in effects])
-    assert 0.02 < wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
-
-
 def test_holm_by_hand():
     # sorted .005 .01 .03 .04 -> 4 x .005, 3 x .01, 2 x .03, then 1 x .04 raised to the .06 before it
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}
@@ -203,18 +157,6 @@ def test_holm_by_hand():
         holm({"a": 0.1, "b": 0.2}, family=1)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(0, 4), st.floats(0.001, 0.5))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, untested, alpha):
-    m = len(p_values) + untested
-    adjusted = holm({str(i): p for i, p in enumerate(p_values)}, family=m)
-    rejected = set()
-    for step, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        if (m - step) * p_values[i] > alpha:
-            break
-        rejected.add(str(i))
-    assert {name for name, p in adjusted.items() if p <= alpha} == rejected
-
-
 @pytest.mark.parametrize(("n", "alpha"), [(3, 0.05), (5, 0.05), (10, 0.05), (3, 0.05 / 16), (5, 0.05 / 100)])
 def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
     """With n - 1 degrees of freedom, as for a mean of n values."""
@@ -225,10 +167,44 @@ def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
     assert abs(power - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 200_000)
 
 
-def test_minimum_detectable_effect_scales_with_the_error_and_needs_a_test():
-    effect = Effect(0.0, None, 5, 1.0, 6.5, test="t", p=1.0)
-    one = minimum_detectable_effect(effect)
-    assert minimum_detectable_effect(replace(effect, se=3.0)) == pytest.approx(3 * one)
-    assert minimum_detectable_effect(replace(effect, df=8.0)) < one
+def test_minimum_detectable_effect_needs_a_test():
     assert minimum_detectable_effect(difference(seeds(1.0, 2.0), seeds(1.0, 3.0))) is None
     assert minimum_detectable_effect(difference(seeds(1.0, 1.0, 1.0), seeds(1.0, 2.0, 3.0))) is None
+
+
+# Main effects and interactions of factorial designs
+
+
+def design(*levels):
+    return {" ".join(point): dict(zip("ab", point, strict=True)) for point in itertools.product(*levels)}
+
+
+def test_it_is_the_effect_of_an_additive_table_whatever_is_missing():
+    whole = design(("p", "q", "r"), ("x", "y", "z"))
+    values = {name: {"p": 1.0, "q": 3.0, "r": 7.0}[at["a"]] + {"x": 0.0, "y": 10.0, "z": 30.0}[at["b"]]
+              for name, at in whole.items()}  # fmt: skip
+    for missing in ("p y", "q x", "r z"):
+        kept = {name: at for name, at in whole.items() if name != missing}
+        effects = {c.name: sum(w * values[row] for row, w in c.weights.items()) for c in main_effects(kept)}
+        assert effects == pytest.approx({"a: q - p": 2, "a: r - p": 6, "b: y - x": 10, "b: z - x": 30})
+
+
+def test_interactions_are_zero_in_an_additive_table_and_found_where_they_are():
+    """Values 10 if a and b are both at their second level, plus anything additive; one point is missing."""
+    whole = {" ".join(at): dict(zip("abc", at, strict=True)) for at in itertools.product("pq", "xy", "uv")}
+    del whole["q y v"]
+    additive = {"p": 1, "q": 3, "x": 0, "y": 5, "u": 2, "v": 9}
+    values = {name: sum(map(additive.get, at.values())) + 10 * (at["a"] == "q" and at["b"] == "y")
+              for name, at in whole.items()}  # fmt: skip
+    effects = {
+        c.name.partition(":")[0]: sum(w * values[row] for row, w in c.weights.items()) for c in interactions(whole)
+    }
+    assert effects == {"a x b": 10, "a x c": 0, "b x c": 0}
+
+
+def test_where_there_is_no_contrast():
+    """Of levels that share no point, and of interactions of many levels."""
+    nested = {name: at for name, at in design(("p", "q"), ("x", "y")).items() if name in ("p x", "q y")}
+    assert main_effects(nested) == main_effects({}) == ()
+    many = design([f"{i}" for i in range(MOST_LEVELS + 1)], ("x", "y"))
+    assert (interactions(many), len(main_effects(many))) == ((), MOST_LEVELS + 1)

@@ -265,17 +265,6 @@ def test_the_numbers_are_those_of_the_statistics() -> None:
     assert {*vars(measure(found, "lazy").difference).values()} == {None, 0}
 
 
-def test_a_row_is_compared_over_the_seeds_that_it_shares_with_the_baseline() -> None:
-    lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
-    cells = observe(lazy=lazy) + [Observation("b", s, "complete", {"loss": v}) for s, v in values.items()]
-    found = table(rows("lazy", seeds=range(5)) + rows("b", seeds=(0, 2, 4)) + rows("apart", seeds=(5, 6)), cells)
-    difference = measure(found, "b").difference
-    assert (difference.n, difference.mean) == (3, pytest.approx(3.4 / 3 - 6.3 / 3))
-    assert difference.p == compute(list(values.values()), lazy[::2]).p
-    assert measure(found, "apart").difference.mean is None
-    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b; 5, 6 in apart." in render.render_markdown(found)
-
-
 def test_a_column_that_the_baseline_has_no_value_in_is_not_compared() -> None:
     """Softmax has no sparsity, Lazy Attention does; the primary outcome comes first."""
     rivals, lazy = (read_table(RESULTS / f"{name}-backcopy" / "table.json").compared for name in ("rivals", "table2"))
@@ -314,27 +303,17 @@ def test_rows_that_are_one_training_are_named_as_such() -> None:
 
 
 def test_the_order_of_the_observations_does_not_matter() -> None:
-    cells = [*observe(lazy=(0.0, 0.2, 0.3), b=(0.1, 0.2, -0.7), c=(0.2, 0.2, -1.7), extra=(1.0, 2.0))]
-    cells += [Observation("d", s, "failed", reason="boom") for s in range(3)]
-    reference = table(rows("lazy", "b", "c", "d"), cells)
-    assert "Left out, because the ablation does not ask for them: extra seed 0, extra seed 1." in reference.notes
-    for seed in range(5):
-        random.Random(seed).shuffle(cells)
-        assert table(rows("lazy", "b", "c", "d"), cells) == reference
+    cells = observe(lazy=(0.0, 0.2, 0.3), b=(0.1, 0.2, -0.7), extra=(1.0, 2.0))
+    assert table(rows("lazy", "b"), cells[::-1]) == table(rows("lazy", "b"), cells)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: table(rows("lazy", "b"), [], baseline="lasy"), "baseline: no row is called 'lasy'; the rows are lazy"),
-        (lambda: table(rows("lazy", "b", "b"), []), "variant: 'b' is given twice"),
-        (lambda: table(rows("lazy"), [], LOSS, LOSS), "column: 'loss' is given twice"),
         (lambda: table(rows("lazy"), observe(lazy=(1.0,)) * 2), "cell: 'lazy, seed 0' is given twice"),
-        (lambda: table(rows("b"), [], contrasts=[Contrast("x", {"b": 1, "z": -1})]), "contrast 'x': no row is called"),
         (lambda: Contrast("c", {"lazy": 1.0, "b": -0.5}), "weights={'lazy': 1.0, 'b': -0.5}: must add up"),
-        (lambda: Column("x", "x", "less"), "column 'x': better='less': must be one of lower, higher or None"),
         (lambda: Column("x", "x", digits=".3q"), "column 'x': digits='.3q': must be 0 to 20 decimals"),
-        (lambda: Column("x", "x", margin=0.0), "column 'x': margin=0.0: must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:

@@ -11,24 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import LargestTensor
 from lightning.pytorch.callbacks import Callback
-from test_run import EVERYTHING, RAMP, At, assert_same_run, config, weights
+from test_run import EVERYTHING, RAMP, At, assert_same_run, config, logged, weights
 
-from lit_lazy.attention import AttentionSpec, Elastic, Entmax15, Normaliser, Softmax
+from lit_lazy.attention import AttentionSpec
 from lit_lazy.config.key import list_user_files
-from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.model import loss
-from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.training import ranks
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
+from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.run import run
-from lit_lazy.training.run_folder import RunResult
+from lit_lazy.training.run_folder import RESULT, RunResult
 
 TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
 SPREAD = Execution(devices=2, strategy="fsdp")
@@ -40,11 +36,6 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 def train(folder: Path, execution: Execution, *callbacks: Callback, cfg: RunConfig | None = None) -> RunResult:
     options = {"keep_checkpoint": True, "execution": execution, "callbacks": callbacks}
     return run(cfg or config(), folder, logger=MetricFile(folder), **options)  # type: ignore[arg-type]
-
-
-def logged(folder: Path) -> dict[tuple[str, int], float]:
-    """All points of all curves."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def interrupt() -> None:
@@ -172,6 +163,7 @@ def test_what_goes_wrong_on_one_rank_ends_all(
     monkeypatch.setattr(LitLM, "training_step", go_wrong)
     with pytest.raises(error, match=message):
         train(tmp_path, TWO)
+    assert not (tmp_path / RESULT).exists()
 
 
 @pytest.mark.usefixtures("none_left")
@@ -203,47 +195,6 @@ def test_the_untrained_model_is_evaluated_once(finished: Path, tmp_path: Path, m
     untrained.write_bytes(b"PK damaged")
     train(tmp_path / "again", Execution())
     assert_same_run(finished, tmp_path / "again")
-
-
-@pytest.fixture
-def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, head and targets."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 50, 16, generator=generator, requires_grad=True)
-    head = torch.randn(40, 16, generator=generator, requires_grad=True)
-    return hidden, head, torch.randint(40, (3, 50), generator=generator)
-
-
-@pytest.mark.parametrize("at_once", [40, 40 * 7, 40 * 149])
-def test_the_loss_in_blocks_of_tokens_equals_that_of_all_logits(
-    drawn: tuple[torch.Tensor, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And never holds all of these, in neither pass."""
-    hidden, head, targets = drawn
-    whole = token_nll(hidden @ head.T, targets)
-    expected = torch.autograd.grad(whole.mean(), (hidden, head))
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
-    with LargestTensor() as largest:
-        blocks = head_nll(hidden, head, targets)
-        found = torch.autograd.grad(blocks.mean(), (hidden, head))
-    assert largest.elements <= max(at_once, hidden.numel())
-    torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("normaliser", [Softmax(), Elastic(), Entmax15()], ids=lambda one: type(one).__name__)
-def test_checkpointed_blocks_have_the_same_gradients(normaliser: Normaliser) -> None:
-    """Also in the first pass, which checks the normaliser."""
-    cfg = ModelConfig(d_model=16, n_layers=3, n_heads=2, d_ff=32, attention=AttentionSpec(normaliser))
-    tokens = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for kept in (False, True):
-        model = DecoderLM(cfg, 20, 12, seed=0)
-        model.checkpoint_activations = kept
-        model.compute_hidden(tokens).square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.long

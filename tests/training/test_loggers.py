@@ -1,26 +1,25 @@
-"""Other loggers hold each metric once, also after interruptions."""
+"""Other loggers hold each metric once, also after interruptions; a terminal and a log show the progress."""
 
 import csv
+import io
 import json
 import math
-from collections.abc import Iterator
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from rich.console import Console
+from test_run import config, logged
 
 from lit_lazy.command.main import main
-from lit_lazy.training import callbacks_and_loggers, logger_kinds
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, open_loggers, read_lines
-from lit_lazy.training.logger_kinds import check_logger_kinds
+from lit_lazy.training import callbacks_and_loggers
+from lit_lazy.training.callbacks_and_loggers import MetricFile, StepProgress, open_loggers
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.trainer import build_module, fit
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
-Points = dict[tuple[str, int], float]
-
-
-def logged(folder: Path) -> Points:
-    """Points of the metric file."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def of_csv(folder: Path) -> list[tuple[tuple[str, int], float]]:
@@ -86,45 +85,33 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Pat
         assert dict(found) == pytest.approx(points)
 
 
-class Recorded(Logger):
-    """Stands in for the Weights and Biases logger, whose package tests do not install."""
+def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(tmp_path, monkeypatch) -> None:
+    made = []
 
-    made: list["Recorded"] = []  # noqa: RUF012
+    class Recorded(DummyLogger):
+        """Stands in for the Weights and Biases logger, whose package tests do not install."""
 
-    def __init__(self, **given: object) -> None:
-        super().__init__()
-        self.given, self.heard = given, []
-        self.experiment = self
-        self.made.append(self)
+        def __init__(self, **given: object) -> None:
+            super().__init__()
+            self.given, self.heard = given, []
+            self._experiment = SimpleNamespace(finish=lambda: self.heard.append("finish"))
+            made.append(self)
 
-    name = version = None  # type: ignore[assignment]
+        def log_hyperparams(self, params: object) -> None:
+            self.heard.append(params)
 
-    def log_hyperparams(self, params: object) -> None:
-        self.heard.append(params)
+        def log_metrics(self, metrics: object, step: int | None = None) -> None:
+            self.heard.append((step, metrics))
 
-    def log_metrics(self, metrics: object, step: int | None = None) -> None:
-        self.heard.append((step, metrics))
+        def finalize(self, status: str) -> None:
+            self.heard.append(status)
 
-    def finalize(self, status: str) -> None:
-        self.heard.append(status)
-
-    def finish(self) -> None:
-        self.heard.append("finish")
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
     monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", Recorded)
-    yield Recorded.made
-    Recorded.made.clear()
-
-
-def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Recorded], tmp_path: Path) -> None:
     folder = tmp_path / "0123456789ab"
     with pytest.raises(KeyboardInterrupt):
         train(folder, ("wandb",), range(6))
     train(folder, ("wandb",), range(3, 8))
-    first, second = wandb
+    first, second = made
     assert first.given == second.given
     assert {name: first.given[name] for name in ("project", "name", "id", "resume")} == {
         "project": "train-x", "name": "x seed 3", "id": "0123456789ab", "resume": "allow",
@@ -134,19 +121,7 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Rec
     assert [step for step, _ in second.heard[1:-2]] == [6, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "message"),
-    [
-        (("neptune",), "--logger neptune: unknown; there are csv, tensorboard, wandb"),
-        (("csv", "csv"), "--logger csv: is given twice; leave one out"),
-        (("csv", "wandb"), r"--logger wandb: needs the package wandb; pip install 'lit-lazy\[wandb\]'"),
-    ],
-)
-def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(logger_kinds, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=message):
-        check_logger_kinds(kinds)
-
+def test_a_logger_that_cannot_start_is_named(monkeypatch, tmp_path) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("no API key\nconfigured")
 
@@ -154,3 +129,58 @@ def test_a_logger_that_cannot_be_is_named(kinds, message, monkeypatch, tmp_path)
     message = r"--logger wandb: cannot start \(RuntimeError: no API key configured\); leave it out, or set it up"
     with pytest.raises(ValueError, match=message):
         train(tmp_path, ("wandb",), range(8))
+
+
+LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
+
+
+def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
+    """Output of a training of 12 steps with two micro-batches each, which logs its loss at steps 5 and 10."""
+    file = io.StringIO()
+    cfg, halves = config(steps=12), Execution(micro_batch=4)
+    source = cfg.data.load()
+    watched = StepProgress(Console(file=file, force_terminal=terminal, force_jupyter=notebook, width=200))
+    fit(build_module(cfg, source, halves), source, folder, callbacks=[watched])
+    return file.getvalue()
+
+
+def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of a training that is soon over."""
+    assert shown(tmp_path / "short", terminal=False) == ""
+    monkeypatch.setattr(callbacks_and_loggers, "PLAIN_EVERY_SECONDS", 0.0)
+    found = [LINE.fullmatch(line) for line in shown(tmp_path / "whole", terminal=False).splitlines()]
+    assert [line and int(line[1]) for line in found] == list(range(1, 13))
+    assert [line and bool(line[4]) for line in found] == [False] * 4 + [True] * 8
+    assert found[-1][3] == "0:00"
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    screen = shown(tmp_path, terminal=True)
+    assert LINE.search(screen)
+    assert "━" in screen
+    assert "Epoch" not in screen
+
+
+def test_a_notebook_gets_a_line_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last step is shown however soon it comes."""
+    assert shown(tmp_path, terminal=False, notebook=True) == ""
+    *_, last = capsys.readouterr().out.split("\r")
+    line = LINE.fullmatch(last.strip())
+    assert last.endswith("\n")
+    assert line
+    assert line[1] == "12"
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "step", "seconds", "expected"),
+    [(12, 0, 3, 6.0, "64 tokens/s, 0:18 left"), (1200, 400, 600, 10.0, "2,560 tokens/s, 0:30 left")],
+)
+def test_speed_and_rest_are_of_the_steps_since_it_began(
+    steps: int, first: int, step: int, seconds: float, expected: str
+) -> None:
+    """With 128 tokens per step."""
+    cfg, trainer = config(steps=steps), SimpleNamespace(global_step=step, callback_metrics={})
+    watched = StepProgress()
+    watched._first, watched._started = first, 100.0
+    line = watched.format_line(trainer, build_module(cfg, cfg.data.load(), Execution()), 100.0 + seconds)
+    assert line == f"step {step} of {steps}, {expected}"

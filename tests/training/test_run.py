@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import numpy as np
@@ -39,7 +40,6 @@ from lit_lazy.support.errors import BusyError
 from lit_lazy.training import execution, head_monitor
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import Execution, describe_backend
-from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 
@@ -64,6 +64,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
 
 
+def logged(folder: Path) -> dict[tuple[str, int], float]:
+    """All points of all curves."""
+    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
+
+
 def untimed(result: RunResult) -> RunResult:
     return replace(result, timings={})
 
@@ -84,13 +89,15 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 class At(Callback):
-    """Calls a function at the start of a step."""
+    """Calls a function at the first call of one of Lightning's hooks at a step."""
 
-    def __init__(self, step: int, action: Callable[[], object]) -> None:
-        self.step, self.action = step, action
+    def __init__(self, step: int, action: Callable[[], object], hook: str = "on_train_batch_start") -> None:
+        self.step, self.action, self.done = step, action, False
+        setattr(self, hook, self.act)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
+    def act(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_step == self.step and not self.done:
+            self.done = True
             self.action()
 
 
@@ -121,14 +128,14 @@ def with_mixer(mixer: Mixer) -> RunConfig:
     return replace_at(config(AttentionSpec()), {"model.mixer": mixer})
 
 
-def assert_resumes(cfg: RunConfig, folder: Path, *steps: int, whole: Path | None = None) -> None:
+def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
     """Killed at these steps, a run ends in the bits of an undisturbed one."""
-    if whole is None:
-        run(cfg, whole := folder / "whole", keep_checkpoint=True)
+    run(cfg, folder / "whole", keep_checkpoint=True)
     for step in steps:
         run_until_killed(cfg, folder / "killed", step)
     run(cfg, folder / "killed", keep_checkpoint=True)
-    assert_same_run(whole, folder / "killed")
+    assert not list((folder / "killed").glob("*.damaged")), "it began again"
+    assert_same_run(folder / "whole", folder / "killed")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +162,6 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, cfg: RunConfig, steps:
     assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
 
 
-def test_the_usual_run_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:
-    assert_resumes(config(), tmp_path, 11, 19, whole=finished)
-
-
 def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
     """Up to each checkpoint, from which the next process resumes; the rate is that of the last."""
     run_until_killed(config(), tmp_path, 11, At(3, lambda: time.sleep(2.0)))
@@ -171,21 +174,15 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) 
 def test_a_run_that_resumes_on_another_backend_says_so(
     finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the same one, nor from a checkpoint that records none."""
+    """Not on the same one."""
     cfg = config()
     (label,) = RunResult.read(finished).labels.values()
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "backend_name", lambda *_: "cpu")
         patch.setattr(execution, "get_instruction_set", lambda: "rvv")
         run_until_killed(cfg, tmp_path / "same", step=11)
-        for name in ("other", "earlier"):
-            shutil.copytree(tmp_path / "same", tmp_path / name)
+        shutil.copytree(tmp_path / "same", tmp_path / "other")
         run(cfg, tmp_path / "same")
-    checkpoint = tmp_path / "earlier" / "checkpoints" / "last.ckpt"
-    content = torch.load(checkpoint, weights_only=True)
-    assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
-    torch.save(content, checkpoint)
-    run(cfg, tmp_path / "earlier")
     assert list_said(caplog, "lit_lazy.training.callbacks_and_loggers") == []
     run(cfg, tmp_path / "other")
     (said,) = list_said(caplog, "lit_lazy.training.callbacks_and_loggers")
@@ -236,11 +233,10 @@ class Repeated(Backcopy):
     ("cfg", "warning"),
     [
         (config(steps=3), None),
-        (config(AttentionSpec(), steps=3), None),
         (config(AttentionSpec(Elastic(tau_init=1e30)), steps=3), "the attention passes nothing and gets no gradient"),
         (replace(config(steps=3), data=Repeated(**asdict(config().data))), "data=Repeated: validation begins with the"),
     ],
-    ids=["lazy", "softmax", "dead", "repeated"],
+    ids=["lazy", "dead", "repeated"],
 )
 def test_a_run_that_can_learn_or_show_nothing_says_so(
     cfg: RunConfig, warning: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -298,32 +294,23 @@ def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
     assert (learned["watch/tau"][until:] != 1.5).all()
 
 
-class Batches(Callback):
-    """Records the tokens of a run and the steps of its validations."""
-
-    def __init__(self) -> None:
-        self.tokens: list[torch.Tensor] = []
-        self.validated: list[int] = []
-
-    def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
-        self.tokens.append(batch["tokens"].clone())
-
-    def on_validation_end(self, trainer, _module) -> None:
-        self.validated.append(trainer.global_step)
-
-
 def test_batches_are_those_of_the_seed(tmp_path: Path) -> None:
     """Also in the second epoch, whatever the variant."""
-    seen, results = [], []
+
+    class Batches(Callback):
+        def __init__(self) -> None:
+            self.tokens: list[torch.Tensor] = []
+
+        def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
+            self.tokens.append(batch["tokens"].clone())
+
+    seen = []
     for i, cfg in enumerate((config(steps=8), config(AttentionSpec(), steps=8), config(seed=1, steps=8))):
         seen.append(Batches())
-        results.append(run(cfg, tmp_path / str(i), callbacks=[seen[-1]]))
+        run(cfg, tmp_path / str(i), callbacks=[seen[-1]])
     assert len(seen[0].tokens) == 8
     assert all(map(torch.equal, seen[0].tokens, seen[1].tokens))
     assert not any(map(torch.equal, seen[0].tokens, seen[2].tokens))
-    assert seen[0].validated == [7]
-    assert results[0].metrics["loss/val"] != results[2].metrics["loss/val"]
-    assert results[0].key != results[2].key
 
 
 def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_path: Path) -> None:
@@ -339,12 +326,6 @@ def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_pa
         run(config(seed=1), folder)
     with FileLock(tmp_path / "lock"), pytest.raises(BusyError, match="another process works in"):
         run(config(), tmp_path)
-
-
-def test_a_diverged_run_stops_and_leaves_no_result(tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="training loss is nan at step"):
-        run(config(lr=1e20, log_every=1), tmp_path)
-    assert not (tmp_path / RESULT).exists()
 
 
 def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:
@@ -367,46 +348,18 @@ def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(finished: Path, tmp_path: Path) -> None:
-    run_until_killed(config(seed=1), tmp_path / "begun", 13)
-    of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
-    kept: list[bytes] = []
-
-    def keep() -> None:
-        """Read the quarantined file, which the finished run moves out of its checkpoints."""
-        kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
-
-    run(config(), tmp_path / "begun", callbacks=[At(0, keep)], keep_checkpoint=True)
-    assert kept == [of_another]
-    assert_same_run(finished, tmp_path / "begun")
-
-
-class StopValidating(Callback):
-    """Ends a run like a kill between a step's checkpoint and its validation."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_validation_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("killed")
-
-
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: int) -> None:
     """Its step is in the checkpoint already: Lightning would leave a gap in the curves, or never start training."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
+    kill = At(step, Mock(side_effect=RuntimeError("killed")), "on_validation_start")
     with pytest.raises(RuntimeError, match="killed"):
-        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[StopValidating(step)])
+        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[kill])
     run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
-
-    def curves(name: str) -> list[tuple[str, int, float]]:
-        lines = read_lines(tmp_path / name / METRICS)
-        return sorted((metric, line.step, value) for line in lines for metric, value in line.metrics.items())
-
-    assert [step for metric, step, _ in curves("cut") if metric == "val/loss"] == [9, 19, 29]
-    assert curves("cut") == curves("whole")
+    curves = logged(tmp_path / "cut")
+    assert [step for metric, step in curves if metric == "val/loss"] == [9, 19, 29]
+    assert curves == logged(tmp_path / "whole")
 
 
 def test_what_a_result_holds(finished: Path, tmp_path: Path) -> None:
@@ -414,18 +367,12 @@ def test_what_a_result_holds(finished: Path, tmp_path: Path) -> None:
     metrics, info = result.metrics, config().data.load().info
     assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(info["optimum_nats"], abs=1e-6)
     assert {"accuracy/trigger", "mass/trigger", "mass/non_trigger", "init/sparsity/zero"} <= metrics.keys()
-    assert metrics["tau/min"] <= metrics["tau/mean"] <= metrics["tau/max"]
-    assert metrics["init/tau/mean"] == 1.0
     assert result.labels == {"backend": KERNEL}
-    assert LitLM.load_from_checkpoint(finished / FINAL_CHECKPOINT, weights_only=True).cfg == config()
     kept = Diagnostics.load(finished / DIAGNOSTICS)
     scalars = kept.scalars()
     assert scalars.items() <= metrics.items()
     assert {"sink/rate", "collapse/effective_rank", "init/sink/rate", "init/scores/spread"} <= scalars.keys()
-    assert kept.prefixes == ["", "init/"]
-    assert kept.arrays["init/mass/row"].shape == kept.arrays["mass/row"].shape == (2, 2, 16)
-    # The sample is the full validation set here, so both values are equal.
-    assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
+    # The sample is the full validation set here.
     for array, metric in (("sparsity/zero", "sparsity/zero"), ("loss/by_position", "loss/val"), ("tau", "tau/mean")):
         assert kept.arrays[array].mean(dtype="float64") == pytest.approx(metrics[metric], rel=1e-6, abs=1e-6)
     softmax = run(config(AttentionSpec(Softmax()), steps=3), tmp_path / "softmax")

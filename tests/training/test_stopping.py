@@ -1,18 +1,22 @@
 """Signals in a training: it stops after its step, with a checkpoint of it, and resumes to the same bits."""
 
+import logging
+import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_run import RAMP, assert_same_run, config
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from test_run import RAMP, At, assert_same_run, config, logged
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
-from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run import run
@@ -26,29 +30,14 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-class Once(Callback):
-    """Sends signals at the first call of one of Lightning's hooks at a step."""
-
-    def __init__(self, hook: str, step: int, *numbers: signal.Signals) -> None:
-        self.step, self.numbers = step, numbers
-        setattr(self, hook, self.act)
-
-    def act(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if trainer.global_step == self.step:
-            numbers, self.numbers = self.numbers, ()
-            for number in numbers:
-                send(number)
+def send_at(step: int, *numbers: signal.Signals, hook: str = "on_train_batch_start") -> At:
+    return At(step, lambda: [send(number) for number in numbers], hook)
 
 
 def train(folder: Path, *callbacks: Callback, patient: bool = False, execution: Execution = ONE_DEVICE) -> None:
     with Interrupts(patient) as interrupts, interrupts.allow():
         options = {"keep_checkpoint": True, "execution": execution, "interrupts": interrupts}
         run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)  # type: ignore[arg-type]
-
-
-def logged(folder: Path) -> dict[tuple[str, int], float]:
-    """All points of all curves."""
-    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 def read_step(folder: Path) -> int:
@@ -78,7 +67,7 @@ def test_no_step_is_lost(
     hook: str, step: int, kept: int, number: signal.Signals, undisturbed: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once(hook, step, number))
+        train(tmp_path, send_at(step, number, hook=hook))
     assert read_step(tmp_path) == kept
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     train(tmp_path)
@@ -88,7 +77,7 @@ def test_no_step_is_lost(
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once("on_train_batch_start", 4, signal.SIGINT, signal.SIGINT))
+        train(tmp_path, send_at(4, signal.SIGINT, signal.SIGINT))
     assert not (tmp_path / LAST).exists()
     assert capfd.readouterr().err.count("stopping after this step, with a checkpoint of it; once more stops") == 1
 
@@ -104,7 +93,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Input/output"):
             os.write(2, b"is closed")
         with pytest.raises(KeyboardInterrupt):
-            train(tmp_path, Once("on_train_batch_start", 4, signal.SIGHUP))
+            train(tmp_path, send_at(4, signal.SIGHUP))
         os.write(2, b"is discarded")
     finally:
         os.dup2(stderr, 2)
@@ -116,7 +105,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
 def test_a_patient_worker_keeps_the_step_whatever_else_arrives(tmp_path: Path) -> None:
     numbers = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Once("on_train_batch_start", 4, *numbers), patient=True)
+        train(tmp_path, send_at(4, *numbers), patient=True)
     assert read_step(tmp_path) == 5
 
 
@@ -124,7 +113,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     """As of a command that a shell runs in the background."""
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        train(tmp_path, Once("on_train_batch_start", 4, signal.SIGINT))
+        train(tmp_path, send_at(4, signal.SIGINT))
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, former)
@@ -150,17 +139,74 @@ def test_outside_of_the_training_a_signal_stops_at_once(
     assert len(calls) == when
 
 
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("hook", "step", "kept"),
-    [("on_train_batch_start", 4, 6), pytest.param("on_validation_start", 14, 14, marks=pytest.mark.long)],
-)
 @pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("hook", "step", "kept"), [("on_train_batch_start", 4, 6), ("on_validation_start", 14, 14)])
 def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_path: Path) -> None:
     two = Execution(devices=2)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", Once(hook, step, signal.SIGTERM), execution=two)
+        train(tmp_path / "stopped", send_at(step, signal.SIGTERM, hook=hook), execution=two)
     assert read_step(tmp_path / "stopped") == kept
     train(tmp_path / "stopped", execution=two)
     train(tmp_path / "undisturbed", execution=two)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+
+
+# A SLURM job does not affect a run: Lightning neither requeues the job nor loads its own checkpoints
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "grid", "SLURM_NODELIST": "node1", "SLURM_LOCALID": "0"}
+TASKS = {
+    "one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    "second of two": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+}
+
+
+def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
+    """Run a function in a process as a task of a job. Returns the exit status."""
+
+    def be() -> None:
+        os.environ.update(JOB | TASKS[task], PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
+        rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # as Lightning sets it on import
+        work(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=be)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> Path:
+    """A folder with a fake `scontrol`, which writes a file `called`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{folder / "called"}\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_signal_of_slurm_is_not_lightnings(task: str, undisturbed: Path, tmp_path: Path, scontrol: Path) -> None:
+    """It ends the process, as `sbatch --signal` before a time limit, and nothing is requeued; the run resumes."""
+    assert in_job(task, scontrol, train, tmp_path / "here", send_at(11, signal.SIGUSR1)) == -signal.SIGUSR1
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
+    assert in_job(task, scontrol, train, tmp_path / "here") == 0
+    assert not (scontrol / "called").exists()
+    assert_same_run(undisturbed, tmp_path / "here")
+
+
+def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(
+    undisturbed: Path, trained: str, tmp_path: Path, scontrol: Path
+) -> None:
+    here, noted = tmp_path / "here", tmp_path / "noted"
+    here.mkdir()
+    shutil.copy(trained, here / "hpc_ckpt_3.ckpt")
+
+    def train_and_note() -> None:
+        logging.basicConfig(filename=noted, level=logging.WARNING, force=True)
+        train(here)
+
+    assert in_job("one task", scontrol, train_and_note) == 0
+    assert_same_run(undisturbed, here)
+    assert (here / "hpc_ckpt_3.ckpt.damaged").read_bytes() == Path(trained).read_bytes()
+    assert "hpc_ckpt_3.ckpt: left by Lightning's own requeueing; quarantined" in noted.read_text()

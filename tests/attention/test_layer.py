@@ -117,7 +117,6 @@ class _Given(BiasModule):
     ("terms", "message"),
     [
         (BiasTerms(torch.zeros(3, 8)), "_Given.forward returned table of shape [3, 8]; give [heads, width], heads = 4"),
-        (BiasTerms(slopes=torch.zeros(3)), "_Given.forward returned slopes of shape [3]; give [heads], heads = 4"),
         (torch.zeros(4, 8), "_Given.forward returned a Tensor; give BiasTerms(table), table [heads, width], heads = 4"),
     ],
 )

@@ -88,9 +88,7 @@ def test_a_left_padded_sequence_equals_itself_without_padding() -> None:
     torch.testing.assert_close(layer(x, key_mask=mask)[1, 3:], layer(x[1:, 3:])[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half().bfloat16(), lambda m: m.bfloat16()]
-)
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half().bfloat16()])
 def test_tau_and_bias_keep_their_precision(cast) -> None:
     layer = make(reach=5)
     before = layer.tau.detach().clone(), layer.bias.detach().clone()
@@ -142,15 +140,11 @@ def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy() -> None
     ("settings", "message"),
     [
         ({"kv_heads": 0}, "kv_heads is 0; give a whole number, at least 1"),
-        ({"threshold": "mean"}, "threshold is 'mean'; choose one of per_query, seq_len, per_token, constant"),
-        ({"backend": "gpu"}, "backend is 'gpu'; choose one of auto, reference, chunked, cpu, triton"),
         ({"heads": 5}, "heads is 5; give a divisor of width, 32, or head_dim"),
         ({"kv_heads": 3}, "kv_heads is 3; give a divisor of heads, 4"),
-        ({"reach": -1}, "reach is -1; give a whole number, 0 for no bias"),
         ({"tau": "1"}, "tau is '1'; give a number"),
         ({"head_dim": 7}, "rope_base is 10000.0 and head_dim 7; give an even head_dim, or None"),
         ({"threshold": "seq_len"}, "threshold is 'seq_len' and context_length None; give both, or neither"),
-        ({"x": torch.zeros(10, 32)}, r"x is \[10, 32\]; give \[batch, tokens, 32\]"),
         ({"x": torch.zeros(2, 10, 16)}, r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
         ({"x": torch.zeros(3, 1, 32)}, "cache has a batch of 2 and x of 3; give each batch its own cache"),
         ({"cache": {}}, "cache is dict; give a flash_lazy.KeyValueCache"),

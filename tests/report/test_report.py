@@ -148,18 +148,14 @@ def test_ui_url_links_the_run_of_every_cell(store: Path, duo_runs: Path, tmp_pat
 
 
 WRONG = [
-    (["report", "nothing-at-all"], f"has no such results; it has {ID}"),
     (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` creates it"),
     (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
-    (["report", ID, "--ui-url", "127.0.0.1:5000"], "--ui-url '127.0.0.1:5000': must be http://HOST:PORT or https://"),
     *(
         (["report", ID, "--ui-url", url], "must be http://HOST:PORT")
-        for url in ("javascript:alert(1)", "http://", "http://host:port", f"{UI}/#/x", "http://me:geheim@host")
+        for url in ("javascript:alert(1)", f"{UI}/#/x", "http://me:geheim@host")
     ),
     (["report", ID, "--figures", "softmx"], "--figures 'softmx': is no row of this table (did you mean softmax?); "),
     (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),
-    (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
-    (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
     (["ablate", "table", ID, "--out", "/proc/none"], "--out '/proc/none': nothing can be written there"),
     (["ablate", "table", ID, "--from", "x", "--out", "y"], "--from, --out: a table.json says its experiment and place"),
 ]

@@ -37,11 +37,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="resident memory i
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step", "--out", "folder.json"], "folder.json exists and is not writable; name another file"),
         (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
         (["step", "--out", "steps.txt"], "must end in .json"),
-        (["grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),
-        (["grid", "--cells", "many"], "--cells"),
         (["diagnostics", "--length", "8"], "unknown argument '--length'"),
         (["gpu_step", "--out", "file/x"], "file/x"),
     ],
@@ -50,8 +47,6 @@ def test_bad_input_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("loop").symlink_to("loop")
-    Path("folder.json").mkdir()
     Path("file").touch()
     try:
         status = gpu_step.main(words[1:]) if words[0] == "gpu_step" else main(words, make_parser)
@@ -69,17 +64,10 @@ def test_bad_input_is_one_line(
         (bench_step, {"lengths": (100,)}, "lengths has 100"),
         (bench_step, {"lengths": (8192,), "tokens": 8192}, "lengths has 8192"),
         (bench_step, {"rounds": 1}, "rounds is 1"),
-        (bench_diagnostics, {"rounds": 1}, "rounds is 1"),
         (bench_diagnostics, {"experiments": ("nothing",)}, "experiment 'nothing': unknown; there are "),
-        (
-            bench_cells,
-            {"sections": ("decode",)},
-            "--sections has 'decode': choose from attention, decoding, threads, c",
-        ),
+        (bench_cells, {"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads"),
         (bench_cells, {"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
-        (bench_cells, {"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
         (bench_cells, {"against": "--help"}, "--against '--help': no commit of this clone"),
-        (bench_cells, {"against": "HEAD", "experiments": ("nothing",)}, "--experiments has 'nothing'"),
     ],
 )
 def test_what_does_not_fit_is_named(bench: Callable[..., object], arguments: dict[str, Any], message: str) -> None:

@@ -37,6 +37,7 @@ PACKED = {"q": Q[:1], "k": K[:1], "v": K[:1]}
 WRONG = {
     "k without keys": ({"k": K[:, :, :0]}, ["k has shape [2, 2, 0, 8]", "at least 1"]),
     "k of another dtype": ({"k": K.double()}, ["k is torch.float64", "q is torch.float32", "one dtype"]),
+    "k on another device": ({"k": K.to("meta")}, ["k is on meta", "q on cpu", "one device"]),
     "v unlike k": ({"v": K[..., :4]}, ["v has shape [2, 2, 6, 4]", "[2, 2, 6, 8]"]),
     "heads no multiple": ({"q": Q[:, :3], "tau": TAU[:3]}, ["k has 2 heads", "q 3", "multiple"]),
     "more rows than keys": (
@@ -44,6 +45,7 @@ WRONG = {
         ["q has 6 rows", "k 5", "Lq <= Lk; tensors are [batch, heads, length, head dim]"],
     ),
     "tau without positions": ({"threshold": "per_token"}, ["tau has shape [4]", "per_token", "[H, N]"]),
+    "tau elsewhere": ({"tau": TAU.to("meta")}, ["tau is on meta", "q on cpu"]),
     "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]; give [H, W], H = 4"]),
     "unknown threshold": ({"threshold": "row"}, ["threshold is 'row'", "per_query, seq_len, per_token, constant"]),
     "seq_len alone": ({"threshold": "seq_len"}, ["context_length is None", "seq_len"]),
@@ -58,6 +60,7 @@ WRONG = {
     "renormalise in words": ({"renormalise": "no"}, ["renormalise is 'no'", "True or False"]),
     "an 8-bit float": ({"q": Q.to(torch.float8_e4m3fn)}, ["q is torch.float8_e4m3fn", "give float16"]),
     "too wide a bias": ({"bias": torch.zeros(1).expand(4, 2**29)}, ["bias has shape [4, 536870912]", "2**31"]),
+    "unknown backend": ({"backend": "fused"}, ["backend is 'fused'", "auto, reference, chunked, cpu, triton"]),
     "compiled float64": (
         {"q": Q.double(), "k": K.double(), "v": K.double(), "backend": "cpu"},
         ["backend is 'cpu' and q torch.float64", "give float32", "or choose 'chunked'"],

@@ -145,10 +145,12 @@ def naughty(scores: Tensor, _: Rows) -> Tensor:
     ("rule", "arguments", "settings", "message"),
     [
         (softmax, (Q, K, V), {"maps": 3}, "maps is 3 and q has width D = 8; give a D that is divisible by maps"),
+        (softmax, (Q, K, V), {"maps": 0}, "maps is 0; give a whole number, at least 1"),
         (softmax, (Q, K, V), {"backend": "triton"}, "backend is 'triton'; choose reference or chunked for a rule"),
         (softmax, (Q, K, V), {"window": 0}, "window is 0; give a whole number"),
         ("softmax", (Q, K, V), {}, "rule is 'softmax'; give a function of scores and Rows"),
         (naughty, (Q, K, V), {}, "naughty changes its scores in place; use an operation that returns a new"),
+        (lambda s, _: s.softmax(-1).sum(1), (Q, K, V), {}, "<lambda> returns torch.float64 [2, "),
         (lambda s, _: s.softmax(-1).float(), (Q, K, V), {}, "<lambda> returns torch.float32 [2, 4, "),
     ],
 )

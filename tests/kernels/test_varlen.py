@@ -165,6 +165,7 @@ WRONG = {
     "more queries": ({"cu_seqlens_k": ints(0, 1, 9)}, ["document 0 2 queries", "1 keys", "at least as many"]),
     "one document more": ({"cu_seqlens_k": ints(0, 4, 5, 9)}, ["cu_seqlens_k has 3 documents", "cu_seqlens_q 2"]),
     "too many keys": ({"cu_seqlens_k": ints(0, 4, 10)}, ["cu_seqlens_k is [0, 4, 10]", "0 to total_k = 9"]),
+    "long": ({"cu_seqlens_q": ints(0, 2, 5).long()}, ["cu_seqlens_q is torch.int64", "int32 [n + 1]"]),
     "table": ({"cu_seqlens_k": ints(0, 9)[None]}, ["cu_seqlens_k is torch.int32 of shape [1, 2]", "[n + 1]"]),
 }
 

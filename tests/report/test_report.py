@@ -148,11 +148,12 @@ def test_ui_url_links_the_run_of_every_cell(store: Path, duo_runs: Path, tmp_pat
 
 
 WRONG = [
+    (["report", "nothing-at-all"], f"has no such results; it has {ID}"),
     (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` creates it"),
     (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
     *(
         (["report", ID, "--ui-url", url], "must be http://HOST:PORT")
-        for url in ("javascript:alert(1)", f"{UI}/#/x", "http://me:geheim@host")
+        for url in ("javascript:alert(1)", "http://host:port", f"{UI}/#/x", "http://me:geheim@host")
     ),
     (["report", ID, "--figures", "softmx"], "--figures 'softmx': is no row of this table (did you mean softmax?); "),
     (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),

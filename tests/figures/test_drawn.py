@@ -189,7 +189,7 @@ OF_VERDICTS = {
     "a statement": lambda: make_question("alone", ALONE, statements=(MET,), contrasts={"sink": MET.weights}),
     **{
         f"rule {rule}": lambda rule=rule: make_question(rule, {"old": [1.0] * 20, "new a": around(0.93, 0.5, 20)})
-        for rule in ("same", "removed")
+        for rule in ("higher", "same", "no_worse", "removed")
     },
 }
 SCENES: dict[str, Callable[[], Figure | None]] = {

@@ -15,6 +15,7 @@ from bench import peers as peers_module
 from bench.correctness import CASES, check_cases
 from bench.peers import (
     Inputs,
+    compute_empty_share,
     draw,
     draw_with_share,
     eager_attention,
@@ -55,6 +56,11 @@ def test_the_share_of_empty_tiles_is_set(requested, length):
     assert share == pytest.approx(requested, abs=0.03)
     alive, blocks = tiles_alive(inputs)[0, 0].unflatten(0, (-1, 64)).any(1), length // 64
     assert share == pytest.approx(1 - alive.sum().item() / (blocks * (blocks + 1) / 2), abs=0.03)
+
+
+def test_a_sample_of_row_blocks_estimates_the_share():
+    inputs, _, _ = draw_with_share(make_workload(length=1024, width=32, share=0.6), CPU)
+    assert compute_empty_share(inputs, sampled=8) == pytest.approx(compute_empty_share(inputs, sampled=10**6), abs=0.03)
 
 
 def test_a_decoded_tile_is_empty_if_no_query_of_its_kv_head_needs_it():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_lazy.api import Model, load, train
-from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, Softmax
+from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.command.options import CHANGES
 from lit_lazy.measure import raise_thresholds
@@ -88,8 +88,10 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(
     [
         ({"train.lr": 0.1}, "train.lr: has no effect on a trained model; set only fields of model and data"),
         ({"model.d_model": 1024}, r"d_model=1024: the trained weights are for \d+; leave it, or train a new model"),
+        ({"model.n_layers": 2}, "model.n_layers=2: the trained weights are for 1"),
         ({"model.n_heads": 2}, "model.n_heads=2: the trained weights are for 1"),
         ({"model.tie_embeddings": False}, "model.tie_embeddings=False: the trained weights are for True"),
+        ({"model.mixer": RetNet()}, "model.mixer=RetNet"),
         ({"model.position": LearnedAbsolute()}, r"model.position=LearnedAbsolute.*: has weights, .* were not trained"),
         ({f"{NORMALISER}.tau_init": 3.0}, f"{NORMALISER}.tau_init: has no effect on a trained model"),
         ({NORMALISER: Elastic(threshold="per_token")}, r"normaliser.tau: is trained with the shape \[1\], not"),

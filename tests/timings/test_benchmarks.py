@@ -120,8 +120,9 @@ def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
     cells.complete(result, plan, out, lines.append)
     assert (made, lines) == (["first", "second", "again", "third"], ["cells: third"])
     assert json.loads(out.read_text()) == result
-    assert cells.read_known(out, IDENTITY | {"code": "other"}, lines.append) == {"measurements": {}}
-    assert lines[-1] == f"{out} is of other code and will be replaced"
+    for name in IDENTITY:
+        assert cells.read_known(out, IDENTITY | {name: "other"}, lines.append) == {"measurements": {}}
+        assert lines[-1] == f"{out} is of other {name} and will be replaced"
     out.write_text('{"rows": []}')
     with pytest.raises(ValueError, match="is no result of this benchmark; name another file"):
         cells.read_known(out, IDENTITY, print)

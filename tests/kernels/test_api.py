@@ -138,12 +138,8 @@ def test_more_sequences_than_a_grid_has_places_are_not_decoded():
         assert ops._is_decoding(Call(q, k, k, torch.ones(1))) == decoded
 
 
-def test_valid_calls_are_accepted():
-    assert call().shape == Q.shape
-    assert call(q=Q.double(), k=K.double(), v=K.double()).dtype == torch.float64  # tau may stay float32
-    few = Q[:, :, :3]
-    assert call(q=few, kv_lengths=ints(0, 6), key_mask=MASK, window=3).shape == few.shape
-    assert call(**PACKED, cu_seqlens=ints(0, 0, 4, 6), key_mask=MASK[:1]).shape == PACKED["q"].shape
+def test_tau_may_stay_float32():
+    assert call(q=Q.double(), k=K.double(), v=K.double()).dtype == torch.float64
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,11 +1,12 @@
 """`LazyAttention` as a layer of a user's model: formula, precision, decoding, padding, initialisation."""
 
 import copy
-import importlib.util
 import pickle
+import runpy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,10 +207,7 @@ def test_projections_may_be_replaced_by_any_module() -> None:
 
 def test_the_example_learns_and_decodes_as_without_a_cache() -> None:
     file = Path(flash_lazy.__path__[0]).parent / "examples" / "own_model.py"
-    spec = importlib.util.spec_from_file_location("own_model_example", file)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
+    example = SimpleNamespace(**runpy.run_path(str(file)))
     torch.manual_seed(0)
     model, pattern = example.PatternModel(words=10), torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]).repeat(3)[None]
     losses = example.train(model, pattern, steps=40)

@@ -133,7 +133,9 @@ def test_the_command_shows_the_model_before_and_after(
     monkeypatch.setattr("lit_lazy.report.checkpoint_report.draw_run_figures", lambda *_: {})
     out = runs / "changed"
     command = ["diagnose", str(checkpoint), "--runs", str(runs), "--out", str(out), "--sequences", "8", "--threads=1"]
-    assert main([*command, f"--{NORMALISER}=Elastic", "--rise", "0.01"]) == 0
+    examples = re.findall(r"--[\w.]+=\w+", CHANGES)
+    assert len(examples) == 2
+    assert main([*command, *examples, "--rise", "0.01"]) == 0
     printed = capsys.readouterr().out
     head = next(line for line in printed.splitlines() if "changed" in line and "before" in line)
     assert head.split() == ["changed", "before"]
@@ -144,8 +146,8 @@ def test_the_command_shows_the_model_before_and_after(
     rise = arrays["loss/by_position"].mean() - arrays["before/loss/by_position"].mean()
     assert 0.005 < rise <= 0.01 + 1e-6
     facts = json.loads((out / "diagnostics.json").read_text())
-    assert facts["changes"] == [f"--{NORMALISER}=Elastic", "--rise=0.01"]
-    assert main([*command, f"--{NORMALISER}=Elastic", "--train.lr=1"]) == 2
+    assert facts["changes"] == [*examples, "--rise=0.01"]
+    assert main([*command, *examples, "--train.lr=1"]) == 2
     assert "train.lr: has no effect on a trained model" in capsys.readouterr().err
 
 
@@ -166,16 +168,6 @@ def test_untrained_parameters_are_said(
     caplog.clear()
     changed.with_({})
     assert not caplog.messages
-
-
-def test_the_command_says_what_is_untrained_and_takes_the_examples_of_its_help(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    examples = re.findall(r"--[\w.]+=\w+", CHANGES)
-    assert len(examples) == 2
-    changes = [*examples, "--model.attention.gate=OutputGate"]
-    assert main(["evaluate", str(checkpoint), "--threads", "1", *changes]) == 0
-    assert "untrained, at their initial values: blocks.0.attention.gate." in caplog.text
 
 
 def test_a_bias_that_the_model_did_not_have_moves_its_scores(model: Model) -> None:

@@ -305,22 +305,6 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
     assert browser.errors == []
 
 
-@pytest.mark.browser
-def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page: str, tmp_path: Path) -> None:
-    """The frame is sandboxed, so the test adds a script that reports the page's contents."""
-    tell = f"<script>setInterval(() => parent.postMessage([{IMAGES}, {OVERFLOW}], '*'), 200)</script>"
-    listen = "<script>onmessage = event => window.told = event.data</script>"
-    file = tmp_path / "frame.html"
-    file.write_text(f'{listen}<iframe sandbox="allow-scripts" width="500" srcdoc="{escape(page + tell)}"></iframe>')
-    browser.open(file.as_uri())
-    # On a busy machine the layout settles after loading; persistent overflow would time out here.
-    images, overflow = browser.wait("window.told && !window.told[1] && window.told[0].length && window.told")
-    assert len(images) == page.count("<img")
-    assert all(complete and natural > 0 for complete, natural, _ in images), images
-    assert overflow == 0
-    assert browser.errors == []
-
-
 # From Python
 
 

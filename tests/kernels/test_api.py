@@ -16,7 +16,6 @@ from flash_lazy.call import Call
 from flash_lazy.cpu import library
 from flash_lazy.fused import ops
 
-BACKENDS = ["reference", "chunked", "cpu", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
 K = torch.zeros(2, 2, 6, 8)
 TAU = torch.ones(4)
@@ -140,13 +139,6 @@ def test_more_sequences_than_a_grid_has_places_are_not_decoded():
 
 def test_tau_may_stay_float32():
     assert call(q=Q.double(), k=K.double(), v=K.double()).dtype == torch.float64
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    if request.param == "cpu":
-        require_library()
-    return request.param
 
 
 def test_a_padded_batch_is_not_shifted_in_silence():

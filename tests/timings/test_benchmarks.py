@@ -37,6 +37,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="resident memory i
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["step", "--out", "folder.json"], "folder.json exists and is not writable; name another file"),
         (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
         (["step", "--out", "steps.txt"], "must end in .json"),
         (["diagnostics", "--length", "8"], "unknown argument '--length'"),
@@ -47,6 +48,7 @@ def test_bad_input_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("folder.json").mkdir()
     Path("file").touch()
     try:
         status = gpu_step.main(words[1:]) if words[0] == "gpu_step" else main(words, make_parser)

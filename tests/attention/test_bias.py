@@ -9,48 +9,15 @@ import torch
 
 from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, T5Bias
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes, t5_buckets
-from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
 HEADS, CONTEXT = 4, 24
-LEAVES = [cls() for cls in find_leaf_classes(T5Bias.__base__).values() if cls.__module__ == "lit_lazy.attention.bias"]
 
 
 def build(spec, n_heads=HEADS, context_length=CONTEXT, seed=0):
     module = spec.build(n_heads, context_length)
     module.init_parameters(lambda name: parameter_generator(seed, name))
     return module
-
-
-@pytest.mark.parametrize("spec", LEAVES, ids=str)
-def test_terms_fit_the_kernel(spec):
-    """Terms are fp32 `[H, W]` or `[H]`, and independent of the number of keys."""
-    module = build(spec)
-    assert all(tensor.dtype == torch.float32 for tensor in module.state_dict().values())
-    for n_keys in (1, 7, CONTEXT):
-        few, many = module(n_keys), module(CONTEXT)
-        if few.table is not None:
-            assert few.table.shape == (HEADS, n_keys)
-            torch.testing.assert_close(few.table, many.table[:, :n_keys])
-        if few.slopes is not None:
-            assert few.slopes.shape == (HEADS,)
-    assert {term.dtype for term in module(CONTEXT) if term is not None} <= {torch.float32}
-
-
-@pytest.mark.parametrize("spec", LEAVES, ids=str)
-def test_every_parameter_gets_a_gradient(spec):
-    """The terms of a bias depend on all of its parameters, which its probe asks; also at a floor."""
-    module = build(spec)
-    module.probe(CONTEXT)
-    if isinstance(spec, KerpleLog):
-        module.r2.data.fill_(0.001)
-    table = module(CONTEXT).table
-    if table is None:
-        assert not list(module.parameters())
-        return
-    (table * torch.linspace(1, 2, CONTEXT)).sum().backward()
-    for name, parameter in module.named_parameters():
-        assert parameter.grad.count_nonzero() > 0, name
 
 
 def test_a_learned_table_starts_at_zero_or_by_its_seed():
@@ -81,7 +48,6 @@ class Mine(BiasModule):
         (lambda slope, d: slope * d, True, None),
         (lambda _, d: 0 * d.expand(HEADS, -1).float(), False, None),
         (lambda _, d: 0 * d.expand(HEADS, -1).float(), True, "Mine.slope gets no gradient: use it in forward"),
-        (lambda slope, d: slope.detach() * d, True, "Mine.slope gets no gradient"),
         (lambda slope, d: slope / d, True, "Mine gives a term that is not finite; give finite numbers at every"),
         (lambda slope, d: (slope - 2).log() * d, True, "Mine gives a term that is not finite"),
     ],
@@ -106,10 +72,6 @@ BUCKETS = {0: 0, 15: 15, 16: 16, 17: 16, 20: 17, 32: 21, 63: 26, 64: 26, 100: 30
 
 
 class TestT5:
-    def test_buckets(self):
-        buckets = t5_buckets(10**4 + 1, 32, 128)
-        assert {d: buckets[d].item() for d in BUCKETS} == BUCKETS
-
     @pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (2, 2), (3, 9), (7, 50), (33, 17)])
     def test_buckets_rise_and_stay_in_range(self, n_buckets, max_distance):
         buckets = t5_buckets(500, n_buckets, max_distance)
@@ -121,10 +83,9 @@ class TestT5:
         module = build(T5Bias())
         assert torch.equal(module.values, torch.zeros(HEADS, 32))
         module.values.data = torch.arange(HEADS * 32.0).view(HEADS, 32)
-        table = module(200).table
+        table = module(10**4 + 1).table
         for distance, bucket in BUCKETS.items():
-            if distance < 200:
-                assert table[:, distance].tolist() == [32 * head + bucket for head in range(HEADS)]
+            assert table[:, distance].tolist() == [32 * head + bucket for head in range(HEADS)]
 
 
 class TestKerple:
@@ -139,22 +100,25 @@ class TestKerple:
         assert self.set(1, math.e - 1)(2).table[:, 1].tolist() == pytest.approx([-1] * HEADS)
         assert self.set(1, 1)(3).table[0].tolist() == pytest.approx([0, -math.log(2), -math.log(3)])
 
-    def test_both_parameters_are_clamped(self):
-        table = self.set(-3, -3)(9).table[0]
+    def test_both_parameters_are_clamped_and_learn_at_the_floor(self):
+        module = self.set(-3, -3)
+        table = module(9).table[0]
         assert table.tolist() == pytest.approx([-0.01 * math.log1p(0.01 * d) for d in range(9)])
+        table.sum().backward()
+        assert module.r1.grad[0] < 0 > module.r2.grad[0]
 
 
 class TestFire:
     def test_is_f_of_the_scaled_distance(self):
-        """f(0) on the diagonal, and f(1) at distance L, one more than L keys have.
+        """f(0) on the diagonal, and f(1) at distance L, whatever the number of keys.
 
-        BLAS sums one row and ten rows in different orders, so compare with float64: a float32 sum of n terms is off by
+        BLAS sums one row and nine rows in different orders, so compare with float64: a float32 sum of n terms is off by
         at most n roundings of the sum of their sizes, and the ratio by another four.
         """
         module = build(Fire(length=10))
         module.c.data.fill_(0.7)
-        table, c = module(10).table, module.c.item()
-        ratios = [math.log1p(c * d) / math.log1p(c * 10) for d in range(10)]
+        table, c = module(9).table, module.c.item()
+        ratios = [math.log1p(c * d) / math.log1p(c * 10) for d in range(9)]
         assert ratios[0] == 0
         inner, outer, bias = module.hidden.weight.double(), module.out.weight.double(), module.out.bias.double()
         hidden = torch.relu(inner @ torch.tensor([ratios]).double() + module.hidden.bias.double()[:, None])

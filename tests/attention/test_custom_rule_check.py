@@ -50,11 +50,6 @@ BROKEN = {
         module(lambda _, s, rows: (s / s.where(rows.visible, 0).abs().mean(0, keepdim=True).amax()).softmax(-1)),
         "Mine.weights depends on the other sequences of the batch",
     ),
-    "no parameter": (
-        module(lambda self, s, _rows: (s * self.plain.exp()).softmax(-1), plain=torch.zeros(2, 1, 1).requires_grad_()),
-        "Mine.weights uses a tensor [2, 1, 1] that requires a gradient and would get none: list it in `parameters` (a "
-        "module's is an nn.Parameter), or detach it",
-    ),
     "looks ahead in queries": (
         module(plain, queries=lambda _, call: call.q + call.q.mean(2, keepdim=True)),
         "lets a later token change an earlier row",
@@ -128,18 +123,9 @@ def config():
 
 
 SLIPS = {
-    "old_build": (
-        "def build(self, shape)",
-        "def build(self, n_heads, context)",
-        "model.attention: TypeError (layer.py",
-    ),
     "returns": ("return NaiveModule()", "return 3", "Naive.build returns a int; return a NormaliserModule"),
     "typo": ("return scores.exp() /", "return rows.visble /", "AttributeError (slip.py, line"),
-    "overflow": (
-        "",
-        "",
-        "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's maximum before an exp",
-    ),
+    "overflow": ("", "", "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's"),
 }
 
 

@@ -73,21 +73,10 @@ def test_a_head_norm_gives_each_head_a_root_mean_square_of_its_gain():
 
 
 @pytest.mark.parametrize("gate", [*GATES, HeadNorm()], ids=repr)
-def test_a_gated_model_decodes_and_shares_its_initial_weights(gate):
-    gated, plain = model(gate).double(), model(None).double()
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter, gated.get_parameter(name)), name
+def test_a_gated_model_decodes(gate):
+    gated = model(gate).double()
     tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
-    whole = gated(tokens)
-    assert not torch.allclose(whole, plain(tokens))
-    cache = gated.new_cache()
+    whole, cache = gated(tokens), gated.new_cache()
+    assert not torch.allclose(whole, model(None).double()(tokens))
     parts = [gated(part, cache) for part in tokens.split([4, 1, 4], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole)
-    whole.square().sum().backward()
-    for name, parameter in gated.named_parameters():
-        assert parameter.grad is not None, name
-
-
-def test_a_gate_is_an_option_with_a_checked_value():
-    with pytest.raises(ValueError, match=r"OutputGate\.per='row': must be one of element, head"):
-        OutputGate("row")  # type: ignore[arg-type]

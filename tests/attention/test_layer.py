@@ -117,19 +117,9 @@ class _Given(BiasModule):
     ("terms", "message"),
     [
         (BiasTerms(torch.zeros(3, 8)), "_Given.forward returned table of shape [3, 8]; give [heads, width], heads = 4"),
-        (BiasTerms(slopes=torch.zeros(3)), "_Given.forward returned slopes of shape [3]; give [heads], heads = 4"),
         (torch.zeros(4, 8), "_Given.forward returned a Tensor; give BiasTerms(table), table [heads, width], heads = 4"),
     ],
 )
 def test_a_custom_bias_of_another_shape_is_named(terms, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         forward(layer(AttentionSpec(Softmax(), Given(terms))), inputs())
-
-
-@pytest.mark.parametrize("width", [1, 3, LENGTH, LENGTH + 4])
-def test_a_custom_table_of_any_width_is_0_beyond_its_end(width):
-    """Keys there stay visible; columns that no key needs have no effect."""
-    table = torch.randn(HEADS, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    x, spec = inputs(), AttentionSpec(Elastic(tau_init=0.5), Given(BiasTerms(table)))
-    expected = written_out(layer(spec), x, added=by_distance(table), tau=0.5)
-    torch.testing.assert_close(forward(layer(spec), x)[0], expected, **TIGHT)

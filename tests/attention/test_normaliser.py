@@ -7,7 +7,6 @@ import torch
 from layers import layer_shape
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_lazy import api
 from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.attention import (
     Alibi,
@@ -22,7 +21,6 @@ from lit_lazy.attention import (
     SinkLogit,
     Softmax,
     SSMax,
-    normaliser,
 )
 from lit_lazy.model.decoder import parameter_generator
 
@@ -136,12 +134,3 @@ def test_what_runs_on_kernels_runs_on_the_compiled_backend(spec, with_bias):
     assert list(results) == ["cpu", "reference"]
     for found, expected in zip(*results.values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("spec", [Softmax(), Elastic(), SinkLogit(), Differential()], ids=repr)
-def test_a_call_resolves_its_backend_once(spec, monkeypatch):
-    resolved = []
-    for module in (normaliser, api):
-        monkeypatch.setattr(module, "resolve_backend", lambda *_: resolved.append(1) or "chunked")
-    attend(spec, *qkv(), bias=bias_terms(LearnedBias()))
-    assert len(resolved) == 1

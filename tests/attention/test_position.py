@@ -59,10 +59,6 @@ class TestRope:
         assert [position.rotates(layer) for layer in range(4)] == [True, False, False, True]
         assert position.compute_angles(3) is None
 
-    def test_odd_head_dimension_is_refused(self):
-        with pytest.raises(ValueError, match="head dimension must be even, got 7; choose another d_model or n_heads"):
-            Rope().build(14, 7, 32)
-
 
 class TestLearnedAbsolute:
     def module(self):
@@ -78,10 +74,3 @@ class TestLearnedAbsolute:
         for other in (rope(), NoPosition().build(16, DIM, 10)):
             assert torch.equal(other.embed(x, 3), x)
         assert torch.equal(other.rotation(4, 3)(heads), heads)
-
-    @pytest.mark.parametrize(("length", "offset"), [(11, 0), (4, 7), (1, 10)])
-    def test_beyond_the_context_is_refused(self, length, offset):
-        with pytest.raises(
-            ValueError, match=f"LearnedAbsolute: {length + offset} positions requested, 10 learned; use Rope"
-        ):
-            self.module().embed(rand(2, length, 16), offset)

@@ -5,25 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_recurrence import layer
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2
-from lit_lazy.attention.mixer import PassInputs, SelfInitialised
+from lit_lazy.attention.mixer import PassInputs
 
 pytestmark = pytest.mark.long
 WIDTH, HEADS, LENGTH = 16, 2, 70
 SHAPE = LayerShape(HEADS, HEADS, WIDTH // HEADS, WIDTH, context_length=LENGTH)
-
-
-def drawn(mixer):
-    """A layer with all parameters random."""
-    module, generator = mixer.build(SHAPE), torch.Generator().manual_seed(1)
-    for part in module.modules():
-        if isinstance(part, SelfInitialised):
-            part.init_parameters(lambda _: generator)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return module
 
 
 def assert_same(mine, theirs, weights):
@@ -42,7 +31,7 @@ def test_mamba2():
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-    mine = drawn(Mamba2(state=6, head_dim=8))
+    mine = layer(Mamba2(state=6, head_dim=8), 0.2, SHAPE)
     config = Mamba2Config(
         hidden_size=WIDTH, state_size=6, head_dim=8, num_heads=4, expand=2, n_groups=1, conv_kernel=4, chunk_size=32
     )
@@ -65,7 +54,7 @@ def test_gated_delta_net(monkeypatch):
     # With flash-linear-attention installed, transformers would choose its kernels, which need a GPU.
     for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
         monkeypatch.setattr(modeling_qwen3_next, name, inspect.unwrap(getattr(modeling_qwen3_next, name)))
-    mine = drawn(GatedDeltaNet())
+    mine = layer(GatedDeltaNet(), 0.2, SHAPE)
     config = SimpleNamespace(
         hidden_size=WIDTH, linear_num_value_heads=HEADS, linear_num_key_heads=HEADS, linear_key_head_dim=mine.key_dim,
         linear_value_head_dim=2 * mine.key_dim, linear_conv_kernel_dim=4, hidden_act="silu", rms_norm_eps=1e-5,

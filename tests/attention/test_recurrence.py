@@ -101,9 +101,9 @@ def test_the_kernels_for_a_gpu_take_what_is_given(recurrence, monkeypatch):
     assert asked == [f"chunk_{name}", f"fused_recurrent_{name}"]
 
 
-def layer(mixer: Mixer, spread: float = 0.4):
+def layer(mixer: Mixer, spread: float = 0.4, shape: LayerShape = SHAPE):
     """A layer with all parameters random, away from values at which a formula degenerates."""
-    module = mixer.build(SHAPE)
+    module = mixer.build(shape)
     generator = torch.Generator().manual_seed(2)
     for part in module.modules():
         if isinstance(part, SelfInitialised):

@@ -14,7 +14,7 @@ import samples
 from description import describe
 from legible import assert_legible
 from matplotlib.figure import Figure
-from samples import VARIANTS, Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
+from samples import Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
 
 from lit_lazy.figures import ablation, effects, heads
 from lit_lazy.table.build import TableSpec, build_table, read_table
@@ -55,11 +55,6 @@ def draw_run() -> dict[str, Figure]:
     return heads.draw_run_figures(ARRAYS, "lazy, seed 3")
 
 
-def make_masses(*mass: float) -> Arrays:
-    rows = np.array(mass, np.float32).reshape(1, 1, 2)
-    return {"mass/row": rows, "mass/first_key": rows, "sample": np.array([1, 2, 1])}
-
-
 def make_lengths() -> Arrays:
     """Two lengths, with the thresholds of each and a cache that evicts."""
     arrays = make_arrays(length=32, lengths=(64,)) | {"context": np.array(32)}
@@ -72,19 +67,11 @@ def make_lengths() -> Arrays:
     return arrays
 
 
-def make_alibi() -> Arrays:
-    slopes = np.array([[0.5, 0.125]])
-    return {"bias/curve": 3 - slopes[..., None] * np.arange(20), "bias/alibi_slope": slopes}
-
-
-SINKS = [f"sink/{kind}" for kind in samples.KINDS]
+NEGATIVE = dict.fromkeys(("mass/row", "mass/first_key"), np.array([[[-0.5, -1.0]]], np.float32))
 OF_HEADS = {
     "zeros, tiny and small weights": lambda: draw_map(make_map(10, w52=0, w62=1e-7, w72=1e-4)),
     "weights below zero": lambda: draw_map(make_map(4, w30=-0.25, w20=-0.01)),
-    "an unknown weight": lambda: draw_map(make_map(4, w30=np.nan)),
-    "mass": lambda: heads.mass_by_position(make_masses(0.5, 1.0)),
-    "negative mass": lambda: heads.mass_by_position(make_masses(-0.5, -1.0)),
-    "no mass": lambda: heads.mass_by_position(make_masses(0.0, 0.0)),
+    "negative mass": lambda: heads.mass_by_position(NEGATIVE | {"sample": np.array([1, 2, 1])}),
     "a head without mass": lambda: heads.sink_heatmap(without(make_arrays(layers=3), np.nan, "sink/share")),
     "no sparsity": lambda: heads.sparsity_by_layer(
         without(ARRAYS, np.nan, *(f"{at}sparsity/{name}" for at in ("", "init/") for name in ("zero", "null")))
@@ -92,19 +79,8 @@ OF_HEADS = {
     "no null": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/null", "init/sparsity/null")),
     "no tiles": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/block_64", "init/sparsity/block_64")),
     "a tau per position": lambda: heads.tau_by_layer({"tau": ARRAYS["tau"][..., None] + np.array([-1.0, 0.0, 1.0])}),
-    "alibi": lambda: heads.bias_curves(make_alibi()),
     "many biases": lambda: heads.bias_curves(make_arrays(heads=5)),
-    "lengths beyond the context": lambda: heads.loss_by_length(
-        make_arrays(length=32, lengths=(16, 32, 64)) | {"context": np.array(24)}
-    ),
     "lengths with a cache": lambda: heads.loss_by_length(make_lengths()),
-    "no sinks": lambda: heads.sink_kinds(
-        without(
-            without(ARRAYS, np.nan, "sink/value_ratio", "sink/stable_rank"),
-            0,
-            *SINKS,
-        )
-    ),
 }
 
 
@@ -151,9 +127,7 @@ ENDED = {"lazy": [{"watch/tau_layer_0": list(enumerate(x))} for x in ((1.0, 2.0,
 UNDEFINED = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
 OF_VARIANTS = {
     "losses and sparsities": lambda: ablation.loss_against_sparsity(make_study()),
-    "wide intervals": lambda: ablation.loss_against_sparsity(make_study(2, (*VARIANTS[:3], VARIANTS[4]))),
     "intervals beyond a bound": lambda: ablation.loss_against_sparsity(bounded()),
-    "bits per byte": lambda: ablation.loss_against_sparsity(make_study(3, VARIANTS[:3], "loss/bits_per_byte")),
     "tau over training": lambda: ablation.parameter_over_training(*make_trained()),
     "sinks over training": lambda: ablation.sink_over_training(*make_trained()),
     "a training that ended early": lambda: ablation.parameter_over_training(make_study(), ENDED),
@@ -182,7 +156,6 @@ OF_EFFECTS = {
         make_effects(warnings=("Undertrained: the loss still falls. " * 4,)), ["loss"]
     ),
     "effects without a value": lambda: effects.effects_figure(make_effects(), ["loss", "recall", "sparsity"]),
-    "effects cut": lambda: effects.effects_figure(make_effects(n_seeds=2), ["loss"]),
     "one row did not learn": lambda: effects.effects_figure(unlearned(), ["loss", "recall"]),
     "no row learned": lambda: effects.effects_figure(
         replace(make_effects(), yardstick=Yardstick("loss", -1e9, {"chance": 0.0})), ["loss", "recall"]
@@ -191,18 +164,6 @@ OF_EFFECTS = {
     "a range": lambda: three(a=(1.0, 1.0, 1.0), b=(2.0, 2.5, 3.0), base=(0.5, 0.7, 1.0)),
     "a range cut": lambda: three(base=(0.0, 0.0, 0.0), a=(1.0, 1.1, 1.2), b=(0.2, 0.3, 9.0)),
 }
-
-
-def far_apart() -> Table:
-    """A contrast beyond the edge would be an arrow without a value."""
-    table = read("q_position_2-distractors")
-    assert table.verdict is not None
-    parts = tuple(
-        replace(part, mean=mean, low=mean - 0.01, high=mean + 0.01, n=10)
-        for part, mean in zip(table.verdict.parts, (0.009, 0.01, 0.6, 0.343), strict=True)
-    )
-    look = replace(table.verdict.looks[0], parts=parts)
-    return samples.override(table, verdict=replace(table.verdict, parts=parts, looks=(look,)))
 
 
 def first_contrast(name: str) -> Table:
@@ -221,12 +182,9 @@ MET = Statement("sink", Comparison("new", "<", 0.25, "old"), rivals=("kept",))
 ALONE = {"old": [0.4] * 20, "new": [0.01] * 9 + [0.3] + [0.01] * 10, "kept": [0.4] * 20}
 LOOKS = {"old": [1.0] * 40, "new a": around(0.5, 0.1, 10), "new b": around(0.92, 0.2, 40)}
 OF_VERDICTS = {
-    "far apart": far_apart,
     "most contrasts": most_contrasts,
-    **{
-        f"one contrast of {name}": lambda name=name: first_contrast(name)
-        for name in ("q_cost_2-stdlib_long", "q_mask_2-backcopy", "q_text_2-stdlib_small", "q_sink_2-backcopy")
-    },
+    "one contrast": lambda: first_contrast("q_cost_2-stdlib_long"),
+    "one contrast of shares": lambda: first_contrast("q_mask_2-backcopy"),
     "looks": lambda: make_question("lower", LOOKS),
     "a statement": lambda: make_question("alone", ALONE, statements=(MET,), contrasts={"sink": MET.weights}),
     **{

@@ -1,4 +1,4 @@
-"""A stub of torch.cuda, and a faster interpreter of Triton."""
+"""The backends, a stub of torch.cuda, and a faster interpreter of Triton."""
 
 import functools
 import os
@@ -14,6 +14,18 @@ def on_cpu(monkeypatch):
     import without_gpu  # it needs triton, which is for Linux
 
     without_gpu.install(monkeypatch.setattr)
+
+
+@pytest.fixture(params=["reference", "chunked", "cpu", "triton"])
+def backend(request, monkeypatch):
+    """Each backend, the fused kernels in small blocks."""
+    from kernel_cases import require_library, use_small_blocks
+
+    if request.param == "cpu":
+        require_library()
+    if request.param == "triton":
+        use_small_blocks(monkeypatch, 16, 16)
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="session")

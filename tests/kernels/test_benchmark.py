@@ -145,7 +145,7 @@ def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "bench.json").read_text())["made"]["source"] == "other"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"made": 3}', "{}", '{"made": {"source": "a"}}'])
+@pytest.mark.parametrize("text", ["{", '{"made": 3}', '{"made": {"source": "a"}}'])
 def test_results_that_cannot_be_continued_are_a_one_line_error(text, tmp_path):
     (tmp_path / "bench.json").write_text(text)
     made = {"source": "a", "GPU": "one"}
@@ -159,7 +159,6 @@ def test_results_that_cannot_be_continued_are_a_one_line_error(text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--widths", "64,,128"], "argument --widths: '64,,128': give whole numbers from 16 to 256"),
         (["--widths", "8"], "argument --widths: '8': give whole numbers from 16 to 256"),
         (["--minutes", "0"], "argument --minutes: '0': give minutes above 0"),
         (["--authors", "nowhere"], "'nowhere': has no lazy_attention_triton.py; give a checkout"),

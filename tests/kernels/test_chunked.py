@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise, product
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from kernel_cases import (
     assert_same_bits,
     device_for,
     draw,
-    drop_options,
     eager_errors,
     make_noise,
     measure_errors,
@@ -25,7 +23,6 @@ from kernel_cases import (
     require_library,
     run,
     run_named,
-    tolerance,
     use_small_blocks,
     widest_dtype,
 )
@@ -126,33 +123,6 @@ def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
-    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 500)
-    for own_cuts, cuts, window in [
-        ([0, 90], [0, 90], None),
-        ([0, 31], [0, 90], 13),
-        ([0, 1, 1, 40, 90], [0, 1, 1, 40, 90], 7),
-        ([0, 1, 1, 30, 40], [0, 1, 20, 70, 90], 7),
-    ]:
-        queries = own_cuts[-1]
-        documents = [(slice(*own), slice(*keys)) for own, keys in zip(*map(pairwise, (own_cuts, cuts)), strict=True)]
-        rows, parts, found = tiling.make_blocks((3, 2, 2), documents, window, "cpu", whole_heads=False)
-        seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
-        for part, block in product(parts, found):
-            area = seen[part.batch, part.heads, block.rows, block.keys]
-            assert 0 < 2 * area.numel() <= 500
-            assert area.shape[2] <= rows
-            area += 1
-        of_row, of_key = (
-            torch.bucketize(torch.arange(ends[-1]), torch.tensor(ends), right=True) for ends in (own_cuts, cuts)
-        )
-        own = torch.arange(queries) + torch.tensor([0, *cuts])[of_row + 1] - torch.tensor([0, *own_cuts])[of_row + 1]
-        distance = own[:, None] - torch.arange(90)
-        needed = (distance >= 0) & (distance < (window or 90)) & (of_row[:, None] == of_key)
-        assert seen.max() == 1
-        assert (seen[..., needed] == 1).all()
-
-
 def test_blocks_skip_keys_nobody_sees():
     def sizes(window):
         return [
@@ -250,78 +220,17 @@ class TestPoison:
         case = draw(16, sign=sign, length=20, layout="decode", window=4).to(torch.float32)
         self.same(case, backend, poison, torch.arange(20) < 20 - case.q.shape[2] - 3)
 
-    def test_other_documents(self, backend, poison, sign):
-        case = draw(17, sign=sign, length=24, batch=1).to(torch.float32)
-        case.options["cu_seqlens"] = torch.tensor([0, 5, 14, 24], dtype=torch.int32)
-        poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
-        for x in (poisoned.q, poisoned.k, poisoned.v):
-            x[:, :, 5:14] = poison
-        others = [*range(5), *range(14, 24)]
-        expected, found = run_named(case, backend), run_named(poisoned, backend)
-        for name in ("out", "dq", "dk", "dv"):
-            assert torch.equal(expected[name][:, :, others], found[name][:, :, others])
-            assert found[name][:, :, others].isfinite().all()
-
-
-@takes_a_mask
-@pytest.mark.parametrize("sign", [1, -1])
-def test_rows_whose_keys_are_masked_are_zero(backend, sign):
-    case = draw(18, sign=sign, length=12, threshold="constant").to(torch.float32)
-    case.options["key_mask"] = torch.arange(12).expand(2, -1) >= torch.tensor([[12], [5]])
-    assert_rows_are_zero(run_named(case, backend))
-
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rows_without_keys_are_zero(backend, sign):
     case = draw(18, sign=sign, length=12, threshold="constant").to(torch.float32)
     case = replace(case, q=case.q[:, :, 1:], options=case.options | {"kv_lengths": torch.tensor([0, 6])})
-    assert_rows_are_zero(run_named(case, backend))
-
-
-def assert_rows_are_zero(found):
-    """All rows of the first sequence, the first five of the second."""
+    found = run_named(case, backend)
     assert found["out"][0].count_nonzero() == found["out"][1, :, :5].count_nonzero() == 0
     assert found["lse"][0].isneginf().all()
     assert found["zeros"][0].count_nonzero() == found["mass"][0].count_nonzero() == 0
     assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
     assert found["dq"][0].count_nonzero() == found["dk"][0].count_nonzero() == 0
-
-
-@pytest.mark.parametrize(("rows", "threshold"), zip((3, 1, 2, 1), THRESHOLDS, strict=True))
-def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
-    case = draw(19, threshold=threshold, length=21, batch=1, group=2, bias_width=6, renormalise=True)
-    case = case.to(widest_dtype(backend))
-    close = tolerance(case)
-    full, full_stats, _ = run(case, backend)
-    tail, tail_stats, _ = run(replace(case, q=case.q[:, :, -rows:]), backend)
-    torch.testing.assert_close(tail, full[:, :, -rows:], **close)
-    for mine, expected in zip(tail_stats, full_stats, strict=True):
-        torch.testing.assert_close(mine, expected[..., -rows:])
-    # The same rows, read from a larger cache.
-    room = [torch.cat([x, torch.full_like(x, torch.nan)], 2) for x in (case.k, case.v)]
-    options = case.options | {"kv_lengths": torch.full((1,), 21)}
-    cached, _, _ = run(Case(case.q[:, :, -rows:], *room, case.tau, case.bias, options), backend)
-    torch.testing.assert_close(cached, full[:, :, -rows:], **close)
-
-
-def test_packed_documents_equal_documents_alone(backend):
-    case = draw(20, layout="packed", threshold="per_token", length=40, bias_width=5, slopes=True)
-    case = case.to(widest_dtype(backend))
-    close = tolerance(case)
-    packed, _, _ = run(case, backend)
-    cuts = case.options["cu_seqlens"].tolist()
-    for start, end in pairwise(cuts):
-        if start < end:
-            parts = (x[:, :, start:end] for x in (case.q, case.k, case.v))
-            alone, _, _ = run(Case(*parts, case.tau, case.bias, drop_options(case, "cu_seqlens").options), backend)
-            torch.testing.assert_close(packed[:, :, start:end], alone, **close)
-
-
-def test_expanded_output_gradient(backend):
-    case = draw(21, length=20, bias_width=5, group=2).to(torch.float32).to_device(device_for(backend))
-    ones = torch.ones_like(case.q)
-    expanded = ones[:1, :1, :1, :1].expand(case.q.shape)
-    assert_same_bits(run_named(case, backend, ones), run_named(case, backend, expanded))
 
 
 @keeps_bits_for_any_strides
@@ -332,7 +241,9 @@ def test_strided_inputs(backend):
     halved = {name: torch.stack([getattr(case, name)] * 2, -1)[..., 0] for name in ("v", "bias")}
     strided = replace(case, **transposed, **halved, tau=case.tau.T.contiguous().T)
     assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.tau, strided.bias))
-    assert_same_bits(run_named(case, backend), run_named(strided, backend))
+    ones = torch.ones_like(case.q)
+    expanded = ones[:1, :1, :1, :1].expand(case.q.shape)
+    assert_same_bits(run_named(case, backend, ones), run_named(strided, backend, expanded))
 
 
 @keeps_bits_for_any_strides
@@ -382,13 +293,20 @@ def test_autocast_casts_q_k_v_alone(backend):
         assert all(map(torch.equal, grads, again))
 
 
-def test_only_inputs_are_kept_for_the_backward_pass():
-    case = draw(26, length=65, bias_width=5).to(torch.float32)
-    kept = []
-    leaves = [x.requires_grad_() for x in case.leaves().values()]
+@pytest.mark.parametrize(("backend", "more"), [("chunked", 0), ("cpu", 1)])
+def test_inference_keeps_nothing_and_training_its_inputs(backend, more):
+    """`cpu` also keeps three numbers a row."""
+    if backend == "cpu":
+        require_library()
+    case, kept = draw(26, length=65, bias_width=5).to(torch.float32), []
+    leaves = case.leaves()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        lazy_attention(*leaves, backend="chunked")
-    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in leaves}
+        lazy_attention(**leaves, backend=backend)
+        assert not kept
+        lazy_attention(**{name: x.requires_grad_() for name, x in leaves.items()}, backend=backend)
+    inputs = {x.data_ptr() for x in leaves.values()}
+    assert inputs <= {x.data_ptr() for x in kept}
+    assert [x.shape for x in kept if x.data_ptr() not in inputs] == more * [(3, *case.q.shape[:3])]
 
 
 @pytest.mark.long
@@ -405,9 +323,12 @@ def test_memory_grows_linearly(tmp_path):
 class TestCompiled:
     """torch.compile sees a call as one opaque operator."""
 
+    @pytest.mark.parametrize(("backend", "dtype"), [("chunked", torch.bfloat16), ("cpu", torch.float32)])
     @pytest.mark.parametrize("name", COMPILED)
-    def test_without_breaks_and_to_the_same_bits(self, name):
-        assert_compiles_to_the_same_bits(draw(45, length=15, **COMPILED[name]).to(torch.bfloat16), "chunked")
+    def test_without_breaks_and_to_the_same_bits(self, name, backend, dtype):
+        if backend == "cpu":
+            require_library()
+        assert_compiles_to_the_same_bits(draw(45, length=15, **COMPILED[name]).to(dtype), backend)
 
     @pytest.mark.parametrize(
         "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in COMPILED if name != "plain")]

@@ -32,10 +32,3 @@ def test_a_candidate_runs_alone_in_its_blocks(candidate, monkeypatch):
         used.clear()
         step()
     assert used == [(f"{candidate.name}_kernel", (*candidate.blocks, candidate.kind != "pointers"))]
-
-
-def test_a_rival_that_is_not_installed_costs_its_row():
-    result = {"whole": {"FlashAttention-3, D 64": "no such module", "lazy, D 64, W 0": {"forward": 1.0, "host": 0.5}}}
-    text = passes.format_tables({"rows": [], "right": [], "made": {}} | result)
-    assert "| FlashAttention-3, D 64 | no such module |  |  |" in text
-    assert "| lazy, D 64, W 0 | 1.00 | 0.50 |  |" in text

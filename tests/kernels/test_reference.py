@@ -14,7 +14,6 @@ from kernel_cases import (
     device_for,
     draw,
     pairwise_cover,
-    require_library,
     run,
     tolerance,
     use_small_blocks,
@@ -112,15 +111,6 @@ def test_gradcheck(threshold, sign, renormalise, bias):
         return lazy_attention(*head, given.pop("bias", None), backend="reference", **(case.options | given))
 
     assert torch.autograd.gradcheck(call, leaves)
-
-
-@pytest.fixture(params=["reference", "chunked", "cpu", "triton"])
-def backend(request, monkeypatch):
-    if request.param == "cpu":
-        require_library()
-    if request.param == "triton":
-        use_small_blocks(monkeypatch, 16, 16)
-    return request.param
 
 
 class TestClosedForms:

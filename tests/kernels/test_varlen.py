@@ -89,29 +89,22 @@ def test_equals_single_calls(backend, setting, monkeypatch):
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-11, msg=lambda t, name=name: f"{name}: {t}")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_compiled_backend_gives_the_bits_of_single_calls(name):
-    """Bit-identical but for reordered sums over documents, as below."""
-    require_library()
-    case = drawn(SETTINGS[name], torch.float32)
-    assert_bits_of_single_calls(case, "cpu")
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "block"),
     [
+        *((name, torch.float32, None) for name in SETTINGS),
         ("everything", torch.bfloat16, (16, 32)),
         pytest.param("window", torch.float32, (16, 16), marks=pytest.mark.long),
         pytest.param("plain", torch.float32, (32, 16), marks=pytest.mark.long),
     ],
 )
-def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
-    """Bit-identical but for reordered sums over documents, whose error is at most twice that of single calls."""
-    use_small_blocks(monkeypatch, *block)
-    assert_bits_of_single_calls(drawn(SETTINGS[name], dtype, width=16), "triton")
-
-
-def assert_bits_of_single_calls(case, backend):
+def test_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
+    """Of `cpu`, and in blocks of `triton`: but for sums over documents, of at most twice the error of single calls."""
+    if block is None:
+        require_library()
+    else:
+        use_small_blocks(monkeypatch, *block)
+    case, backend = drawn(SETTINGS[name], dtype, width=16), "triton" if block else "cpu"
     found, single = together(case, backend), alone(case, backend)
     sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
     exact = alone(case.to(torch.float64), "reference")
@@ -119,12 +112,8 @@ def assert_bits_of_single_calls(case, backend):
     assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", "triton"])
-def test_documents_are_apart(backend, monkeypatch):
+def test_documents_are_apart(backend):
     """NaN in a document, or in keys without queries, does not spread."""
-    if backend == "cpu":
-        require_library()
-    use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
     for x, part in ((poisoned.q, slice(5, 12)), (poisoned.k, slice(5, 29)), (poisoned.v, slice(5, 29))):
@@ -136,11 +125,7 @@ def test_documents_are_apart(backend, monkeypatch):
     assert not any(clean[name][:, :, 26:29].any() for name in ("dk", "dv"))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", pytest.param("triton", marks=pytest.mark.long)])
-def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
-    if backend == "cpu":
-        require_library()
-    use_small_blocks(monkeypatch, 16, 16)
+def test_equal_boundaries_are_packed_documents(backend):
     case = draw(52, layout="packed", length=30, bias_width=5, group=2).to(torch.float32).to_device(device_for(backend))
     cuts = case.options.pop("cu_seqlens")
     packed = lazy_attention(case.q, case.k, case.v, case.tau, case.bias, cu_seqlens=cuts, backend=backend)
@@ -149,35 +134,31 @@ def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
     assert torch.equal(out.transpose(0, 1)[None], packed)
 
 
-class TestOperators:
-    def test_compile_without_a_break(self):
-        case = drawn({"bias_width": 6}, torch.float32)
-        q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))
+def test_it_compiles_without_a_break():
+    case = drawn({"bias_width": 6}, torch.float32)
+    q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))
 
-        def attend(q):
-            return lazy_attention_varlen(q, k, v, case.tau, case.bias, *boundaries(), backend="chunked")
+    def attend(q):
+        return lazy_attention_varlen(q, k, v, case.tau, case.bias, *boundaries(), backend="chunked")
 
-        torch.compiler.reset()
-        assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q))
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q))
 
 
 Q, K = torch.zeros(5, 4, 8), torch.zeros(9, 2, 8)
 
 
-def ints(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 WRONG = {
     "a batch": ({"q": Q[None]}, ["q has shape [1, 5, 4, 8]", "[total, heads, D]"]),
     "more queries": ({"cu_seqlens_k": ints(0, 1, 9)}, ["document 0 2 queries", "1 keys", "at least as many"]),
     "one document more": ({"cu_seqlens_k": ints(0, 4, 5, 9)}, ["cu_seqlens_k has 3 documents", "cu_seqlens_q 2"]),
-    "too few rows": ({"cu_seqlens_q": ints(0, 2, 4)}, ["cu_seqlens_q is [0, 2, 4]", "0 to total_q = 5"]),
     "too many keys": ({"cu_seqlens_k": ints(0, 4, 10)}, ["cu_seqlens_k is [0, 4, 10]", "0 to total_k = 9"]),
-    "falling": ({"cu_seqlens_q": ints(0, 3, 2, 5), "cu_seqlens_k": ints(0, 3, 6, 9)}, ["[0, 3, 2, 5]", "rise"]),
-    "long": ({"cu_seqlens_q": ints(0, 2, 5, dtype=torch.int64)}, ["cu_seqlens_q is torch.int64", "int32 [n + 1]"]),
+    "long": ({"cu_seqlens_q": ints(0, 2, 5).long()}, ["cu_seqlens_q is torch.int64", "int32 [n + 1]"]),
     "table": ({"cu_seqlens_k": ints(0, 9)[None]}, ["cu_seqlens_k is torch.int32 of shape [1, 2]", "[n + 1]"]),
-    "elsewhere": ({"cu_seqlens_k": ints(0, 4, 9).to("meta")}, ["cu_seqlens_k is on meta", "q on cpu"]),
 }
 
 

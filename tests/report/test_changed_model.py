@@ -87,21 +87,14 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(
     ("changes", "message"),
     [
         ({"train.lr": 0.1}, "train.lr: has no effect on a trained model; set only fields of model and data"),
-        ({"model.attention.normalizer": Elastic()}, r"has no field 'normalizer' \(did you mean normaliser\?\)"),
         ({"model.d_model": 1024}, r"d_model=1024: the trained weights are for \d+; leave it, or train a new model"),
         ({"model.n_layers": 2}, "model.n_layers=2: the trained weights are for 1"),
         ({"model.n_heads": 2}, "model.n_heads=2: the trained weights are for 1"),
-        ({"model.d_ff": 17}, "model.d_ff=17: the trained weights are for"),
         ({"model.tie_embeddings": False}, "model.tie_embeddings=False: the trained weights are for True"),
         ({"model.mixer": RetNet()}, "model.mixer=RetNet"),
         ({"model.position": LearnedAbsolute()}, r"model.position=LearnedAbsolute.*: has weights, .* were not trained"),
-        ({"data.vocab": 3}, "vocab"),
         ({f"{NORMALISER}.tau_init": 3.0}, f"{NORMALISER}.tau_init: has no effect on a trained model"),
-        ({NORMALISER: Elastic(tau_ramp=0.5, learn_after_ramp=True)}, f"{NORMALISER}.tau_ramp: has no effect"),
-        ({"model.attention.bias.init_std": 0.1}, "model.attention.bias.init_std: has no effect"),
-        ({"model.init_std": 0.1}, "model.init_std: has no effect"),
         ({NORMALISER: Elastic(threshold="per_token")}, r"normaliser.tau: is trained with the shape \[1\], not"),
-        ({"model.attention.bias.length": 4}, "attention.bias.table: is trained with the shape"),
     ],
 )
 def test_a_change_that_would_do_nothing_or_undo_training_is_one_line(
@@ -129,7 +122,7 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
     for changes in ({}, {NORMALISER: Elastic(threshold="per_token")}):
         with pytest.raises(ValueError, match="has no tau per head; choose Elastic"):
             model.with_(changes).raise_thresholds(0.1)
-    for rise in (0, "x", float("nan"), float("inf"), None):
+    for rise in (0, "x", float("nan")):
         with pytest.raises(ValueError, match=re.escape(f"rise={rise!r}: must be a finite number above 0")):
             model.with_({NORMALISER: Elastic()}).raise_thresholds(rise)
 
@@ -140,7 +133,9 @@ def test_the_command_shows_the_model_before_and_after(
     monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.draw_run_figures", lambda *_: {})
     out = runs / "changed"
     command = ["diagnose", str(checkpoint), "--runs", str(runs), "--out", str(out), "--sequences", "8", "--threads=1"]
-    assert main([*command, f"--{NORMALISER}=Elastic", "--rise", "0.01"]) == 0
+    examples = re.findall(r"--[\w.]+=\w+", CHANGES)
+    assert len(examples) == 2
+    assert main([*command, *examples, "--rise", "0.01"]) == 0
     printed = capsys.readouterr().out
     head = next(line for line in printed.splitlines() if "changed" in line and "before" in line)
     assert head.split() == ["changed", "before"]
@@ -151,22 +146,17 @@ def test_the_command_shows_the_model_before_and_after(
     rise = arrays["loss/by_position"].mean() - arrays["before/loss/by_position"].mean()
     assert 0.005 < rise <= 0.01 + 1e-6
     facts = json.loads((out / "diagnostics.json").read_text())
-    assert facts["changes"] == [f"--{NORMALISER}=Elastic", "--rise=0.01"]
-    assert main([*command, f"--{NORMALISER}=Elastic", "--train.lr=1"]) == 2
+    assert facts["changes"] == [*examples, "--rise=0.01"]
+    assert main([*command, *examples, "--train.lr=1"]) == 2
     assert "train.lr: has no effect on a trained model" in capsys.readouterr().err
-    assert main([*command, "--rise", "0.1"]) == 2
-    assert "has no tau per head" in capsys.readouterr().err
-    assert main([*command, "--data.length=16"]) == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
         ({"model.attention.gate": OutputGate()}, "blocks.0.attention.gate.linear.weight"),
-        ({"model.attention.qk_norm": True}, "blocks.0.attention.k_norm.weight, blocks.0.attention.q_norm.weight"),
         ({NORMALISER: Elastic(), "model.attention.window": 4}, "blocks.0.attention.normaliser.tau"),
         ({"model.attention.bias": Alibi()}, None),
-        ({}, None),
     ],
 )
 def test_untrained_parameters_are_said(
@@ -178,16 +168,6 @@ def test_untrained_parameters_are_said(
     caplog.clear()
     changed.with_({})
     assert not caplog.messages
-
-
-def test_the_command_says_what_is_untrained_and_takes_the_examples_of_its_help(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    examples = re.findall(r"--[\w.]+=\w+", CHANGES)
-    assert len(examples) == 2
-    changes = [*examples, "--model.attention.gate=OutputGate"]
-    assert main(["evaluate", str(checkpoint), "--threads", "1", *changes]) == 0
-    assert "untrained, at their initial values: blocks.0.attention.gate." in caplog.text
 
 
 def test_a_bias_that_the_model_did_not_have_moves_its_scores(model: Model) -> None:

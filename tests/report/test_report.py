@@ -151,15 +151,12 @@ WRONG = [
     (["report", "nothing-at-all"], f"has no such results; it has {ID}"),
     (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` creates it"),
     (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
-    (["report", ID, "--ui-url", "127.0.0.1:5000"], "--ui-url '127.0.0.1:5000': must be http://HOST:PORT or https://"),
     *(
         (["report", ID, "--ui-url", url], "must be http://HOST:PORT")
-        for url in ("javascript:alert(1)", "http://", "http://host:port", f"{UI}/#/x", "http://me:geheim@host")
+        for url in ("javascript:alert(1)", "http://host:port", f"{UI}/#/x", "http://me:geheim@host")
     ),
     (["report", ID, "--figures", "softmx"], "--figures 'softmx': is no row of this table (did you mean softmax?); "),
     (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),
-    (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
-    (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
     (["ablate", "table", ID, "--out", "/proc/none"], "--out '/proc/none': nothing can be written there"),
     (["ablate", "table", ID, "--from", "x", "--out", "y"], "--from, --out: a table.json says its experiment and place"),
 ]
@@ -305,22 +302,6 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
         behind = browser.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundColor")
         assert behind == "rgb(255, 255, 255)"
     assert len(backgrounds) == 2
-    assert browser.errors == []
-
-
-@pytest.mark.browser
-def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page: str, tmp_path: Path) -> None:
-    """The frame is sandboxed, so the test adds a script that reports the page's contents."""
-    tell = f"<script>setInterval(() => parent.postMessage([{IMAGES}, {OVERFLOW}], '*'), 200)</script>"
-    listen = "<script>onmessage = event => window.told = event.data</script>"
-    file = tmp_path / "frame.html"
-    file.write_text(f'{listen}<iframe sandbox="allow-scripts" width="500" srcdoc="{escape(page + tell)}"></iframe>')
-    browser.open(file.as_uri())
-    # On a busy machine the layout settles after loading; persistent overflow would time out here.
-    images, overflow = browser.wait("window.told && !window.told[1] && window.told[0].length && window.told")
-    assert len(images) == page.count("<img")
-    assert all(complete and natural > 0 for complete, natural, _ in images), images
-    assert overflow == 0
     assert browser.errors == []
 
 

@@ -96,10 +96,7 @@ def doctored(tmp_path: Path, **changes: object) -> Path:
         (["report", "--from", str(QUESTION), "table2"], {}, "--from, NAME: a stored table has no runs; leave one"),
         (["report", "--from", "a", "--from", ".", "--out", "x"], {}, "--out 'x': is one file, --from names 2 folders"),
         (["ablate", "table", "table2"], {}, "is a table of 'q_mask_2', not of 'table2'"),
-        (["ablate", "table", "q_mask_2", "--base", "stdlib"], {}, "--from, --base: a table.json says its experiment"),
-        (RESTATE, {"pilot_seeds": [3]}, "declare another pilot_seeds; a verdict is on what was"),
         (RESTATE, {"margin": 9.0, "claim": "Pigs fly."}, "declare another claim, margin; a"),
-        (RESTATE, {"seeds": [10] * 80}, "each must occur once"),
         (RESTATE, {"declaration": None}, "the table declares nothing, the question's file does"),
     ],
 )

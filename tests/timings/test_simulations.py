@@ -1,7 +1,6 @@
 """The simulations behind the default test and the verdicts at looks: draws, candidates, errors of short runs, pages."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from timings.significance import (
     CHOSEN,
     Setting,
     draw,
-    format_markdown,
-    make_settings,
     reject_by_holm,
-    simulate,
 )
 
 
@@ -53,17 +49,6 @@ def test_tables_have_the_spread_and_the_correlation_of_their_setting() -> None:
     assert rules.std((0, 2)) == pytest.approx([2, 15, 15, 2, 2, 2], rel=0.02)
     alike = [[i == j or {i, j} in ({0, 5}, {1, 2}, {3, 4}) for i in range(6)] for j in range(6)]
     assert np.corrcoef(rules[:, :, 0].T) == pytest.approx(np.where(np.eye(6), 1, np.where(alike, 0.7, 0)), abs=0.02)
-
-
-def test_the_result_names_every_setting_and_says_how_it_was_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = simulate(4, tmp_path / "made.json")
-    assert len(result["settings"]) == len(list(make_settings())) == 228
-    text = (tmp_path / "made.md").read_text()
-    assert text == format_markdown(result)
-    assert text in capsys.readouterr().out
-    assert all(word in text for word in (*CANDIDATES, "numpy", "commit"))
 
 
 @pytest.mark.parametrize("skewness", [0.0, 1.0, -1.75])

@@ -65,37 +65,26 @@ def test_an_edited_rule_is_said(place: Path) -> None:
     assert "an earlier version hashed the code of Cooled, so it may have changed since" in run("evaluate")
 
 
-def swap_tokens(file: Path) -> None:
-    """Exchange the numbers of two tokens, which keeps the vocabulary's size."""
-    content = json.loads(file.read_text())
-    words = content["model"]["vocab"]
-    words["a"], words["t"] = words["t"], words["a"]
-    file.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("kind", [pytest.param("trained", marks=pytest.mark.long), "imported"])
-def test_a_replaced_tokenizer_is_refused(kind: str, place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replaced_tokenizer_is_refused(place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("text.txt", "held.txt"):
         (place / name).write_text("the cat sat on the mat, äußerst ✓ on that " * 100 + name)
-    if kind == "trained":
-        given = [*TEXT, f"--data.tokenizer={bpe}", "--threads=1"]
-        sizes = ["--model.d_model=16", "--model.n_layers=1", "--train.steps=2", "--train.warmup_steps=1"]
-        assert main(["train", "text", *given, *sizes]) == 0
-        checkpoint, tokenizer, data = str(next(place.glob("runs/*/*/final.ckpt"))), bpe, []
-    else:
-        make_published(place / "source", "Qwen2", bpe)
-        assert main(["import", "source", "new/model.ckpt"]) == 0
-        checkpoint, tokenizer, data = "new/model.ckpt", place / "new" / "tokenizer.json", TEXT
+    make_published(place / "source", "Qwen2", bpe)
+    assert main(["import", "source", "new/model.ckpt"]) == 0
+    checkpoint = "new/model.ckpt"
     commands = [
         ["generate", checkpoint, "--prompt", "the cat", "--tokens", "2"],
         ["export", checkpoint, "exported"],
-        ["evaluate", checkpoint, *data],
+        ["evaluate", checkpoint, *TEXT],
     ]
     assert main(commands[0]) == main(commands[2]) == 0
-    swap_tokens(tokenizer)
+    tokenizer = place / "new" / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["t"] = words["t"], words["a"]  # of the same size
+    tokenizer.write_text(json.dumps(content))
     for command in commands:
         error = expect_refusal(command, capsys)
-        assert "tokenizer.json" in error or "bpe.json" in error, command
+        assert "tokenizer.json" in error, command
         assert "has another content than that of its training; restore it" in error, command
     with pytest.raises(ValueError, match="has another content than that of its training; restore it"):
         load(checkpoint).generate("the cat")

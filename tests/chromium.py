@@ -91,7 +91,6 @@ class Browser:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def resize(self, width: int, height: int) -> None:
-        """Set the page's size in pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
@@ -130,11 +129,9 @@ class Browser:
         return " ".join(self.evaluate("document.body.innerText").split())
 
     def picture(self, file: Path) -> None:
-        """Save a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
-        """End the browser."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

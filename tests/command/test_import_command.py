@@ -80,21 +80,14 @@ TOO_LONG = struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)
 SOURCES = {
     "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
     "no language model": (change_config(model_type="vit"), "model_type='vit': is no language model of transformers"),
-    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be a finite numb"),
     "no vocabulary": (change_config(vocab_size=0), "embed_tokens.weight: has shape [304, 32], and by the settings ["),
     "a huge vocabulary": (change_config(vocab_size=2**40), "GB of memory, of which this machine has"),
-    "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
     "no settings": (remove("config.json"), "has no config.json; give a folder with config.json and safetensors, a .gg"),
     "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
     "a huge header": (overwrite("model.safetensors", struct.pack("<Q", 2**63) + b"{}"), "is no safetensors file"),
     "a header of names without end": (overwrite("model.safetensors", TOO_LONG), f"at most {MOST_HEADER} are read"),
-    "settings without end": (overwrite("config.json", TOO_LONG), f"at most {MOST_HEADER} are read"),
-    "a missing tensor": (change_tensors(lambda x: x.pop(K)), f"{K}: is missing in the files; one of 1 tensors"),
     "a surplus tensor": (change_tensors(lambda x: x.update(extra=x[K].clone())), "extra: has no place; one of 1 ten"),
-    "whole numbers": (change_tensors(lambda x: x.update({K: x[K].int()})), f"{K} is of I32; only F64, F32, F16, BF16"),
-    "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), f"{K}: is not finite"),
     "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
-    "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
     "quantised": (change_config(quantization_config={"quant_method": "fp8"}), ": give the weights before they were qu"),
@@ -162,18 +155,15 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     at = whole.index(tokens) + len(tokens)
     endless = whole[:at] + struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60) + whole[at + 12 :]
     at = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 24
-    wrapped, shifted = (whole[:at] + struct.pack("<Q", offset) + whole[at + 8 :] for offset in (2**64 - 32, 1))
+    wrapped = whole[:at] + struct.pack("<Q", 2**64 - 32) + whole[at + 8 :]
     for content, named in (
         (whole[:-64], "is no GGUF file, or damaged"),
         (endless, f"{2**60} values, at most"),
         (wrapped, "is no GGUF file, or damaged (FloatingPointError: overflow"),
-        (shifted, "model.embed_tokens.weight: is not finite"),
         (unknown, "(99) is not a valid GGMLQuantizationType"),
         (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
-        (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
         (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
-        (whole.replace(b"llama.rope.freq_base", b"split.count.of.piece"), "': split.count.of.piece=10000.0: not kno"),
         (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
     ):
         (place / "source.gguf").write_bytes(content)
@@ -200,10 +190,8 @@ def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
     (place / "notes.txt").write_text("mine")
     (place / "full" / "tokenizer.json").write_text("{}")
     for words, named in (
-        (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
         (["source", "notes.txt"], "OUT 'notes.txt': exists already; name another file, or remove it first"),
         (["source", "full/new.ckpt"], "full/tokenizer.json is another model's; name a file in another folder"),
-        (["source", "new/tokenizer.json"], "OUT 'new/tokenizer.json': is the name of the tokenizer"),
         (["source", "new.ckpt", "--sha256", 64 * "0"], "SOURCE='source': cannot be read (Is a directory)"),
     ):
         assert named in expect_refusal(["import", *words], capsys)

@@ -5,8 +5,6 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -29,38 +27,17 @@ from lit_lazy.attention.position import LinearScaling, Llama3Scaling
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, to_dict
-from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import Real, Search
-from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.retrieval import Passkey
 from lit_lazy.model.generation import Sampling
 from lit_lazy.optim import SGD, WSD, Constant, Logits
 from lit_lazy.support.checks import check_value, describe_kind, field_types
-from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.table.records import Column, Contrast
 
-EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
-
-
-def shipped_ablations() -> Iterator[Ablation]:
-    """Those of the project, but for second stages that wait for a table (tests/grid/test_stages.py)."""
-    for path in sorted((PROJECT / "ablations").glob("*.py")):
-        if not hasattr(load_module(path), "search"):
-            with suppress(FirstStageMissing):
-                yield load_ablation_or_question(path)[0]
-
-
-ABLATIONS = [*shipped_ablations()]
-SHIPPED = EXPERIMENTS | {
-    f"{ablation.name}: {row.name}": row.apply_to(replace_at(EXPERIMENTS[ablation.base], ablation.common))
-    for ablation in ABLATIONS
-    for row in ablation.all_rows
-}
 BASE = RunConfig(
     Backcopy(),
     ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5)),
@@ -73,15 +50,15 @@ class OwnAttention(SelfAttention):
 
 
 class TestRoundTrip:
-    def test_shipped_configs(self):
-        assert {"backcopy", "backcopy_tiny", "stdlib", "stdlib_tiny"} <= EXPERIMENTS.keys()
-        assert {"table2", "table2_grid"} <= {ablation.name for ablation in ABLATIONS}
-        for name, cfg in SHIPPED.items():
-            plain = to_dict(cfg)
-            through_json = json.loads(json.dumps(plain, allow_nan=False))
-            assert through_json == plain, name
-            assert from_dict(RunConfig, through_json) == cfg, name
-        assert from_dict(RunConfig, {"data": {"class": "Stdlib"}}) == RunConfig(Stdlib()), "left out: the default"
+    @pytest.mark.parametrize("cls", SETTINGS)
+    def test_settings(self, cls):
+        good = cls(**GIVEN.get(cls, {}))
+        plain = to_dict(good, cls)
+        assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+        assert from_dict(cls, plain) == good
+
+    def test_what_is_left_out_has_its_default(self):
+        assert from_dict(RunConfig, {"data": {"class": "Stdlib"}}) == RunConfig(Stdlib())
 
     def test_unknown_names_and_wrong_values_are_named(self):
         for plain, message in (
@@ -257,13 +234,6 @@ def test_a_class_whose_values_are_no_fields_is_refused():
         def __init__(self, power=2.0):
             object.__setattr__(self, "power", power)
 
-    @dataclass(frozen=True, slots=True)
-    class Slotted(Elastic):
-        power: float = 2.0
-
-    class Inherits(Elastic):
-        steps: typing.ClassVar[int] = 3
-
     for cls, message in (
         (Plain, r"^Plain: write @dataclass\(frozen=True\) above the class$"),
         (Undecorated, r"^Undecorated: write @dataclass\(.* as its settings are no fields: power$"),
@@ -272,8 +242,6 @@ def test_a_class_whose_values_are_no_fields_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             cls()
-    assert Inherits() == Inherits(tau_init=1.0)
-    assert Slotted(tau_init=0.5) == Slotted(power=2.0, tau_init=0.5)
 
 
 # The tests above draw values from the declared bounds; these are beyond some, and at some.

@@ -19,6 +19,7 @@ from untrained import save
 import lit_lazy
 from lit_lazy import api, load, results, show, train
 from lit_lazy.attention import Elastic, Eviction, RetNet
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.user_files import load_experiment
@@ -172,30 +173,13 @@ def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
         results("table2", tmp_path)
 
 
-EDITED = """
-from lit_lazy.attention import Normaliser, NormaliserModule
-from lit_lazy.config import experiment, replace_at
-
-class EditedRule(Normaliser):
-    def build(self, shape):
-        return EditedModule()
-
-class EditedModule(NormaliserModule):
-    def weights(self, scores, rows):
-        return scores.softmax(-1)
-
-def config():
-    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": EditedRule(), "train.steps": 4})
-"""
-
-
 def test_a_file_may_be_edited_while_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its checkpoints and its result hold the digest of the code that runs; afterwards it is not trained."""
     file = tmp_path / "rule.py"
     (tmp_path / "later.py").write_text("")
-    file.write_text(EDITED)
+    file.write_text(fill_template("normaliser", "edited").replace("backcopy_small", "backcopy_tiny"))
 
     def edit(*_: object) -> None:
         file.write_text(file.read_text() + "import later\n")
@@ -203,7 +187,7 @@ def test_a_file_may_be_edited_while_it_is_trained(
     monkeypatch.setattr(HeadMonitor, "on_train_batch_end", edit)
     former = load_experiment(file)
     done = train(str(file), runs=tmp_path / "runs")
-    assert file.read_text().count("later") == 4
+    assert file.read_text().count("later") == 6
     assert done.result.training_key == done.result.key
     load(done.checkpoint)
     assert "has changed" not in caplog.text

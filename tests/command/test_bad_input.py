@@ -187,7 +187,7 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, mo
 
 
 BASE = """
-import asyncio, dataclasses, sys
+import dataclasses
 import torch
 from lit_lazy.config import *
 from lit_lazy.data import DataConfig, DataSource, TokenDataset
@@ -215,11 +215,15 @@ CONFIGS = {
     "raise Odd('x')": "Odd: x",
     "raise Mute": "Mute",
 }
+EVERY = "targets=100 * torch.eye(64, 16).long() - 100"
 LOADS = {
     "raise RuntimeError('a\\nb')": "data=Mine: RuntimeError (e.py, line ",
     "return None": "data=Mine: load() returned None; let it return a DataSource",
     "return but(vocab_size=10**12)": MEMORY,
     "return but(vocab_size=3)": "tokens must be 0 to 2",
+    "return but(context_length=9)": "must be whole numbers of shape [N, 10]",
+    "return but(train=TokenDataset(NONE, targets=NONE))": "must be whole numbers of shape [64, 16]",
+    f"return but(train=TokenDataset(NONE, {EVERY}))": "every sequence must have the same number, at least 1",
     "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be one line",
     "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
@@ -265,6 +269,9 @@ ablation = Ablation(**(rest | dict({settings})))
 ABLATIONS = {
     "name='a/b'": "ablation 'a/b': is used as a folder name; use letters, digits, _, - and .",
     "rows=(SOFT, Row('b', {NORMALISER: Softmax()}, 'ours'))": "rows 'softmax' and 'b' are the same training (seed 0)",
+    "rows=(SOFT, SOFT)": "rows=['softmax']: must each occur once",
+    "rows=(SOFT, Row('', {}, 'ours'))": "row '' has an empty, long or unprintable name; rename it",
+    "rows=(SOFT, Row('a,b', {}, 'ours'))": "row='a,b': has a comma, which separates the names of rows",
     "rows=(SOFT, Row('../x', {}, 'ours'))": "row '../x': MLflow would read its name as a path",
     "rows=(SOFT, Row('b', {'model.width': 3}, 'ours'))": "row 'b': ModelConfig has no field 'width'",
     "rows=(SOFT, Row('b', {}, 'ours', seeds=(2, 2)))": "row 'b': seeds=[2]: must each occur once",
@@ -426,6 +433,7 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
         f"the weights are another architecture's ({TAU} is missing",
     ),
     "other data": (use_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
+    "length 1e12": (setting("context_length", 10**12), "GB of memory, of which this machine has"),
     "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
     "NaN": (weight(EMBEDDING, lambda value: value * torch.nan), "the weights are not finite (model.embedding.weight)"),
     "a name of two lines": (weight("0\n\x1b", torch.clone), r"(0 \x1b is (17, 16), should be missing)"),
@@ -454,7 +462,6 @@ def test_checkpoints(kind: str, trained: Path, place: Path, capsys: pytest.Captu
 
 
 def test_the_bombs_do_explode_where_they_are_trusted(trained: Path, place: Path) -> None:
-    """Else the tests above would show nothing."""
     spoil(trained, place / "some.ckpt", "a torch bomb")
     torch.load(place / "some.ckpt", weights_only=False)
     assert (place / "exploded").exists()

@@ -12,37 +12,18 @@ from published import make_published
 from subwords import bpe
 
 from lit_lazy.api import load
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
 
 __all__ = ["bpe", "place"]
 TEXT = ["--data.path=text.txt", "--data.validation=held.txt", "--data.context_length=16", "--data.validation_windows=2"]
-RULE = """
-from dataclasses import dataclass, replace
-import torch
-from lit_lazy.attention import Normaliser, NormaliserModule
-from lit_lazy.config.user_files import experiment
-from helper import SCALE
-
-@dataclass(frozen=True)
-class Cooled(Normaliser):
-    def build(self, shape):
-        return CooledModule()
-
-class CooledModule(NormaliserModule):
-    def weights(self, scores, rows):
-        return (SCALE * scores).softmax(-1)
-
-def config():
-    base = experiment("backcopy_tiny")
-    model = replace(base.model, attention=replace(base.model.attention, normaliser=Cooled()))
-    return replace(base, model=model, train=replace(base.train, steps=3))
-"""
 
 
 def test_an_edited_rule_is_said(place: Path) -> None:
     """Also where the edit is in a file that the rule's own imports. This process does not import the rule."""
     helper = place / "helper.py"
-    (place / "rule.py").write_text(RULE)
+    rule = fill_template("normaliser", "cooled").replace("backcopy_small", "backcopy_tiny")
+    (place / "rule.py").write_text(f"from helper import SCALE\n{rule}")
     helper.write_text("SCALE = 1.0\n")
     forked.run_in_fork(lambda: main(["train", "./rule.py", "--threads", "1"]))
     checkpoint = next(place.glob("runs/*/*/final.ckpt"))
@@ -55,14 +36,14 @@ def test_an_edited_rule_is_said(place: Path) -> None:
 
     commands = ("evaluate",), ("generate", "--prompt", "1 2", "--tokens", "2")
     helper.write_text("SCALE = 1.0  # as before\n")
-    assert not [command for command in commands if "Cooled" in run(*command)]
+    assert not [command for command in commands if "MyCooled" in run(*command)]
     helper.write_text("SCALE = 9.0\n")
-    changed = "a file that defines Cooled has changed since its training; this is new code"
+    changed = "a file that defines MyCooled has changed since its training; this is new code"
     assert all(changed in run(*command) for command in commands)
     content = torch.load(checkpoint)
-    content["sources"]["code"]["Cooled"] = "0123456789ab"
+    content["sources"]["code"]["MyCooled"] = "0123456789ab"
     torch.save(content, checkpoint)
-    assert "an earlier version hashed the code of Cooled, so it may have changed since" in run("evaluate")
+    assert "an earlier version hashed the code of MyCooled, so it may have changed since" in run("evaluate")
 
 
 def test_a_replaced_tokenizer_is_refused(place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:

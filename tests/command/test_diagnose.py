@@ -17,7 +17,7 @@ import torch
 from mistakes import expect_refusal
 from untrained import save
 
-from lit_lazy.attention import Elastic, LearnedAbsolute, LearnedBias, Mamba2, NoBias, Softmax
+from lit_lazy.attention import Elastic, LearnedAbsolute, LearnedBias, Mamba2
 from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
@@ -219,22 +219,6 @@ def test_a_long_measurement_says_where_it_is_and_an_interrupt_promises_no_resump
     assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["mlartifacts"]
 
 
-@pytest.mark.long
-def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "there"
-    folder.mkdir()
-    for name in ("tau_by_layer.png", "bias_curves.svg", "mine.png"):
-        (folder / name).write_text("of another model")
-    plain = replace_at(CFG, {"model.attention.normaliser": Softmax(), "model.attention.bias": NoBias()})
-    run(plain, tmp_path / "plain", keep_checkpoint=True)
-    assert (
-        main(["diagnose", str(tmp_path / "plain" / FINAL_CHECKPOINT), "--out", str(folder), "--runs", str(runs)]) == 0
-    )
-    assert not (folder / "tau_by_layer.png").exists()
-    assert not (folder / "bias_curves.svg").exists()
-    assert (folder / "mine.png").read_text() == "of another model"
-
-
 def test_data_that_have_changed_since_the_training_are_told(trained, tmp_path, capsys) -> None:
     result = json.loads((trained.parent / RESULT).read_text())
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
@@ -246,18 +230,21 @@ def test_data_that_have_changed_since_the_training_are_told(trained, tmp_path, c
 
 
 def test_the_rest_of_a_diagnosis_is_made(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Loss by position at further lengths, hidden states, figures of both, and the run in MLflow."""
+    """Loss by position at further lengths, hidden states, and figures of both, in place of those of another model."""
     run(MAMBA, tmp_path / "abcdef", keep_checkpoint=True)
     mamba = tmp_path / "abcdef" / FINAL_CHECKPOINT
-    assert main(["diagnose", str(mamba), "--runs", str(runs), "--lengths", "32", "--threads", "1"]) == 0
     folder = runs / "diagnose-abcdef"
+    folder.mkdir()
+    for name in ("tau_by_layer.png", "mine.png"):
+        (folder / name).write_text("of another model")
+    assert main(["diagnose", str(mamba), "--runs", str(runs), "--lengths", "32", "--threads", "1"]) == 0
     found = Diagnostics.load(folder / "diagnostics.npz")
     assert found.prefixes == ["", "init/", "L32/"]
     assert found.arrays["L32/loss/by_position"].shape == (32,)
     assert np.isfinite(found.arrays["hidden/effective_rank"]).all()
     assert not [name for name in found.arrays if "sink" in name or "maps" in name]
     assert json.loads((folder / "diagnostics.json").read_text())["maps"] == []
-    assert {path.stem for path in folder.glob("*.png")} == {"rank_profile", "loss_by_length"}
+    assert {path.stem for path in folder.glob("*.png")} == {"rank_profile", "loss_by_length", "mine"}
     printed = capsys.readouterr().out
     assert "effective_rank" in printed
     assert "sink" not in printed

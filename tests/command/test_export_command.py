@@ -19,15 +19,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
-from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model import export_folder
 from lit_lazy.model.export_folder import collect_code
-from lit_lazy.training.checkpoints import load
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
@@ -106,25 +103,6 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
         assert padded[-4:].equal(alone[0, -4:]), "a shorter prompt goes on as it does alone"
         written = [(out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}]
         assert str(tmp_path) not in "".join(written)
-
-
-@pytest.mark.usefixtures("module_cache")
-def test_the_examples_of_the_page_are_exported(place: Path, tmp_path: Path) -> None:
-    files = {kind: place / f"exported_{kind}.py" for kind in ("normaliser", "bias")}
-    for kind, file in files.items():
-        file.write_text(fill_template(kind, file.stem))
-    rule = load_experiment(files["normaliser"]).model.attention.normaliser
-    cfg = replace_at(load_experiment(files["bias"]), {"model.attention.normaliser": rule})
-    checkpoint = save(tmp_path / "own.ckpt", cfg)
-    imports = [word for file in files.values() for word in ("--import", str(file))]
-    assert main(["export", checkpoint, str(tmp_path / "out"), *imports]) == 0
-    assert {"custom_exported_normaliser.py", "custom_exported_bias.py"} <= names(tmp_path / "out")
-    tokens = torch.arange(12)[None]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert model.blocks[0].attention.bias.slope.requires_grad
-    with torch.no_grad():
-        ours = load(Path(checkpoint)).model.eval()(tokens)
-        torch.testing.assert_close(model(tokens).logits, ours, rtol=1e-4, atol=1e-4)
 
 
 def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from lit_lazy.grid.run import IN_USE
 from lit_lazy.report.index_and_search_pages import list_entries
 from lit_lazy.support.locks import hold_shared
 from lit_lazy.tracking.serve import show_links
+from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -173,8 +174,6 @@ def read_table(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_results_are_listed(runs, capsys) -> None:
     (runs / "notes").mkdir()
-    (runs / "diagnose-abc").mkdir()
-    (runs / "diagnose-abc" / "diagnostics.json").touch()
     aside = f"{DUO}.until-20260101-000000"
     (runs / aside / "cells").mkdir(parents=True)
     found = list_names(capsys)
@@ -184,7 +183,7 @@ def test_results_are_listed(runs, capsys) -> None:
         aside: ["ablation", "0", "of", "0", "moved"],
         "train-backcopy_tiny": ["training", "1", "of", "1", "complete"],
     }
-    assert (found["notes"][:3], found["diagnose-abc"][:2]) == (["other", "other", "files"], ["diagnosis", "files"])
+    assert found["notes"][:3] == ["other", "other", "files"]
     assert "mlartifacts" not in found
 
 
@@ -220,8 +219,6 @@ def test_garbage_is_collected_and_nothing_that_is_needed(runs, duo, capsys) -> N
     assert read_table(capsys) == table
     assert main([*RUN, str(duo), "--runs", str(runs)]) == 0
     assert "4 cells, all finished: nothing to do" in capsys.readouterr().out
-    assert main(["train", "backcopy_tiny", "--threads", "1"]) == 0
-    assert "all 6 steps were trained before" in capsys.readouterr().out
 
 
 def test_a_model_that_an_unfinished_cell_starts_from_stays(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +254,22 @@ def test_results_are_removed_everywhere(runs: Path, capsys: pytest.CaptureFixtur
     assert list_names(capsys)["train-backcopy_tiny"][1:4] == ["1", "of", "1"]
     refused = "'nosuch': 'runs' has no such results; it has no ablation or search\n"
     assert expect_refusal(["ablate", "status", "nosuch"], capsys).endswith(refused)
+
+
+@pytest.mark.long
+def test_a_diagnosis_is_removed_with_its_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = next((runs / "train-backcopy_tiny").glob("*/final.ckpt"))
+    assert main(["diagnose", str(model), "--sequences", "2", "--threads", "1"]) == 0
+    found = list_names(capsys)
+    folder = f"diagnose-{model.parent.name}"
+    assert (found["diagnose"][:4], found[folder][:2]) == (["diagnosis", "runs", "in", "MLflow"], ["diagnosis", "files"])
+    tracker = Tracker(default_uri(runs), "diagnose")
+    for name in (folder, "diagnose"):
+        assert main(["runs", "rm", name, "--yes"]) == 0
+        assert name == "diagnose" or not tracker.find({"kind": "diagnose"})
+        assert name not in list_names(capsys)
+    assert not (runs / folder).exists()
+    assert not (runs / "mlartifacts" / "diagnose").exists()
 
 
 def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys) -> None:

@@ -234,6 +234,10 @@ def test_a_class_whose_values_are_no_fields_is_refused():
         def __init__(self, power=2.0):
             object.__setattr__(self, "power", power)
 
+    class Inherits(Elastic):
+        steps: typing.ClassVar[int] = 3
+
+    assert Inherits() == Inherits(tau_init=1.0)
     for cls, message in (
         (Plain, r"^Plain: write @dataclass\(frozen=True\) above the class$"),
         (Undecorated, r"^Undecorated: write @dataclass\(.* as its settings are no fields: power$"),

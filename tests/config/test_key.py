@@ -239,7 +239,6 @@ def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(name, ol
         ("loaded", "mine.py", "# times", "* 2 # times"),
         ("imported", "factors.py", "2 *", "3 *"),
         ("loaded", "deeper.py", "1", ""),
-        ("reloaded", "factors.py", "2 *", "3 *"),
     ],
 )
 def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mine, monkeypatch) -> None:
@@ -257,8 +256,6 @@ def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mi
         file.write_text(text.replace(old, new))
     else:
         file.unlink()
-    if how == "reloaded":
-        former = importlib.reload(sys.modules["mine"]).config()
     for use in (lambda: require_unedited_code(former), lambda: load_experiment(mine)):
         with pytest.raises(ValueError, match=rf"^/.*/{name}: was edited after it was imported; start a new process"):
             use()

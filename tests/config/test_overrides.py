@@ -13,15 +13,14 @@ from lit_lazy.attention import (
     AttentionSpec,
     Bias,
     Elastic,
-    Fire,
     Gate,
     LearnedBias,
     NoBias,
     Normaliser,
     Position,
     Rope,
-    T5Bias,
 )
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, replace_at, to_dict
@@ -133,64 +132,36 @@ def test_wrong_evaluations_are_one_line(text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "value"),
-    [
-        (f"{NORMALISER}.learn_tau", "false", False),
-        (f"{NORMALISER}.tau_init", "-1", -1.0),
-        (f"{BIAS}.length", "null", None),
-        (f"{BIAS}", "Fire", Fire()),  # of whose fields the former part had one
-        (f"{POSITION}.base", "500", 500.0),
-        ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
-        ("train.optimiser", "Muon", Muon()),
-        ("train.z_loss", "1e-4", 1e-4),
-    ],
-)
-def test_one_field_leaves_all_others(path, text, value):
-    for arguments in ([f"--{path}={text}"], [f"--{path}", text]):
-        changed, paths = apply(*arguments, base=SET)
-        assert changed == replace_at(SET, {path: value})
-        assert type(changed) is RunConfig
-        assert paths == [path]
+GIVEN = [
+    ("train.steps", "5", 5),
+    (NORMALISER, "Elastic", Elastic(0.02, "constant", learn_tau=False)),
+    (f"{NORMALISER}.threshold", "constant", "constant"),
+    (f"{NORMALISER}.tau_init", "0.02", 0.02),
+    (f"{NORMALISER}.learn_tau", "false", False),
+    ("train.warmup_steps", "1", 1),
+    (f"{BIAS}.length", "null", None),
+    (f"{POSITION}.base", "500", 500.0),
+    ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
+    ("train.optimiser", "Muon", Muon()),
+    ("train.z_loss", "1e-4", 1e-4),
+]
 
 
 def test_several_at_once():
-    """A pair that is valid only together, mixed forms, and the paths in their order."""
-    changed, paths = apply(
-        *("--train.steps", "5", f"--{NORMALISER}=Elastic", f"--{NORMALISER}.threshold=constant"),
-        *(f"--{NORMALISER}.tau_init", "0.02", "--train.warmup_steps=1", f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=8"),
-    )
-    assert changed.train == TrainConfig(steps=5, warmup_steps=1)
-    assert changed.model.attention == AttentionSpec(Elastic(0.02, "constant"), T5Bias(n_buckets=8))
-    assert changed.data == BASE.data
-    assert paths == [
-        *("train.steps", NORMALISER, f"{NORMALISER}.threshold", f"{NORMALISER}.tau_init", "train.warmup_steps"),
-        *(BIAS, f"{BIAS}.n_buckets"),
-    ]
+    """Pairs that are valid only together, both forms, each kind of text, and the paths in their order."""
+    expected = replace_at(SET, {path: value for path, _, value in GIVEN}), [path for path, _, _ in GIVEN]
+    assert apply(*(f"--{path}={text}" for path, text, _ in GIVEN), base=SET) == expected
+    assert apply(*(word for path, text, _ in GIVEN for word in (f"--{path}", text)), base=SET) == expected
 
 
 def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(
-        "from dataclasses import dataclass\n"
-        "from lit_lazy.attention import Alibi, AttentionSpec, Bias\n"
-        "from lit_lazy.config.schema import ModelConfig, RunConfig\n"
-        "from lit_lazy.data.backcopy import Backcopy\n"
-        "@dataclass(frozen=True)\n"
-        "class SteepAlibi(Bias):\n"
-        '    """Mine."""\n'
-        "    factor: float = 2.0\n"
-        '    """How steep."""\n'
-        "    def build(self, n_heads, context_length):\n"
-        "        return Alibi().build(n_heads, context_length)\n"
-        "def config():\n"
-        "    return RunConfig(Backcopy(), ModelConfig(attention=AttentionSpec(bias=SteepAlibi(factor=5.0))))\n"
-    )
+    path.write_text(fill_template("bias", "steep"))
     base = load_experiment(path)
     own = type(base.model.attention.bias)
     assert apply("--seed=1", base=base)[0] == replace_at(base, {"seed": 1})
-    assert apply(f"--{BIAS}.factor=3", base=base)[0].model.attention.bias == own(3.0)
-    assert apply(f"--{BIAS}=SteepAlibi", f"--{BIAS}.factor=3", base=BASE)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}.power=3", base=base)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}=MySteep", f"--{BIAS}.power=3", base=BASE)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
 
 

@@ -134,7 +134,7 @@ def test_wrong_evaluations_are_one_line(text, message):
 
 GIVEN = [
     ("train.steps", "5", 5),
-    (NORMALISER, "Elastic", Elastic(0.02, "constant", learn_tau=False)),
+    (NORMALISER, "Elastic", Elastic(0.02, "constant", learn_tau=False, renormalise=True)),
     (f"{NORMALISER}.threshold", "constant", "constant"),
     (f"{NORMALISER}.tau_init", "0.02", 0.02),
     (f"{NORMALISER}.learn_tau", "false", False),

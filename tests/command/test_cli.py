@@ -138,7 +138,7 @@ def test_fields_lists_those_of_an_experiment_or_of_all_classes(capsys: pytest.Ca
 
 def test_child_processes_print_in_the_encoding_of_the_command() -> None:
     code = (
-        "import subprocess, sys\nfrom lit_lazy.support.process import prepare_streams\nprepare_streams()\n"
+        "import subprocess, sys\nfrom lit_lazy.support.streams import prepare_streams\nprepare_streams()\n"
         "subprocess.run([sys.executable, '-c', r'print(\"loss \\u2193\")'], check=True)"
     )
     environment = os.environ | {"PYTHONIOENCODING": "cp1252"}

@@ -21,7 +21,7 @@ from lit_lazy import load
 from lit_lazy.command.main import main
 from lit_lazy.model.generation import Prompts
 from lit_lazy.model.import_load import MOST_HEADER
-from lit_lazy.report.checkpoint_report import Request, load_sources
+from lit_lazy.report.diagnose_checkpoint import Request, load_sources
 from lit_lazy.support import disk, process
 from lit_lazy.training import checkpoints
 

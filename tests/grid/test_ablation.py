@@ -23,7 +23,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import experiment, load_attribute
 from lit_lazy.grid import ablation as preparation
-from lit_lazy.grid import estimate, packed_results
+from lit_lazy.grid import estimate, reused_results
 from lit_lazy.grid.ablation import Ablation, Cell, Row, describe_value, expand, load_defined, prepare_rows, select_rows
 from lit_lazy.support import console
 from lit_lazy.support.names_to_paths import find, list_available
@@ -173,7 +173,7 @@ def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_pa
     threads = []
     for module in (preparation, estimate):
         monkeypatch.setattr(module, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
-    for module, name in ((packed_results, "take_from_files"), (estimate, "estimate_cost")):
+    for module, name in ((reused_results, "take_from_files"), (estimate, "estimate_cost")):
         monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
     words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", "--runs", str(tmp_path), *more]

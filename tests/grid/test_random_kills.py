@@ -14,7 +14,7 @@ import pytest
 from instant import Command, Lab, Training, make_lab
 from mlflow.tracking import MlflowClient
 
-from lit_lazy.grid.cells import Holder
+from lit_lazy.grid.cell_state import Holder
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 

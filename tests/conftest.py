@@ -156,13 +156,11 @@ def duo_runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Pat
 
 @pytest.fixture
 def postgres_storage(postgres_server: postgres.Server) -> str:
-    """An empty database on a real PostgreSQL server."""
     return postgres.create_database(postgres_server, "queue")
 
 
 @pytest.fixture
 def closed_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

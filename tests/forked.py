@@ -19,7 +19,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -29,20 +28,8 @@ import torch
 from lit_lazy.config.user_files import USER
 from lit_lazy.support import imported_code
 
-__all__ = [
-    "DEVNULL",
-    "PIPE",
-    "STDOUT",
-    "Popen",
-    "Process",
-    "TimeoutExpired",
-    "forget_user_files",
-    "make_cheap",
-    "run",
-    "run_in_fork",
-    "start_fork_server",
-]
-
+DEVNULL, PIPE, STDOUT = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+TimeoutExpired = subprocess.TimeoutExpired
 T = TypeVar("T")
 INHERITED: list[object] = []
 """The parent's connections, kept alive: closing one takes a lock that a thread of the parent may have held."""

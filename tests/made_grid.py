@@ -27,7 +27,6 @@ ROWS = ("softmax", "lazy")
 
 
 def make_key(variant: str, seed: int) -> str:
-    """The key of a made cell."""
     return hashlib.sha256(f"{variant} {seed}".encode()).hexdigest()[:12]
 
 
@@ -47,16 +46,13 @@ class MadeGrid:
         self.change_plan()
 
     def change_plan(self, **changes: Any) -> None:
-        """Write the plan with these fields."""
         self.plan = replace(self.plan, **changes)
         write_text(self.folder / PLAN, self.plan.to_json())
 
     def read(self) -> GridFolder:
-        """The folder as the project reads it."""
         return read_grid(self.folder)
 
     def locate(self, variant: str, seed: int) -> Path:
-        """The run folder of a cell."""
         return locate_cell(self.folder, make_key(variant, seed))
 
     def make_config(self, seed: int, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -82,7 +78,6 @@ class MadeGrid:
         model: Mapping[str, Any] | None = None,
         diagnostics: Diagnostics | None = None,
     ) -> None:
-        """Give a cell its result."""
         folder = self.locate(variant, seed)
         folder.mkdir(parents=True, exist_ok=True)
         clear_failure(folder)
@@ -103,5 +98,4 @@ class MadeGrid:
         ).write(folder)
 
     def fail(self, variant: str, seed: int, reason: str) -> None:
-        """Let a cell fail."""
         write_failure(self.locate(variant, seed), reason)

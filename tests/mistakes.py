@@ -17,7 +17,6 @@ PASSWORD = "geheim"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
     for variable in ("MLFLOW_TRACKING_URI", "LIT_LAZY_STORAGE"):
         monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "place"

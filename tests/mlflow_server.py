@@ -31,7 +31,6 @@ class MlflowServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
         command = [
             *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.store}"),
             *("--artifacts-destination", str(self.folder / "artifacts"), "--host", "127.0.0.1"),
@@ -59,7 +58,6 @@ class MlflowServer:
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
-    """One MLflow server per test file."""
     server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
     server.start()
     yield server

@@ -59,11 +59,9 @@ class Server:
         return self.folder / "server.log"
 
     def url(self, name: str = "postgres") -> str:
-        """The SQLAlchemy URL of a database."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
     def initialise(self) -> None:
-        """Create an empty cluster."""
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]
         command = [self.programs / "initdb", "--pgdata", self.folder / "data", *options]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, **_user_options())

@@ -1,4 +1,4 @@
-"""Compares the rooms and their imports, including late ones, with docs/architecture.md; names of functions."""
+"""Compares the rooms and their imports, including late ones, with docs/architecture.md."""
 
 import ast
 import re
@@ -39,13 +39,6 @@ SHARED = {"call", "scores", "tiling", "vmap"}
 """Modules of their room that the backends may import."""
 WAYS = {"A query tensor": 7, "A cell": 11, "A verdict": 6, "An override": 5, "A weight": 8}
 """The most files of each."""
-PARTICIPLE = re.compile(
-    "begun|bound|built|chosen|cut|drawn|found|given|held|hidden|kept|known|left|lost|made|meant|sent|shown|spent|split"
-    "|spread|struck|taken|told|thrown|worn|written|[a-z]{2,}ed"
-)
-BASE_FORMS = {"bed", "embed", "feed", "need", "seed", "shed", "speed", "cut", "split", "spread"}
-"""Verbs and nouns that only look like participles."""
-MOST_PARTICIPLES = 20
 
 
 @cache
@@ -240,17 +233,3 @@ def test_a_way_leads_from_file_to_file(title: str) -> None:
     for here, there in pairwise(way):
         a, b = (module_name(ROOT / path) for path in (here, there))
         assert knows(a, b) or knows(b, a), f"{here} and {there} do not know each other"
-
-
-def test_functions_are_verbs() -> None:
-    """Few of them begin with a past participle, such as `made` or `loaded_once`; properties may."""
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-        for path in files().values()
-        for node in walk(path)
-        if isinstance(node, ast.FunctionDef)
-        and (first := node.name.lstrip("_").partition("_")[0]) not in BASE_FORMS
-        and PARTICIPLE.fullmatch(first)
-        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
-    assert len(found) <= MOST_PARTICIPLES, "\n".join(found)

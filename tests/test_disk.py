@@ -67,9 +67,7 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_no
     assert (path if kind == "file" else path / "part").read_text() == "whole"
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "/", "/etc", "a/b", "../a", "a/..", "a\0", "a" * 256, "\ud800", None, 7]
-)
+@pytest.mark.parametrize("name", ["", "..", "/etc", "a/b", "a\0", "a" * 256, "\ud800", None])
 def test_what_is_no_name_is_refused(name: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no name of an entry"):
         join_name(tmp_path, name)

@@ -1,6 +1,5 @@
 """Commands and examples of README and docs/extend.md run, public names import, pins agree, links resolve."""
 
-import json
 import os
 import re
 import shlex
@@ -12,9 +11,7 @@ import forked
 import pytest
 import yaml
 
-from lit_lazy.config.user_files import load_experiment
 from lit_lazy.table.build import read_table
-from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -59,8 +56,8 @@ def find_commands() -> list[str]:
     return list(dict.fromkeys([*made, *spans]))
 
 
-EXEMPT = {"make install", "make test", "make dashboard", "make table2", "lit-lazy train my_softpick.py"}
-"""The first has nothing to do here, the second runs this file, the third does not end; other tests run the rest."""
+EXEMPT = {"make install", "make test", "make dashboard", "make table2"}
+"""The first has nothing to do here, the second runs this file, the third does not end; another test runs the last."""
 LONG = {
     "make table2-text",
     "lit-lazy ablate run my_ablation.py",
@@ -118,12 +115,8 @@ def test_make_table2_trains_its_rows_once(runs: Path) -> None:
     again = forked.run(command, cwd=ROOT, env=ENVIRONMENT)
     assert again.returncode == 0, again.stderr
     assert "3 cells, all finished: nothing to do" in again.stdout
-    said = " ".join(done.stdout.split())
-    assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in said
-    assert re.search(r"First-key weight \(n = 1\): lazy has \S+ at one seed, .* softmax \(0\.\d+\)", said)
-    end = done.stdout[done.stdout.index("Excess loss against lazy") :]
-    assert "\nlazy tau_init 2 " in end
-    assert again.stdout.endswith(end)
+    assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in " ".join(done.stdout.split())
+    assert again.stdout.endswith(done.stdout[done.stdout.index("Excess loss against lazy") :])
     assert table.read_text() == first
     measured = read_table(table.with_suffix(".json")).measures["sink/first_key_weight_non_trigger"]
     sink = {name: measured[name].mean for name in ("softmax", "lazy")}
@@ -174,20 +167,6 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
 def expand_glob(word: str, folder: Path) -> list[str]:
     """As a shell does."""
     return [str(path.relative_to(folder)) for path in folder.glob(word)] if "*" in word else [word]
-
-
-def test_the_example_of_a_normaliser_is_short_and_does_everything(runs: Path, tmp_path: Path) -> None:
-    """The pages' Softpick trains, has its sparsity measured, and keeps a rule's promises; decoding is one of them."""
-    write_examples(tmp_path)
-    assert len((tmp_path / "my_softpick.py").read_text().splitlines()[1:]) <= 20  # the first line names the file
-    command = shrink_command("lit-lazy train my_softpick.py", runs)
-    done = forked.run(command, cwd=tmp_path, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = runs.rglob("result.json")
-    assert 0.1 < json.loads(result.read_text())["metrics"]["sparsity/zero"] < 0.9
-    forked.run_in_fork(
-        lambda: check_normaliser(load_experiment(tmp_path / "my_softpick.py").model.attention.normaliser)
-    )
 
 
 def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:

@@ -64,7 +64,7 @@ def wait_until_free(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_one_process_holds_it(path: Path, holder: Any) -> None:
+def test_one_process_holds_it_until_it_dies(path: Path, holder: Any) -> None:
     begun = time.monotonic()
     while time.monotonic() - begun < 3 * SECONDS:  # a lease is renewed meanwhile
         assert locks.is_held(path)
@@ -72,10 +72,6 @@ def test_one_process_holds_it(path: Path, holder: Any) -> None:
             locks.make_file_lock(path).acquire(timeout=0)
         time.sleep(0.05)
     assert holder.is_alive()
-
-
-def test_what_a_dead_process_held_is_free(path: Path, holder: Any) -> None:
-    assert locks.is_held(path)
     holder.kill()
     wait_until_free(path)
     with locks.make_file_lock(path).acquire(timeout=0):

@@ -9,7 +9,6 @@ from lit_lazy.training.module import LitLM
 
 
 def save(path: Path, cfg: RunConfig, vocab_size: int = 17, context_length: int = 16) -> str:
-    """Save a checkpoint of an untrained model and return its path."""
     module = LitLM.create(cfg, vocab_size, context_length)
     settings = {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length}
     content = {"state_dict": module.state_dict(), "hyper_parameters": settings, "global_step": 1}

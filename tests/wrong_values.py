@@ -1,4 +1,4 @@
-"""Wrong values of a field, by what its annotation declares, and settings of every class to try them on."""
+"""Wrong and other values of a field, by what its annotation declares, and settings of every class to try them on."""
 
 import math
 import typing
@@ -80,3 +80,19 @@ def wrong_texts(hint: Any) -> Iterator[str]:
         yield from ("nothing", "", "[1,nothing]")
     if int in kinds or float in kinds:
         yield from (str(value) for value in wrong_values(hint) if type(value) in (int, float))
+
+
+def other_value(value: Any, hint: Any) -> Any:
+    """A valid value of a field that is not the given one."""
+    kinds = [typing.get_origin(kind) or kind for kind in (hint, *typing.get_args(hint))]
+    if typing.get_origin(hint) is Literal:
+        return next(option for option in typing.get_args(hint) if option != value)
+    if isinstance(value, bool):
+        return not value
+    if str in kinds:
+        return "other"
+    if tuple in kinds:
+        return tuple(item / 2 for item in value or ()) or ((3,) if value == () else (0.5,))
+    if value is None:
+        return 1
+    return value / 2 + 0.0625 if isinstance(value, float) else value * 2 or 1

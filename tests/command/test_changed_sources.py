@@ -12,37 +12,18 @@ from published import make_published
 from subwords import bpe
 
 from lit_lazy.api import load
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.command.main import main
 
 __all__ = ["bpe", "place"]
 TEXT = ["--data.path=text.txt", "--data.validation=held.txt", "--data.context_length=16", "--data.validation_windows=2"]
-RULE = """
-from dataclasses import dataclass, replace
-import torch
-from lit_lazy.attention import Normaliser, NormaliserModule
-from lit_lazy.config.user_files import experiment
-from helper import SCALE
-
-@dataclass(frozen=True)
-class Cooled(Normaliser):
-    def build(self, shape):
-        return CooledModule()
-
-class CooledModule(NormaliserModule):
-    def weights(self, scores, rows):
-        return (SCALE * scores).softmax(-1)
-
-def config():
-    base = experiment("backcopy_tiny")
-    model = replace(base.model, attention=replace(base.model.attention, normaliser=Cooled()))
-    return replace(base, model=model, train=replace(base.train, steps=3))
-"""
 
 
 def test_an_edited_rule_is_said(place: Path) -> None:
     """Also where the edit is in a file that the rule's own imports. This process does not import the rule."""
     helper = place / "helper.py"
-    (place / "rule.py").write_text(RULE)
+    rule = fill_template("normaliser", "cooled").replace("backcopy_small", "backcopy_tiny")
+    (place / "rule.py").write_text(f"from helper import SCALE\n{rule}")
     helper.write_text("SCALE = 1.0\n")
     forked.run_in_fork(lambda: main(["train", "./rule.py", "--threads", "1"]))
     checkpoint = next(place.glob("runs/*/*/final.ckpt"))
@@ -55,47 +36,36 @@ def test_an_edited_rule_is_said(place: Path) -> None:
 
     commands = ("evaluate",), ("generate", "--prompt", "1 2", "--tokens", "2")
     helper.write_text("SCALE = 1.0  # as before\n")
-    assert not [command for command in commands if "Cooled" in run(*command)]
+    assert not [command for command in commands if "MyCooled" in run(*command)]
     helper.write_text("SCALE = 9.0\n")
-    changed = "a file that defines Cooled has changed since its training; this is new code"
+    changed = "a file that defines MyCooled has changed since its training; this is new code"
     assert all(changed in run(*command) for command in commands)
     content = torch.load(checkpoint)
-    content["sources"]["code"]["Cooled"] = "0123456789ab"
+    content["sources"]["code"]["MyCooled"] = "0123456789ab"
     torch.save(content, checkpoint)
-    assert "an earlier version hashed the code of Cooled, so it may have changed since" in run("evaluate")
+    assert "an earlier version hashed the code of MyCooled, so it may have changed since" in run("evaluate")
 
 
-def swap_tokens(file: Path) -> None:
-    """Exchange the numbers of two tokens, which keeps the vocabulary's size."""
-    content = json.loads(file.read_text())
-    words = content["model"]["vocab"]
-    words["a"], words["t"] = words["t"], words["a"]
-    file.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("kind", [pytest.param("trained", marks=pytest.mark.long), "imported"])
-def test_a_replaced_tokenizer_is_refused(kind: str, place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replaced_tokenizer_is_refused(place: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("text.txt", "held.txt"):
         (place / name).write_text("the cat sat on the mat, äußerst ✓ on that " * 100 + name)
-    if kind == "trained":
-        given = [*TEXT, f"--data.tokenizer={bpe}", "--threads=1"]
-        sizes = ["--model.d_model=16", "--model.n_layers=1", "--train.steps=2", "--train.warmup_steps=1"]
-        assert main(["train", "text", *given, *sizes]) == 0
-        checkpoint, tokenizer, data = str(next(place.glob("runs/*/*/final.ckpt"))), bpe, []
-    else:
-        make_published(place / "source", "Qwen2", bpe)
-        assert main(["import", "source", "new/model.ckpt"]) == 0
-        checkpoint, tokenizer, data = "new/model.ckpt", place / "new" / "tokenizer.json", TEXT
+    make_published(place / "source", "Qwen2", bpe)
+    assert main(["import", "source", "new/model.ckpt"]) == 0
+    checkpoint = "new/model.ckpt"
     commands = [
         ["generate", checkpoint, "--prompt", "the cat", "--tokens", "2"],
         ["export", checkpoint, "exported"],
-        ["evaluate", checkpoint, *data],
+        ["evaluate", checkpoint, *TEXT],
     ]
     assert main(commands[0]) == main(commands[2]) == 0
-    swap_tokens(tokenizer)
+    tokenizer = place / "new" / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["t"] = words["t"], words["a"]  # of the same size
+    tokenizer.write_text(json.dumps(content))
     for command in commands:
         error = expect_refusal(command, capsys)
-        assert "tokenizer.json" in error or "bpe.json" in error, command
+        assert "tokenizer.json" in error, command
         assert "has another content than that of its training; restore it" in error, command
     with pytest.raises(ValueError, match="has another content than that of its training; restore it"):
         load(checkpoint).generate("the cat")

@@ -21,8 +21,8 @@ from lit_lazy import load
 from lit_lazy.command.main import main
 from lit_lazy.model.generation import Prompts
 from lit_lazy.model.import_load import MOST_HEADER
-from lit_lazy.report.diagnose_checkpoint import Request, build_reference, load_sources
-from lit_lazy.support import disk, process
+from lit_lazy.report.diagnose_checkpoint import Request, load_sources
+from lit_lazy.support import disk, machine
 from lit_lazy.training import checkpoints
 
 __all__ = ["bpe"]
@@ -61,11 +61,6 @@ def remove(name: str) -> Callable[[Path], object]:
     return lambda source: (source / name).unlink()
 
 
-def truncate(source: Path) -> None:
-    file = source / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def leave_a_pickle(source: Path) -> None:
     (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").write_bytes(pickle.dumps({}))
@@ -80,44 +75,26 @@ def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
 
 
 K = "model.layers.3.self_attn.k_proj.bias"
-HEADER = struct.pack("<Q", 2**63) + b"{}"
-OVERFLOWS = json.dumps({"x": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}).encode()
-DIFFER, NO_FILE = "the logits differ from those of transformers' Qwen2For", "is no safetensors file"
+DIFFER = "the logits differ from those of transformers' Qwen2For"
 TOO_LONG = struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)
 SOURCES = {
     "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
     "no language model": (change_config(model_type="vit"), "model_type='vit': is no language model of transformers"),
-    "a setting that the class does not have": (change_config(mlp_bias=True, foo=3), None),
-    "no causality": (change_config(is_causal=False), DIFFER),
-    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be a finite numb"),
     "no vocabulary": (change_config(vocab_size=0), "embed_tokens.weight: has shape [304, 32], and by the settings ["),
     "a huge vocabulary": (change_config(vocab_size=2**40), "GB of memory, of which this machine has"),
-    "a layer too many": (
-        change_config(num_hidden_layers=5, layer_types=None),
-        "model.layers.4.input_layernorm.weight: is missing in the",
-    ),
-    "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
     "no settings": (remove("config.json"), "has no config.json; give a folder with config.json and safetensors, a .gg"),
     "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
-    "cut off": (truncate, NO_FILE),
-    "a huge header": (overwrite("model.safetensors", HEADER), NO_FILE),
+    "a huge header": (overwrite("model.safetensors", struct.pack("<Q", 2**63) + b"{}"), "is no safetensors file"),
     "a header of names without end": (overwrite("model.safetensors", TOO_LONG), f"at most {MOST_HEADER} are read"),
+    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be a finite numb"),
+    "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
     "settings without end": (overwrite("config.json", TOO_LONG), f"at most {MOST_HEADER} are read"),
-    "a size that overflows": (
-        overwrite("model.safetensors", struct.pack("<Q", len(OVERFLOWS)) + OVERFLOWS + bytes(4)),
-        NO_FILE,
-    ),
     "a missing tensor": (change_tensors(lambda x: x.pop(K)), f"{K}: is missing in the files; one of 1 tensors"),
-    "a surplus tensor": (
-        change_tensors(lambda x: x.update(extra=x[K].clone())),
-        "extra: has no place; one of 1 tensor",
-    ),
-    "another shape": (change_tensors(lambda x: x.update({K: torch.zeros(8)})), f"{K}: has shape [8], and by the sett"),
     "whole numbers": (change_tensors(lambda x: x.update({K: x[K].int()})), f"{K} is of I32; only F64, F32, F16, BF16"),
     "not finite": (change_tensors(lambda x: x[K].fill_(torch.nan)), f"{K}: is not finite"),
-    "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
-    "a missing shard": (index_shards({"weight_map": {K: "x"}}), "x: cannot be read (No such file"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json; write it there"),
+    "a surplus tensor": (change_tensors(lambda x: x.update(extra=x[K].clone())), "extra: has no place; one of 1 ten"),
+    "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
     "quantised": (change_config(quantization_config={"quant_method": "fp8"}), ": give the weights before they were qu"),
@@ -135,9 +112,8 @@ def test_a_wrong_source(spoil, named, source, capsys) -> None:
         assert named in error
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Llama"])
-def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(family, bpe, place) -> None:
-    make_published(place / "source", family, bpe)
+def test_tokens_are_those_of_transformers_and_no_document_has_a_control_token(bpe, place) -> None:
+    make_published(place / "source", "Llama", bpe)
     change_config(eos_token_id=[1, 303, 302])(place / "source")
     content = Tokenizer.from_file(str(bpe))
     content.add_tokens(["<stop>"])  # a word, by the file
@@ -177,7 +153,6 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     make_published(place / "published", "Llama", bpe)
     write_gguf(place / "source.gguf", place / "published", "llama", "smollm")
     whole = (place / "source.gguf").read_bytes()
-    huge = whole[:8] + struct.pack("<Q", 2**60) + whole[16:]
     unknown = whole.replace(
         struct.pack("<I", int(gguf.GGMLQuantizationType.Q8_0)) + b"\0" * 8, struct.pack("<I", 99) + b"\0" * 8
     )
@@ -186,22 +161,16 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     at = whole.index(tokens) + len(tokens)
     endless = whole[:at] + struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60) + whole[at + 12 :]
     at = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 24
-    wrapped, shifted = (whole[:at] + struct.pack("<Q", offset) + whole[at + 8 :] for offset in (2**64 - 32, 1))
-    damaged = "is no GGUF file, or damaged"
+    wrapped = whole[:at] + struct.pack("<Q", 2**64 - 32) + whole[at + 8 :]
     for content, named in (
-        *((content, damaged) for content in (b"", whole[: len(whole) // 2], whole[:-64], huge)),
+        (whole[:-64], "is no GGUF file, or damaged"),
         (endless, f"{2**60} values, at most"),
-        (wrapped, f"{damaged} (FloatingPointError: overflow"),
-        (shifted, "model.embed_tokens.weight: is not finite"),
+        (wrapped, "is no GGUF file, or damaged (FloatingPointError: overflow"),
         (unknown, "(99) is not a valid GGMLQuantizationType"),
         (whole.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"), "has no field 'tokenizer.ggml.merges'"),
         (whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lambs"), "general.architecture='lambs': not known"),
-        (whole.replace(b"\4\0\0\0\0\0\0\0gpt2", b"\4\0\0\0\0\0\0\0bert"), "tokenizer.ggml.model='bert': only 'gpt2'"),
         (whole.replace(b"\6\0\0\0\0\0\0\0smollm", b"\6\0\0\0\0\0\0\0smallm"), "tokenizer.ggml.pre='smallm': not known"),
-        (whole.replace(b"rope.freq_base", b"rope.freq_bass"), "llama.rope.freq_bass=10000.0: not known in a"),
-        (whole.replace(b"llama.rope.freq_base", b"split.count.of.piece"), "': split.count.of.piece=10000.0: not kno"),
         (whole[:16] + struct.pack("<Q", 2**20) + whole[24:], f"{2**20} fields, at most 4096 are read"),
-        (whole.replace(b"output_norm.weight", b"output_harm.weight"), "model.norm.weight: is missing in the files"),
     ):
         (place / "source.gguf").write_bytes(content)
         assert named in expect_refusal(["import", "source.gguf", "new/model.ckpt"], capsys), named
@@ -213,7 +182,6 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     (place / "source.gguf").write_bytes(whole)
     given = ["import", "source.gguf", "new/model.ckpt"]
     assert "its SHA-256 is " in expect_refusal([*given, "--sha256", 64 * "0"], capsys)
-    assert "argument --sha256: 'abc' is not 64 hex digits" in expect_refusal([*given, "--sha256", "abc"], capsys)
 
     def cannot(*_: object) -> None:
         raise NotImplementedError
@@ -224,25 +192,18 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("source")
 def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
-    (place / "model.bin").write_bytes(pickle.dumps({}))
     (place / "full").mkdir()
     (place / "notes.txt").write_text("mine")
     (place / "full" / "tokenizer.json").write_text("{}")
     for words, named in (
-        (["model.bin", "new.ckpt"], "SOURCE 'model.bin': model.bin: is a pickle"),
-        (["none", "new.ckpt"], "'none': no such file or folder; give a folder with config.json and safetensors, a .gg"),
-        (["some/model", "new.ckpt"], "SOURCE 'some/model': is no folder, and cannot be had from the Hub"),
-        (["source", "source"], "OUT 'source': is a folder; name a file in it"),
         (["source", "notes.txt"], "OUT 'notes.txt': exists already; name another file, or remove it first"),
         (["source", "full/new.ckpt"], "full/tokenizer.json is another model's; name a file in another folder"),
-        (["source", "new/tokenizer.json"], "OUT 'new/tokenizer.json': is the name of the tokenizer"),
-        (["source", "/proc/new.ckpt"], "lit-lazy: OUT '/proc': nothing can be written there"),
         (["source", "new.ckpt", "--sha256", 64 * "0"], "SOURCE='source': cannot be read (Is a directory)"),
     ):
         assert named in expect_refusal(["import", *words], capsys)
     with monkeypatch.context() as patch:
         with monkeypatch.context() as small:
-            small.setattr(process, "measure_total_memory", lambda: 1000)
+            small.setattr(machine, "measure_total_memory", lambda: 1000)
             assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
         patch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
         assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
@@ -302,7 +263,6 @@ def test_every_command_takes_an_imported_model(place: Path, capsys: pytest.Captu
     changed = checkpoints.change_settings(trained.cfg, data)
     sources = load_sources(request, trained, changed.data, trained.model)
     assert [source.context_length for source in sources.values()] == [16, 32]
-    assert build_reference(Path(model), trained) == {}, "it had no beginning here"
     assert main(["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     assert main(["export", model, "out"]) == 0
     assert "| trained | elsewhere, then imported |" in (place / "out" / "README.md").read_text()

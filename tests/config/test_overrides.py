@@ -1,26 +1,26 @@
 """`--path=value` on the command line, for every leaf of every exchangeable part and every field."""
 
 import dataclasses
+import json
 import re
 import typing
 
 import forked
 import pytest
-from wrong_values import wrong_texts
+from wrong_values import other_value, wrong_texts
 
 from lit_lazy.attention import (
     AttentionSpec,
     Bias,
     Elastic,
-    Fire,
     Gate,
     LearnedBias,
     NoBias,
     Normaliser,
     Position,
     Rope,
-    T5Bias,
 )
+from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, replace_at, to_dict
@@ -55,31 +55,12 @@ SET = RunConfig(
 )
 
 
-def other_value(value, annotation):
-    """Text and value for a field, not the default."""
-    if typing.get_origin(annotation) is typing.Literal:
-        options = typing.get_args(annotation)
-        other = options[(options.index(value) + 1) % len(options)]
-        return other, other
-    if any(typing.get_origin(part) is tuple for part in typing.get_args(annotation)):
-        return "[0.5]", (0.5,)
-    if typing.get_origin(annotation) is tuple:
-        return "[3]", (3,)
-    if isinstance(value, bool):
-        return str(not value).lower(), not value
-    if isinstance(value, float):
-        return str(value / 2 + 0.0625), value / 2 + 0.0625
-    if str in (annotation, *typing.get_args(annotation)):
-        return "other", "other"
-    number = 300 if value is None else value + 1
-    return str(number), number
-
-
 BOUND = {
     ("Backcopy", "fixed_token_at"): 3,
     ("Recall", "queries"): 14,
     ("Distractors", "queries"): 6,
     ("Mqar", "context_length"): 514,
+    **{(name, "max_tokens"): 300 for name in ("Packages", "StdlibText", "Text")},
 }
 """Other values of fields that others beside them, or being even, bind."""
 
@@ -97,23 +78,19 @@ def leaf_fields():
             if field.name in ("scaling", "special_tokens"):
                 continue  # parts, whose leaves tests/model/test_export.py and test_import.py have
             bound = BOUND.get((cls.__name__, field.name))
-            text, value = other_value(field.default, hints[field.name]) if bound is None else (str(bound), bound)
-            yield path, cls, field.name, text, value
+            value = other_value(field.default, hints[field.name]) if bound is None else bound
+            yield path, cls, field.name, value if isinstance(value, str) else json.dumps(value), value
 
 
 def apply(*arguments, base=BASE):
     return apply_overrides(base, arguments)
 
 
-@pytest.mark.parametrize(("path", "cls"), LEAVES)
-@pytest.mark.parametrize("base", [BASE, SET], ids=["plain base", "set base"])
-def test_a_leaf_by_its_name_has_its_defaults(base, path, cls):
-    """And nothing of the leaf it takes the place of, also where a field has the same name."""
-    if any(isinstance(part, cls) for part in (base.data, base.model.position, *vars(base.model.attention).values())):
-        expected = base  # it names the leaf that is there, which stays
-    else:
-        expected = replace_at(base, {path: cls()})
-    assert apply(f"--{path}={cls.__name__}", base=base) == (expected, [path])
+def test_a_leaf_by_its_name_has_its_defaults():
+    """And nothing of the leaf it takes the place of, also where a field has the same name; the one there stays."""
+    for path, cls in LEAVES:
+        expected = SET if cls in (Backcopy, Elastic, LearnedBias, Rope) else replace_at(SET, {path: cls()})
+        assert apply(f"--{path}={cls.__name__}", base=SET) == (expected, [path])
 
 
 def test_a_leaf_and_one_of_its_fields():
@@ -145,13 +122,8 @@ def test_evaluations_are_given_as_calls(text, value):
     [
         ("Passkeys()", "Evaluation='Passkeys': unknown (did you mean Passkey?); known are"),
         ("Passkey", "write Passkey(), with settings in the brackets, as in NAME(FIELD=VALUE)"),
-        ("Paskey", "Evaluation='Paskey': unknown (did you mean Passkey?); known are"),
-        ("Passkey().x", "Evaluation='Passkey().x': unknown"),
-        ("Passkey(", "'(' was never closed"),
         ("Passkey(depth=1)", "unexpected keyword argument 'depth'"),
         ("Passkey(seed=open('file'))", "open('file') is no plain value"),
-        ("Passkey(seed='a')", "Passkey.seed='a': must be a whole number of at least 0"),
-        ("Passkey(), Passkey()", "is given twice; leave one out"),
     ],
 )
 def test_wrong_evaluations_are_one_line(text, message):
@@ -160,81 +132,42 @@ def test_wrong_evaluations_are_one_line(text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "value"),
-    [
-        (f"{NORMALISER}.learn_tau", "false", False),
-        (f"{NORMALISER}.tau_init", "-1", -1.0),
-        (f"{BIAS}.length", "null", None),
-        (f"{BIAS}.length", "None", None),
-        (f"{BIAS}", "Fire", Fire()),  # of whose fields the former part had one
-        (f"{POSITION}.base", "500", 500.0),
-        ("model.backend", "reference", "reference"),
-        ("model.n_kv_heads", "1", 1),
-        ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
-        ("train.optimiser", "Muon", Muon()),
-        ("train.z_loss", "1e-4", 1e-4),
-        ("seed", "4", 4),
-    ],
-)
-def test_one_field_leaves_all_others(path, text, value):
-    for arguments in ([f"--{path}={text}"], [f"--{path}", text]):
-        changed, paths = apply(*arguments, base=SET)
-        assert changed == replace_at(SET, {path: value})
-        assert type(changed) is RunConfig
-        assert paths == [path]
+GIVEN = [
+    ("train.steps", "5", 5),
+    (NORMALISER, "Elastic", Elastic(0.02, "constant", learn_tau=False, renormalise=True)),
+    (f"{NORMALISER}.threshold", "constant", "constant"),
+    (f"{NORMALISER}.tau_init", "0.02", 0.02),
+    (f"{NORMALISER}.learn_tau", "false", False),
+    ("train.warmup_steps", "1", 1),
+    (f"{BIAS}.length", "null", None),
+    (f"{POSITION}.base", "500", 500.0),
+    ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
+    ("train.optimiser", "Muon", Muon()),
+    ("train.z_loss", "1e-4", 1e-4),
+]
 
 
 def test_several_at_once():
-    """A pair that is valid only together, mixed forms, and the paths in their order."""
-    changed, paths = apply(
-        *("--train.steps", "5", f"--{NORMALISER}=Elastic", f"--{NORMALISER}.threshold=constant"),
-        *(f"--{NORMALISER}.tau_init", "0.02", "--train.warmup_steps=1", f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=8"),
-    )
-    assert changed.train == TrainConfig(steps=5, warmup_steps=1)
-    assert changed.model.attention == AttentionSpec(Elastic(0.02, "constant"), T5Bias(n_buckets=8))
-    assert changed.data == BASE.data
-    assert paths == [
-        *("train.steps", NORMALISER, f"{NORMALISER}.threshold", f"{NORMALISER}.tau_init", "train.warmup_steps"),
-        *(BIAS, f"{BIAS}.n_buckets"),
-    ]
+    """Pairs that are valid only together, both forms, each kind of text, and the paths in their order."""
+    expected = replace_at(SET, {path: value for path, _, value in GIVEN}), [path for path, _, _ in GIVEN]
+    assert apply(*(f"--{path}={text}" for path, text, _ in GIVEN), base=SET) == expected
+    assert apply(*(word for path, text, _ in GIVEN for word in (f"--{path}", text)), base=SET) == expected
 
 
 def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(
-        "from dataclasses import dataclass\n"
-        "from lit_lazy.attention import Alibi, AttentionSpec, Bias\n"
-        "from lit_lazy.config.schema import ModelConfig, RunConfig\n"
-        "from lit_lazy.data.backcopy import Backcopy\n"
-        "@dataclass(frozen=True)\n"
-        "class SteepAlibi(Bias):\n"
-        '    """Mine."""\n'
-        "    factor: float = 2.0\n"
-        '    """How steep."""\n'
-        "    def build(self, n_heads, context_length):\n"
-        "        return Alibi().build(n_heads, context_length)\n"
-        "def config():\n"
-        "    return RunConfig(Backcopy(), ModelConfig(attention=AttentionSpec(bias=SteepAlibi(factor=5.0))))\n"
-    )
+    path.write_text(fill_template("bias", "steep"))
     base = load_experiment(path)
     own = type(base.model.attention.bias)
     assert apply("--seed=1", base=base)[0] == replace_at(base, {"seed": 1})
-    assert apply(f"--{BIAS}.factor=3", base=base)[0].model.attention.bias == own(3.0)
-    assert apply(f"--{BIAS}=SteepAlibi", f"--{BIAS}.factor=3", base=BASE)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}.power=3", base=base)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}=MySteep", f"--{BIAS}.power=3", base=BASE)[0].model.attention.bias == own(3.0)
     assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
-    (tmp_path / "bare.py").write_text(
-        "from lit_lazy.attention import Elastic\nfrom lit_lazy.config import experiment\n"
-        "class Bare(Elastic):\n    power: float = 2.0\n"
-        "def config():\n    return experiment('backcopy_tiny')\n"
-    )
-    with pytest.raises(ValueError, match=r"^Bare: write @dataclass\(frozen=True\) .*: power$"):
-        apply(f"--{NORMALISER}=Bare", f"--{NORMALISER}.power=5", base=load_experiment(tmp_path / "bare.py"))
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--modle.d_model=3", "--model.d_modl 3", "--seed=1 --train.step=5", "--model.attntion.window=4", "--trian.lr=1"],
+    ["--modle.d_model=3", "--seed=1 --train.step=5", "--model.attntion.window=4"],
 )
 def test_a_misspelt_field_is_named_alike_before_torch_is_imported(arguments):
     with pytest.raises(ValueError, match="no such field") as late:
@@ -265,33 +198,17 @@ def test_a_wrong_text_is_named_with_what_the_field_takes(path, cls):
 
 
 WRONG = [
-    *((["--lr=5"], "(did you mean --train.lr?)"), (["--learning_rate=5"], "(did you mean --train.lr?)")),
-    *((["--epochs=5"], "(did you mean --train.steps?)"), (["--batch=5"], "(did you mean --train.batch_size?)")),
-    *((["--normalizer=Softmax"], "(did you mean --model.attention.normaliser?)"), (["--see=5"], "mean --seed?)")),
+    (["--lr=5"], "(did you mean --train.lr?)"),
     (["steps=5"], "unknown argument 'steps=5'; a field is set by --FIELD=VALUE"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
-    ([f"--seed={2**63}"], f"--seed='{2**63}': must be a whole number of at least 0, within 64 bits"),
-    ([f"--train.betas={'[' * 21}"], "must be 2 items in brackets, each a finite number"),
     ([f"--train.betas={'[' * 9999}"], "maximum recursion depth exceeded"),
     ([f"--evaluations={'(' * 9999}"], "too many nested parentheses"),
-    (["--model=3"], "--model='3': its fields are set one by one, for example --model.d_model=VALUE"),
-    (["--seed.more=3"], "--seed.more='3': no such field"),
     ([f"--{BIAS}=T5Bais"], f"--{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, "),
-    ([f"--{NORMALISER}", "T5Bias"], "'T5Bias': unknown; there are ASEntmax"),
-    (
-        [f"--{BIAS}=T5Bias", f"--{BIAS}.buckets=8"],
-        f"--{BIAS}.buckets='8': no such field (did you mean n_buckets?); T5Bias has n_buckets, max_distance; `",
-    ),
-    (
-        [f"--{BIAS}.n_buckets=8"],
-        f"--{BIAS}.n_buckets='8': no such field; it is T5Bias's: give --{BIAS}=T5Bias; NoBias has no fields; `",
-    ),
     (
         [f"--{BIAS}=LearnedBias", f"--{BIAS}.n_buckets=8"],
         f"no such field; it is T5Bias's: give --{BIAS}=T5Bias; LearnedBias has length, init_std; `",
     ),
-    (["--train.warmup_steps=9999"], "train.warmup_steps=9999: must be below train.steps=1200"),
     (["--train.steps=10"], "train.warmup_steps=50: must be below train.steps=10; give --train.warmup_steps too"),
     # The value of one field, made wrong by another's, is not blamed on its type.
     (["--train.warmup_steps=9999", "--train.lr=x"], "--train.lr='x': must be a finite number"),
@@ -307,18 +224,8 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 
 def test_help_is_the_fields_docstrings(capsys):
     text = " ".join("\n".join(list_fields(SET, others=True)).split())
-    for path, help_of_field in {
-        "--data": "Training and validation data.",
-        "--seed": "Seed of the initial weights and of the batch order.",
-        "--model.d_model": "Width of the residual stream.",
-        "--model.attention.bias": "Added to the scores, by distance and head.",
-        "--model.attention.window": "Most recent keys that a query sees, its own included; None for all keys up to",
-        "--train.lr": "Peak learning rate.",
-        "--train.optimiser": "The optimiser.",
-    }.items():
-        assert re.search(rf"{re.escape(path)}=[^ ]* {re.escape(help_of_field)}", text), path
+    assert re.search(r"--model\.attention\.bias=[^ ]* Added to the scores, by distance and head\.", text)
     assert "--train.steps=90 Optimiser steps. (a whole number of at least 1)" in text
-    assert "--model.tie_embeddings=true Use the embedding matrix as the output head. (true or false)" in text
     assert "--model.attention.normaliser=Elastic Maps scores to weights. (one of " in text
     assert "--model.attention.normaliser.tau_init=0.25 Initial offset parameter." in text  # the config's own
     assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -62,15 +61,6 @@ def test_every_shipped_ablation_expands(name: str) -> None:
         assert from_dict(RunConfig, cell.config).seed == cell.seed
 
 
-def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
-    cells = cells_of(load_defined(find("ablations", "table2"), "ablation", Ablation))
-    seeds = Counter(cell.variant for cell in cells)
-    five = {"softmax", "softmax + learned bias", "elastic without bias", "lazy"}
-    assert {name for name, n in seeds.items() if n == 5} == five
-    assert all(n == 3 for name, n in seeds.items() if name not in five)
-    assert len(seeds) == 17
-
-
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
     made = ablation(rows=(), baseline="", axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)})
     rows = ["bias=NoBias lr=0.1", "bias=NoBias lr=0.2", "bias=Alibi lr=0.1", "bias=Alibi lr=0.2"]
@@ -86,12 +76,7 @@ def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interac
 LR = "train.lr"
 MALFORMED = [
     ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give seeds=(3,) instead"),
-    ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
     ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
-    (
-        {"rows": (), "baseline": "", "axes": {LR: (0.1, 0.2)}, "common": {LR: 0.3}},
-        "common['train.lr'] is in every row too, which replaces it; leave it out of",
-    ),
     (
         {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
         "common['train.lr'] is in every row too, which replaces it; leave it out of",
@@ -121,18 +106,6 @@ def test_twenty_thousand_points_are_made_in_linear_time() -> None:
     made = ablation(rows=(), axes=axes, baseline="lr=0.0 steps=0")
     assert len(select_rows(made, [], [])) == 20_000
     assert time.process_time() - started < 2.5
-
-
-def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, applied = Counter[RunConfig](), Counter[str]()
-    prepare, apply = preparation.prepare, Row.apply_to
-    monkeypatch.setattr(preparation, "prepare", lambda config: prepared.update([config]) or prepare(config))
-    monkeypatch.setattr(Row, "apply_to", lambda row, base: applied.update([row.name]) or apply(row, base))
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "1,2"]
-    grid = ask_for_grid(words)
-    assert len(grid.cells) == 4
-    assert len(grid.plan.definitions) == 17
-    assert [*prepared.values()] == [*applied.values()] == 17 * [1]
 
 
 STEPS, RATE = "--train.steps=9", "--train.lr=1e-05"

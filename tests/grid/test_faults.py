@@ -247,11 +247,3 @@ def test_a_storage_that_is_away_or_lost_midway_loses_nothing(lab: Lab, tmp_path:
         file.write_bytes(b"no database")
     assert command.wait() == 0, command.said
     lab.check_done()
-
-
-@pytest.mark.long
-def test_a_study_in_postgresql_has_every_cell(lab: Lab, postgres_storage: str) -> None:
-    lab.run(workers=2, storage=postgres_storage)
-    lab.check_done()
-    trials = open_study(postgres_storage, lab.folder).trials
-    assert sorted(trial.user_attrs["key"] for trial in trials if trial.state.name == "COMPLETE") == sorted(lab.keys)

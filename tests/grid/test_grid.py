@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, wait_until
+from instant import INTERRUPTED, STEPS, Lab, hold, make_lab, read_pid, wait_until
 
 from flash_lazy.cpu import library
 from lit_lazy.config.schema import RunConfig
@@ -25,9 +25,6 @@ from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, is_over
 from lit_lazy.grid.packed_results import TakenResult
 from lit_lazy.grid.pool import LocalPool, LocalWorker
-from lit_lazy.grid.progress import print_status
-from lit_lazy.grid.runs_folder import RunsEntry
-from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
@@ -99,23 +96,6 @@ def test_each_machine_trains_with_the_best_backend_it_has(lab: Lab, tmp_path: Pa
     )
     for grid in (here, other):
         assert f"{caveat}lazy (seed 1)." in read_grid(grid.folder).build_table().notes
-
-
-def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:
-    alone = make_lab(tmp_path, lab.training, "--rows", "lazy")
-    alone.run()
-    grid, (console, shown) = read_grid(alone.folder), make_console()
-    table = grid.build_table()
-    assert table.count_cells() == (2, 2)
-    assert RunsEntry(alone.folder.name, alone.folder, tracked=False).counts == {"complete": 2}
-    print_status(grid, console)
-    assert shown.getvalue() == f"{alone.folder.name}: 2/2 cells complete\n"
-    assert "effects" not in draw_table_figures(table)
-    (warning,) = table.warnings
-    assert warning.startswith("No differences: the baseline, softmax, is not among the rows; ")
-    make_lab(tmp_path, lab.training, "--rows", "softmax").run()
-    table = read_grid(alone.folder).build_table()
-    assert (table.baseline, table.warnings, table.count_cells()) == ("softmax", (), (4, 4))
 
 
 def test_a_failed_cell_is_tried_again_by_the_next_command(lab: Lab, tmp_path: Path) -> None:

@@ -139,11 +139,6 @@ OTHERS = [
         "row 'lazy': lazy since this grid began (also changed: 'softmax'); --changed trains it anew",
     ),
     (
-        {"definitions": {"lazy": "x", "softmax": "c"}},
-        ["softmax"],
-        f"row 'lazy': {GONE} since this grid began (also changed: 'softmax'); another name= in",
-    ),
-    (
         {"rows": (replace(PLAN.rows[1], variant=LR),), "definitions": {LR: "b"}},
         ORDER,
         f"row '{LR}': {GONE} since this grid began; another name= in",
@@ -230,16 +225,8 @@ def test_the_marks_of_the_data_become_the_yardstick() -> None:
     ("labels", "differ", "listed"),
     [
         (("cpu", "cpu", "sdpa"), "", ""),
-        (("rules", "rules", "chunked"), "", ""),
         (("cpu", "chunked", "sdpa"), "backend", "backend chunked: lazy (seed 1); backend cpu: lazy (seed 0)"),
         (("cpu", "cpu", "chunked"), "backend", "backend chunked: softmax; backend cpu: lazy"),
-        (("sdpa", "rules", "cpu"), "backend", "backend rules: lazy (seed 1); backend sdpa: lazy (seed 0)"),
-        (("cpu torch 1", "cpu torch 1", "cpu torch 2"), "torch", "torch 1: lazy; torch 2: softmax"),
-        (
-            ("cpu python 3", "cpu python 4", "cpu python 4"),
-            "python",
-            "python 3: lazy (seed 0); python 4: lazy (seed 1), softmax",
-        ),
         (
             ("cpu torch 1", "cpu torch 2", "chunked"),
             "backend and torch",

@@ -12,7 +12,6 @@ from lit_lazy.attention import (
     Eviction,
     Fire,
     KerpleLog,
-    LayerCache,
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
@@ -151,19 +150,6 @@ def test_what_cannot_be_continued_is_refused(changes, prompts, tokens, options, 
         Generation(model, prompts, tokens, **options)
     if len(prompts[0]) == 10:
         assert len(generate(model, prompts, tokens - 1)[0]) == 7  # the last token is not read
-
-
-class TestCache:
-    @torch.no_grad()
-    def test_grows_by_doubling_and_holds_what_it_was_given(self):
-        cache, parts, taken = LayerCache(), [], []
-        for step in range(20):
-            parts.append(torch.full((1, 2, 3 if step == 0 else 1, 4), float(step)))
-            k, v = cache.extend(parts[-1], -parts[-1], lambda x: 2 * x)
-            assert torch.equal(k, 2 * torch.cat(parts, 2))
-            assert torch.equal(v, -torch.cat(parts, 2))
-            taken.append(cache.nbytes // (2 * 2 * 4 * 4))
-        assert sorted(set(taken)) == [3, 6, 12, 24]
 
 
 def streamed(model, tokens, eviction):

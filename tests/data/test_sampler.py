@@ -33,6 +33,11 @@ def test_every_item_once_per_pass(n_items, data):
     assert n_items < 20 or passes[0] != passes[1]
 
 
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="batch_size=11: must not exceed the 10 items"):
+        StepBatchSampler(10, 11, 0, lambda: 0)
+
+
 def test_data_loader_fetches_complete_batches():
     """From the step at which its iterator is created."""
     data, step = Backcopy(train_sequences=100, validation_sequences=10).load().train, 3

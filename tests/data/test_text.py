@@ -263,16 +263,13 @@ def test_documents_that_a_tokenizer_does_not_restore_are_counted(tmp_path, bpe, 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """50 MB compared with 10 in each format, the .txt as a single line; a JSON line of 1 GB is an error."""
+    """50 MB compared with 10 in each format, the .txt as a single line."""
     document = "".join(random.Random(0).choices("abcdefgh ", k=4000))
     for size in (10, 50):
         texts = [f"{i} {document}" for i in range(size * 250)]
         write_jsonl(tmp_path / f"{size}.jsonl", texts)
         (tmp_path / f"{size}.txt").write_text("".join(texts).replace(" ", "_"))
         write_parquet(tmp_path / f"{size}.parquet", texts)
-    with (tmp_path / "line.jsonl").open("wb") as file:
-        file.write(b'{"text": "')
-        file.truncate(2**30)
     code = f"""
 import pathlib, re
 from lit_lazy.data import text
@@ -285,19 +282,11 @@ def high_water():  # MB of this process; ru_maxrss would include the parent's be
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 small = max([peak("10.txt"), peak("10.jsonl"), peak("10.parquet")])
 for kind in ("txt", "jsonl", "parquet"):
-    print(peak("50." + kind) - small)
-try:
-    peak("line.jsonl")
-except ValueError as error:
-    print(high_water() - small)
-    print(error)"""
+    print(peak("50." + kind) - small)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *grown, message = done.stdout.splitlines()
-    assert len(grown) == 4
-    # The text, or its tokens, would add 40 MB; a line of 16 MiB is held twice.
-    assert all(float(megabytes) < 20 for megabytes in grown[:3]), grown
-    assert float(grown[3]) < 50
-    assert "line.jsonl': line 1 is longer than 16 MiB" in message
+    grown = done.stdout.splitlines()
+    assert len(grown) == 3
+    assert all(float(megabytes) < 20 for megabytes in grown), "the text, or its tokens, would add 40 MB"
 
 
 # Hub datasets, as a folder with the same layout

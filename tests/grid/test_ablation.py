@@ -5,26 +5,20 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import torch
 from asked_grid import ask_for_grid
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limit, _validate_metric_name
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
-from lit_lazy.command import ablate_run
 from lit_lazy.command.ablate_run import parse_request
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import experiment, load_attribute
-from lit_lazy.grid import ablation as preparation
-from lit_lazy.grid import estimate, packed_results
 from lit_lazy.grid.ablation import Ablation, Cell, Row, describe_value, expand, load_defined, prepare_rows, select_rows
-from lit_lazy.support import console
 from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.table.columns import COLUMNS, is_metric_name
 from lit_lazy.table.records import check_row_name, make_outcome_name
@@ -137,25 +131,6 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
         assert parse_request(options, overrides).grid == former.name, "a folder of a former version is found as it lies"
     (tmp_path / request.grid).mkdir(exist_ok=True)
     assert parse_request(options, overrides).grid == request.grid
-
-
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_path, monkeypatch, capsys) -> None:
-    """With all threads of a busy machine the small tensors of a check take several times as long."""
-
-    threads = []
-    for module in (preparation, estimate):
-        monkeypatch.setattr(module, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
-    for module, name in ((packed_results, "take_from_files"), (estimate, "estimate_cost")):
-        monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
-    monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", "--runs", str(tmp_path), *more]
-    with pytest.raises(RuntimeError, match="are checked"):
-        ablate_run.ablate_run(make_parser().parse_args(words), [])
-    assert {*threads} == {2}
-    out, errors = capsys.readouterr()
-    assert re.search(r"^checking rows: 1 of 17, about \d:\d\d left$", errors, re.MULTILINE)
-    assert "of 17" not in out
 
 
 def test_names_of_axes_leave_rounding_errors_out() -> None:

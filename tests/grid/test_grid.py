@@ -176,22 +176,6 @@ def test_workers_that_cannot_start_end_the_command_with_their_reason(lab: Lab, m
     lab.check_done()
 
 
-def test_an_interrupted_command_gives_its_cells_back(lab: Lab) -> None:
-    """At whatever moment; whatever had a checkpoint goes on from it."""
-    lab.training.at_step = lambda *_: time.sleep(0.05)
-    for tenth in range(1, 8, 2):
-        command = lab.start(workers=2)
-        if tenth > 1:
-            wait_until(lambda: lab.find("running") or not lab.find("waiting"))
-        time.sleep(0.05 + tenth / 100)
-        command.send(signal.SIGINT)
-        assert command.wait() in (INTERRUPTED, 0, -signal.SIGINT), command.said
-        assert "running" not in lab.states().values()
-        assert not list(lab.folder.glob("cells/*/holder.json"))
-    lab.run(workers=2)
-    lab.check_done(steps_repeated=4)  # of two workers, twice: real trainings end after their step, these anywhere
-
-
 def test_an_interrupt_at_the_end_of_a_cell_is_not_waited_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker has ended its cell, and no other arrives."""
     execute = worker.execute

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from instant import wait_until
 from made_grid import MadeGrid
-from mlflow.entities import Run, ViewType
+from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 from stores import forget_databases
@@ -178,17 +178,6 @@ def test_nothing_but_people_reads_it(copied, closed_port, monkeypatch, capsys) -
     assert found.table == before.table
     assert found.cells.equals(before.cells)
     assert not (copied / "mlflow.db").exists()
-
-
-def test_fresh_deletes_the_former_runs_whatever_changed(copied: Path) -> None:
-    former = {run.info.run_id for run in find_runs(default_uri(copied))}
-    copied.with_name("pair.py").write_text(two_rows("pair").replace("Elastic()", "Elastic(tau_init=0.5)"))
-    assert main(command(copied)) == 2, "the row changed"
-    assert main(command(copied, "--fresh", "--seeds", "0")) == 0
-    assert sorted(run.info.run_name for run in find_runs(default_uri(copied))) == ["lazy seed 0", ID, "softmax seed 0"]
-    client = MlflowClient(default_uri(copied))
-    number = client.get_experiment_by_name(ID).experiment_id
-    assert {run.info.run_id for run in client.search_runs([number], run_view_type=ViewType.DELETED_ONLY)} == former
 
 
 # One cell, step by step

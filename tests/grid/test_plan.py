@@ -10,10 +10,9 @@ import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.grid_folder import ALTERNATIVES, GridFolder, describe_larger, make_table_spec, make_yardstick
+from lit_lazy.grid.grid_folder import ALTERNATIVES, GridFolder, make_table_spec, make_yardstick
 from lit_lazy.grid.merge import merge
 from lit_lazy.grid.plan import Plan
-from lit_lazy.support.names_to_paths import list_available
 from lit_lazy.table.build import build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
@@ -82,29 +81,6 @@ def test_a_table_has_the_rows_and_seeds_that_were_asked_for_and_no_baseline_with
     both = make_table_spec(replace(PLAN, keys={"softmax": {"0": "a"}, "lazy": {"1": "b"}}), [], [])
     assert ([row.seeds for row in both.rows], both.baseline, both.warnings) == ([(1,), (0,)], "lazy", [])
     assert build_table(spec, []).compared == []
-
-
-def test_a_tiny_experiment_names_the_one_that_shows_something_and_its_time() -> None:
-    assert describe_larger("backcopy_tiny-steps=9") == describe_larger("backcopy_tiny")
-    spec = make_table_spec(replace(PLAN, facts={"optimum_nats": 1.0, "chance_nats": 2.0}), [], [])
-    assert spec.yardstick.remedy.startswith("--base backcopy_small shows more: Bigram-Backcopy in two seconds a ")
-    tiny = {name: describe_larger(name) for name in list_available("experiments")}
-    told = {name for name, text in tiny.items() if " a training" in text}
-    assert told == {name for name in tiny if name.endswith("_tiny")} - {"frontier_tiny"}, "which has several sizes"
-    assert {*map(describe_larger, ("mine", "mine_tiny", "backcopy"))} == {""}
-
-
-def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
-    assert Plan.from_json(PLAN.to_json()) == PLAN
-    old = json.loads(PLAN.to_json())
-    del old["primary"]
-    for column in old["columns"]:
-        for name in ("bounds", "by_construction", "margin"):
-            del column[name]
-    former = Plan.from_json(json.dumps(old))
-    assert former.primary == ()
-    assert former.columns[0] == replace(COLUMNS[0], margin=None)
-    assert merge(PLAN, former, ORDER, str).primary == PLAN.primary
 
 
 def test_a_table_names_the_commands_that_asked_for_its_cells() -> None:

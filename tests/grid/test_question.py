@@ -124,7 +124,7 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
 
 @pytest.mark.long
 def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> None:
-    """For a declaration that changed: between its looks, below."""
+    """Of a declaration that changed: test_plan.py."""
     done = forked.run([*RUN, str(mine), "--runs", str(runs), "--workers", "2"])
     assert done.returncode == 0, done.stdout + done.stderr
     # Two more questions take its trainings: one that was committed before them, and one that is committed now.
@@ -354,18 +354,6 @@ def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, 
     reason = "needs the model models/smollm2.ckpt, from which smollm2 starts; `make smollm2` makes it"
     assert f"not ready: q_adapt_loss: {reason}" in out
     assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask_2"]
-
-
-def test_no_step_of_a_large_model_is_timed(monkeypatch, tmp_path, capsys) -> None:
-    """A step of SmolLM2 takes many seconds."""
-    monkeypatch.setattr("lit_lazy.training.cost_estimate.MOST_FLOPS_OF_A_TIMED_STEP", 0)
-    monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", None)
-    dry = ["--dry-run", "--workers", "1", "--runs", str(tmp_path)]
-    assert main(["ablate", "search", "lazy_search", *dry]) == 0
-    assert " per point" in capsys.readouterr().out
-    monkeypatch.setattr(ablate_questions_search, "list_available", lambda _: ["q_mask_2"])
-    assert main(["ablate", "questions", *dry]) == 0
-    assert "q_mask_2         about " in capsys.readouterr().out
 
 
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys) -> None:

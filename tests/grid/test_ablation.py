@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_every_shipped_ablation_expands(name: str) -> None:
     assert {contrast_row for c in made.contrasts for contrast_row in c.weights} <= {row.name for row in made.all_rows}
     for cell in cells:
         assert from_dict(RunConfig, cell.config).seed == cell.seed
+
+
+def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
+    made = load_defined(find("ablations", "table2"), "ablation", Ablation)
+    seeds = Counter(len(row.seeds or made.seeds) for row in made.all_rows)
+    assert seeds == {3: 13, 5: 4}
+    assert [len(row.seeds or made.seeds) for row in made.all_rows if row.name in ("softmax", "lazy")] == [5, 5]
 
 
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:

@@ -12,18 +12,14 @@ import forked
 import psutil
 import pytest
 from instant import Command, Lab, Training, make_lab
-from mlflow.tracking import MlflowClient
 
 from lit_lazy.grid.cells import Holder
-from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 
-KILLS, STEPS = 12, 1000
-EVERY = {"train/loss": 50, "val/loss": 100}
-"""Steps between the points of each curve of a real training."""
+KILLS = 12
 OVERRIDES = (
-    *(f"--train.steps={STEPS}", "--train.checkpoint_every=20", "--train.warmup_steps=2"),
-    *(f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"),
+    *("--train.steps=1000", "--train.checkpoint_every=20", "--train.warmup_steps=2"),
+    *("--train.log_every=50", "--train.val_every=100"),
 )
 
 
@@ -43,7 +39,7 @@ class RealCommand(Command):
 
 
 class RealLab(Lab):
-    """A grid of real trainings, each in two processes, that MLflow shows."""
+    """A grid of real trainings, each in two processes. What MLflow shows after kills: tests/crash."""
 
     def start(self, workers: int = 1, **_: Any) -> Command:
         words = ["ablate", "run", str(self.work.files[0]), "--devices", "2", *OVERRIDES, "--runs", str(self.runs)]
@@ -95,21 +91,6 @@ def check(lab: Lab, peace: Lab) -> None:
         assert len(set(steps)) == len(steps), "a validation was logged twice"
 
 
-def check_mlflow(lab: Lab) -> None:
-    """MLflow shows every cell once, ended well, with every point of every curve once and the metrics of its result."""
-    client = MlflowClient(default_uri(lab.runs))
-    number = client.get_experiment_by_name(lab.work.id).experiment_id
-    runs = client.search_runs([number], "tags.kind = 'cell'")
-    assert sorted(run.data.tags["cell"] for run in runs) == sorted(lab.keys)
-    assert {(run.info.status, run.data.tags["state"]) for run in runs} == {("FINISHED", "complete")}
-    results = read_metrics(lab)
-    for run in runs:
-        for name, every in EVERY.items():
-            points = [point.step for point in client.get_metric_history(run.info.run_id, name)]
-            assert points == list(range(every - 1, STEPS, every)), (name, points)
-        assert results[run.data.tags["cell"]].items() <= run.data.metrics.items()
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("_cheap_grids")
 def test_kills_of_real_trainings_lose_nothing(tmp_path: Path) -> None:
@@ -123,7 +104,6 @@ def test_kills_of_real_trainings_lose_nothing(tmp_path: Path) -> None:
         here.runs.mkdir()
         killed += run_killed(here, KILLS - killed, chance)
         check(here, peace)
-        forked.run_in_fork(lambda: check_mlflow(here))  # noqa: B023
     every = [child for child in psutil.Process().children(recursive=True) if child not in before]
     _, left = psutil.wait_procs(every, timeout=30)
     assert not left

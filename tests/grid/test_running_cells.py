@@ -8,6 +8,7 @@ import pytest
 
 from lit_lazy.grid.progress import Progress, describe_training
 from lit_lazy.support.console import plain_console
+from lit_lazy.training.run_folder import TAIL_BYTES, read_lines
 
 
 def write(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> Path:
@@ -70,3 +71,11 @@ def test_a_log_says_each_minute_what_runs(monkeypatch: pytest.MonkeyPatch, capsy
     summary = "0/1 cells done, 1 running, {} elapsed, estimating the rest"
     running = "  lazy [/x] seed 0: step 3 of 9"
     assert printed == [summary.format("0:01"), summary.format("1:02"), running, summary.format("2:10"), running]
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 5000)
+    assert path.stat().st_size > 3 * TAIL_BYTES
+    last, every = read_lines(path, TAIL_BYTES), read_lines(path)
+    assert 100 < len(last) < 1500
+    assert last == every[-len(last) :]

@@ -194,6 +194,7 @@ def test_the_marks_of_the_data_become_the_yardstick() -> None:
     assert text == Yardstick("loss/bits_per_byte", pytest.approx(3.5), {"trigram": 2.5, "unigram": 4.5})
     table = build_table(make_table_spec(replace(PLAN, facts=facts), (), ()), [])
     assert replace(table.yardstick, remedy="") == text
+    assert table.yardstick.remedy.startswith("--base backcopy_small shows more: Bigram-Backcopy in two seconds a ")
     assert parse_table(json.dumps(table.to_json()), "it") == table
 
 

@@ -286,7 +286,7 @@ for kind in ("txt", "jsonl", "parquet"):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     grown = done.stdout.splitlines()
     assert len(grown) == 3
-    assert all(float(megabytes) < 20 for megabytes in grown), "the text, or its tokens, would add 40 MB"
+    assert all(float(megabytes) < 20 for megabytes in grown), f"the text, or its tokens, would add 40 MB: {grown}"
 
 
 # Hub datasets, as a folder with the same layout

@@ -190,7 +190,7 @@ def test_tables_and_reports_are_made_without_mlflow() -> None:
     """Nor is it imported for them, which takes seconds."""
     reached, new = (
         set[str](),
-        {"lit_lazy.report.ablation_page", "lit_lazy.grid.packed_results", "lit_lazy.grid.progress"},
+        {"lit_lazy.report.ablation_page", "lit_lazy.grid.reused_results", "lit_lazy.grid.progress"},
     )
     while new:
         reached |= new

@@ -30,7 +30,7 @@ from lit_lazy.command.export_import import digest, find_source
 from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.tokenise_train_generate import prompt_file
 from lit_lazy.config.checkpoint_file import read_checkpoint
-from lit_lazy.report.checkpoint_report import read_checkpoint_history
+from lit_lazy.report.diagnose_checkpoint import read_checkpoint_history
 from lit_lazy.support.checks import parse
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.names_to_paths import find_python_file

@@ -152,7 +152,7 @@ def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_child_processes_print_in_the_encoding_of_the_command(encoding: str) -> None:
     code = (
-        "import subprocess, sys\nfrom lit_lazy.support.process import prepare_streams\nprepare_streams()\n"
+        "import subprocess, sys\nfrom lit_lazy.support.streams import prepare_streams\nprepare_streams()\n"
         "subprocess.run([sys.executable, '-c', r'print(\"loss \\u2193\")'], check=True)"
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}

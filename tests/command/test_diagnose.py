@@ -25,7 +25,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
-from lit_lazy.report.checkpoint_report import Request, diagnose
+from lit_lazy.report.diagnose_checkpoint import Request, diagnose
 from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -156,7 +156,7 @@ def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without figures, which take most of the time."""
-    monkeypatch.setattr("lit_lazy.report.checkpoint_report.draw_run_figures", lambda *_: {})
+    monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.draw_run_figures", lambda *_: {})
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -258,9 +258,9 @@ def test_a_long_measurement_says_where_it_is_and_an_interrupt_promises_no_resump
 ) -> None:
     """With the model's own data, but drawn with another seed, and longer sequences."""
     data = ("--data.context_length=20", "--data.task_seed=1")
-    monkeypatch.setattr("lit_lazy.report.checkpoint_report.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.REPORT_SECONDS", -1.0)
     monkeypatch.setattr("lit_lazy.measure.diagnostics.TOKENS_AT_ONCE", 20)
-    monkeypatch.setattr("lit_lazy.report.checkpoint_report.draw_run_figures", lambda *_: {})
+    monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.draw_run_figures", lambda *_: {})
     said: list[str] = []
     diagnose(Request(trained, overrides=data, sequences=2, out=tmp_path / "new" / "out", runs=runs), said.append)
     lines = [re.sub(r"[\d,]+ tokens/s, \d+:\d\d", "", line) for line in said if "done" in line]
@@ -271,7 +271,7 @@ def test_a_long_measurement_says_where_it_is_and_an_interrupt_promises_no_resump
         "measuring 2 of 2, 80 of 80 tokens done ( left)",
     ]
     assert Diagnostics.load(tmp_path / "new" / "out" / "diagnostics.npz").arrays["sample"].tolist() == [2, 20, 2]
-    monkeypatch.setattr("lit_lazy.report.checkpoint_report.measure_all", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.measure_all", Mock(side_effect=KeyboardInterrupt))
     assert main(["diagnose", str(trained), "--runs", str(runs)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["mlartifacts"]

@@ -187,7 +187,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         ),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
-    monkeypatch.setattr("lit_lazy.support.process.measure_total_memory", lambda: 2**28)
+    monkeypatch.setattr("lit_lazy.support.machine.measure_total_memory", lambda: 2**28)
     monkeypatch.setattr(hub, "is_hub_reachable", lambda: False)
     monkeypatch.setattr("lit_lazy.training.cost_estimate.estimate_training_seconds", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))

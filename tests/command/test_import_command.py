@@ -21,8 +21,8 @@ from lit_lazy import load
 from lit_lazy.command.main import main
 from lit_lazy.model.generation import Prompts
 from lit_lazy.model.import_load import MOST_HEADER
-from lit_lazy.report.checkpoint_report import Request, build_reference, load_sources
-from lit_lazy.support import disk, process
+from lit_lazy.report.diagnose_checkpoint import Request, build_reference, load_sources
+from lit_lazy.support import disk, machine
 from lit_lazy.training import checkpoints
 
 __all__ = ["bpe"]
@@ -242,7 +242,7 @@ def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
         assert named in expect_refusal(["import", *words], capsys)
     with monkeypatch.context() as patch:
         with monkeypatch.context() as small:
-            small.setattr(process, "measure_total_memory", lambda: 1000)
+            small.setattr(machine, "measure_total_memory", lambda: 1000)
             assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
         patch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
         assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.cells import claim
+from lit_lazy.grid.cell_state import claim
 from lit_lazy.grid.progress import Progress, print_status
 from lit_lazy.grid.study import open_study
 from lit_lazy.support.console import plain_console

@@ -19,7 +19,7 @@ from filelock import FileLock
 from mistakes import expect_refusal, snapshot_tree
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.cells import claim
+from lit_lazy.grid.cell_state import claim
 from lit_lazy.grid.run import IN_USE
 from lit_lazy.report.index_and_search_pages import list_entries
 from lit_lazy.support.locks import hold_shared

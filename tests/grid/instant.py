@@ -30,7 +30,7 @@ from lit_lazy.command.ablate_questions_search import make_search
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
-from lit_lazy.grid.cells import Holder, read_state
+from lit_lazy.grid.cell_state import Holder, read_state
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.grid.run import run_grid

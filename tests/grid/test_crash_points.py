@@ -17,7 +17,7 @@ from instant import Lab, Training, make_lab, make_search_lab
 from trap import WAYS, Trap
 from two_rows import two_rows
 
-from lit_lazy.grid.cells import HOLDER
+from lit_lazy.grid.cell_state import HOLDER
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.run_folder import RESULT
 

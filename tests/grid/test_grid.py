@@ -20,11 +20,11 @@ from flash_lazy.cpu import library
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid import run, worker
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.cells import MOST_DEATHS
+from lit_lazy.grid.cell_state import MOST_DEATHS
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, is_over
-from lit_lazy.grid.packed_results import TakenResult
 from lit_lazy.grid.pool import LocalPool, LocalWorker
+from lit_lazy.grid.reused_results import TakenResult
 from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.packed_results import TakenResult, find_shared
+from lit_lazy.grid.reused_results import TakenResult, find_shared
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, RESULT, RunResult
 
 ID = "pair-backcopy_tiny"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from instant import Command, Lab, Training, make_lab
 
-from lit_lazy.grid.cells import Holder
+from lit_lazy.grid.cell_state import Holder
 from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 
 KILLS = 12

@@ -19,7 +19,7 @@ from instant import read_pid, wait_until
 from mistakes import expect_refusal
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.cells import read_state
+from lit_lazy.grid.cell_state import read_state
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.run import GridDriver

@@ -19,7 +19,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell, load_defined
-from lit_lazy.grid.cells import HOLDER, claim, read_state
+from lit_lazy.grid.cell_state import HOLDER, claim, read_state
 from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.search.definition import Definition, Real, Search, define

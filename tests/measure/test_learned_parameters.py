@@ -21,14 +21,14 @@ from lit_lazy.attention import (
 from lit_lazy.attention.bias import BiasModule, BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.figures.ablation import list_learned
-from lit_lazy.measure.attention_metrics import (
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
+from lit_lazy.measure.learned_parameters import (
     MOST_NUMBERS,
     average_by_head,
     collect_learned,
     compute_bias_curves,
     fit_alibi,
 )
-from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.table.columns import list_learned_columns
 

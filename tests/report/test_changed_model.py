@@ -137,7 +137,7 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
 def test_the_command_shows_the_model_before_and_after(
     checkpoint: Path, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_lazy.report.checkpoint_report.draw_run_figures", lambda *_: {})
+    monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.draw_run_figures", lambda *_: {})
     out = runs / "changed"
     command = ["diagnose", str(checkpoint), "--runs", str(runs), "--out", str(out), "--sequences", "8", "--threads=1"]
     assert main([*command, f"--{NORMALISER}=Elastic", "--rise", "0.01"]) == 0

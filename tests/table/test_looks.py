@@ -19,7 +19,7 @@ from lit_lazy.table.declaration import Comparison, Declaration, Statement, Verdi
 from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.render import render_markdown
 from lit_lazy.table.sequential_looks import compute_critical, find_open_rows, judge_looks
-from lit_lazy.table.verdicts import describe_bounds, describe_contrasts
+from lit_lazy.table.verdict_text import describe_bounds, describe_contrasts
 
 LOOKS = (10, 20, 40, 80)
 LOSS = Column("loss", "loss", "lower", 3, "nats")

@@ -272,7 +272,7 @@ def test_a_dry_run_prices_what_another_machine_would_train(
 ) -> None:
     """This machine has neither the memory nor the backend, which is said."""
     monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
-    monkeypatch.setattr("lit_lazy.support.process.measure_total_memory", lambda: 10**9)
+    monkeypatch.setattr("lit_lazy.support.machine.measure_total_memory", lambda: 10**9)
     large, triton = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32"], "--model.backend=triton"
     missing = "model.backend='triton' needs a GPU, and this machine has none; leave it at auto, or give chunked"
     for given in ([*large, triton], large, [triton]):

@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -100,19 +97,3 @@ def small(**changes: object) -> Text:
     """A Text with small windows."""
     options = {"context_length": L, "validation_windows": 10, "validation_share": SHARE, **changes}
     return Text(**options)  # type: ignore[arg-type]
-
-
-def in_process(code: str, **environment: str) -> subprocess.Popen[str]:
-    """Python code in a separate process."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Output and errors of a process that must succeed."""
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return out, errors

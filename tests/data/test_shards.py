@@ -2,16 +2,13 @@
 
 import contextlib
 import errno
-import functools
-import http.server
 import os
 import random
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import forked
@@ -363,72 +360,38 @@ def test_the_share_is_exact(share):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    """A stubbed Hub dataset with a known listing; returns the requested files."""
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A stubbed Hub dataset with a known listing; returns what was asked of the Hub's library."""
     root, asked = tmp_path / "remote", []
     root.mkdir()
     for i in range(3):
         write_parquet(root / f"{i}.parquet", DOCUMENTS[i * 100 : (i + 1) * 100])
 
-    class Server(http.server.SimpleHTTPRequestHandler):
-        def send_head(self):
-            asked.append((self.command, self.path))
-            self.path = "/" + self.path.rpartition("/")[2]
-            return super().send_head()
+    def download(name: str, path: str, *, repo_type: str, revision: str, **_: object) -> str:
+        asked.append((name, path, repo_type, revision))
+        if not (root / path).exists():
+            raise OSError("404 Client Error.\n\nEntry Not Found for url")
+        return str(root / path)
 
-        def end_headers(self):
-            self.send_header("X-Repo-Commit", "c" * 40)
-            self.send_header("ETag", f'"{self.path[1:]}"')
-            super().end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(root)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    # A test before may have found that the Hub cannot be reached from here, which counts for the rest of the process.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-    template = address + template[template.index("/{repo_id}") :]
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     listing = [f"hf://datasets/someone/text@{'c' * 40}/{i}.parquet" for i in range(3)]
     monkeypatch.setattr(Hub, "_list_files", lambda _: listing)
-    yield asked
-    server.shutdown()
-    server.server_close()
+    return asked
 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
+def test_files_of_the_hub_are_asked_for_once_each(hub, processes):
     config = small(hub="someone/text")
     config.tokenise(processes)
     assert config.load().fingerprint == KNOWN[0][1]
-    fetched = [path for command, path in hub if command == "GET"]
     if processes == 1:  # requests of forks are not recorded
-        assert fetched == [f"/datasets/someone/text/resolve/{'c' * 40}/{i}.parquet" for i in range(3)]
-    small(hub="someone/text", max_tokens=10_000).load()
-    assert [path for command, path in hub if command == "GET"] == fetched
+        asked = [("someone/text", f"{i}.parquet", "dataset", "c" * 40) for i in (0, 0, 1, 2)]
+        assert hub == asked, "the first document is read before anything is created"
     stream = Hub("data.hub", "someone/text", "text", None, None, "train", stream=True)
     assert stream.split_parts() == [stream]
-
-
-def test_a_file_that_the_hub_does_not_give_is_one_line(hub, monkeypatch):
-    def expect_error(name: str, why: str) -> None:
-        with pytest.raises(ValueError, match=rf"^data\.hub='someone/text': cannot be read \(.*{why}.*$"):
-            list(HubFile("data.hub", "someone/text", "text", "c" * 40, name).documents())
-
-    expect_error("9.parquet", "")
-    hub.clear()
-    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-    closed = "http://127.0.0.1:1" + template[template.index("/{repo_id}") :]
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", closed)
-    monkeypatch.setattr("time.sleep", lambda _: None)  # between the library's attempts
-    expect_error("0.parquet", "Connection refused")
-    assert not hub
+    with pytest.raises(ValueError, match=r"^data\.hub='someone/text': cannot be read \(.*404 Client Error.*$"):
+        list(HubFile("data.hub", "someone/text", "text", "c" * 40, "9.parquet").documents())
 
 
 # The command
@@ -457,7 +420,7 @@ def test_the_command_reports_the_corpus_and_the_recipe(parts, cache, capsys):
         (["text", "--train.batch_size=100000"], "train.batch_size=100000: must not exceed the"),
         (["text", "--data.context_length=1000000"], "data.context_length=1000000: the training text has"),
         (["stdlib"], "data='Stdlib': has its tokens in memory"),
-        (["fineweb_340m"], "data.tokenizer='gla-tokenizer.json': cannot be read"),
+        (["text", "--data.path="], "data.path='': give your text"),
     ],
 )
 def test_errors_of_the_command_are_one_line(parts, capsys, words, line, tmp_path, monkeypatch):

@@ -49,12 +49,6 @@ def text_of(library, held_out):
     return b"\0".join((library / name).read_bytes() for name in sorted(WANTED) if is_validation(name) == held_out)
 
 
-def test_reads_the_library_and_nothing_else(library):
-    sources = read_sources(library)
-    assert list(sources) == sorted(WANTED)
-    assert sources["top.py"] == (library / "top.py").read_bytes()
-
-
 def test_as_text_it_has_the_same_files_in_each_part(library, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(stdlib_text, "sysconfig", SimpleNamespace(get_path=lambda _: str(library)))

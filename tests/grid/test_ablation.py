@@ -6,26 +6,20 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import torch
 from asked_grid import ask_for_grid
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_length_limit, _validate_metric_name
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
-from lit_lazy.command import ablate_run
 from lit_lazy.command.ablate_run import parse_request
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.key import settings_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import experiment, load_attribute
-from lit_lazy.grid import ablation as preparation
-from lit_lazy.grid import estimate, reused_results
 from lit_lazy.grid.ablation import Ablation, Cell, Row, describe_value, expand, load_defined, prepare_rows, select_rows
-from lit_lazy.support import console
 from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.table.columns import COLUMNS, is_metric_name
 from lit_lazy.table.records import check_row_name, make_outcome_name
@@ -63,12 +57,10 @@ def test_every_shipped_ablation_expands(name: str) -> None:
 
 
 def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
-    cells = cells_of(load_defined(find("ablations", "table2"), "ablation", Ablation))
-    seeds = Counter(cell.variant for cell in cells)
-    five = {"softmax", "softmax + learned bias", "elastic without bias", "lazy"}
-    assert {name for name, n in seeds.items() if n == 5} == five
-    assert all(n == 3 for name, n in seeds.items() if name not in five)
-    assert len(seeds) == 17
+    made = load_defined(find("ablations", "table2"), "ablation", Ablation)
+    seeds = Counter(len(row.seeds or made.seeds) for row in made.all_rows)
+    assert seeds == {3: 13, 5: 4}
+    assert [len(row.seeds or made.seeds) for row in made.all_rows if row.name in ("softmax", "lazy")] == [5, 5]
 
 
 def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interactions() -> None:
@@ -86,12 +78,7 @@ def test_a_factorial_compares_with_its_first_row_and_has_its_effects_and_interac
 LR = "train.lr"
 MALFORMED = [
     ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give seeds=(3,) instead"),
-    ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
     ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
-    (
-        {"rows": (), "baseline": "", "axes": {LR: (0.1, 0.2)}, "common": {LR: 0.3}},
-        "common['train.lr'] is in every row too, which replaces it; leave it out of",
-    ),
     (
         {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
         "common['train.lr'] is in every row too, which replaces it; leave it out of",
@@ -123,18 +110,6 @@ def test_twenty_thousand_points_are_made_in_linear_time() -> None:
     assert time.process_time() - started < 2.5
 
 
-def test_each_row_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, applied = Counter[RunConfig](), Counter[str]()
-    prepare, apply = preparation.prepare, Row.apply_to
-    monkeypatch.setattr(preparation, "prepare", lambda config: prepared.update([config]) or prepare(config))
-    monkeypatch.setattr(Row, "apply_to", lambda row, base: applied.update([row.name]) or apply(row, base))
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "1,2"]
-    grid = ask_for_grid(words)
-    assert len(grid.cells) == 4
-    assert len(grid.plan.definitions) == 17
-    assert [*prepared.values()] == [*applied.values()] == 17 * [1]
-
-
 STEPS, RATE = "--train.steps=9", "--train.lr=1e-05"
 WEIGHTS = "--train.trainable=['blocks.*']"
 
@@ -164,25 +139,6 @@ def test_a_grid_is_named_by_its_overrides(overrides: list[str], name: str, title
         assert parse_request(options, overrides).grid == former.name, "a folder of a former version is found as it lies"
     (tmp_path / request.grid).mkdir(exist_ok=True)
     assert parse_request(options, overrides).grid == request.grid
-
-
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_rows_are_checked_with_progress_and_the_threads_of_a_worker(more, tmp_path, monkeypatch, capsys) -> None:
-    """With all threads of a busy machine the small tensors of a check take several times as long."""
-
-    threads = []
-    for module in (preparation, estimate):
-        monkeypatch.setattr(module, "check_init_from", lambda *_: threads.append(torch.get_num_threads()))
-    for module, name in ((reused_results, "take_from_files"), (estimate, "estimate_cost")):
-        monkeypatch.setattr(module, name, Mock(side_effect=RuntimeError("the rows are checked")))
-    monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
-    words = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--threads", "2", "--runs", str(tmp_path), *more]
-    with pytest.raises(RuntimeError, match="are checked"):
-        ablate_run.ablate_run(make_parser().parse_args(words), [])
-    assert {*threads} == {2}
-    out, errors = capsys.readouterr()
-    assert re.search(r"^checking rows: 1 of 17, about \d:\d\d left$", errors, re.MULTILINE)
-    assert "of 17" not in out
 
 
 def test_names_of_axes_leave_rounding_errors_out() -> None:

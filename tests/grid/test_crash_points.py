@@ -17,6 +17,7 @@ from instant import Lab, Training, make_lab, make_search_lab
 from trap import WAYS, Trap
 from two_rows import two_rows
 
+from lit_lazy.grid.cell_state import HOLDER
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.run_folder import RESULT
 
@@ -63,6 +64,8 @@ def try_all(lab: Lab, way: str, every: int) -> int:
             assert at > 0.95 * n
             break
         done = stat_results(here)
+        if "SIGTERM" in way:
+            assert not list(here.folder.rglob(HOLDER)), f"an interrupted command gives its cells back\n{command.said}"
         said = here.run()
         context = f"{way}, effect {at}\n{command.said}\n{said}"
         assert read_outcome(here) == wanted, context

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import re
 import shutil
 import signal
 import socket
@@ -18,7 +17,6 @@ import pytest
 from instant import STEPS, Command, Lab, hold, wait_until
 from trap import Trap
 
-from lit_lazy.command.main import main
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.study import JOURNAL, open_study
 from lit_lazy.support import disk, locks
@@ -110,28 +108,6 @@ def test_a_write_may_fail_anywhere(whole: bool, lab: Lab) -> None:
         assert here.table() == table, f"effect {at}: {command.said}"
 
 
-def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(lab: Lab) -> None:
-    """Nothing died, and no cell failed. The first file that cannot be written is a worker's log."""
-    tries = lab.training.log.with_name("tries")
-    tries.touch()
-
-    def refuse(_cfg: RunConfig, step: int, _folder: Path) -> None:
-        if step == STEPS[0] and tries.stat().st_size < 5:
-            tries.write_text(f"{tries.read_text()}x")
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    lab.training.at_step = refuse
-    command = Trap(lab.runs, "all", 1, errno.ENOSPC, pattern=r"^open .*/worker-").start(lab)
-    assert command.wait() == 0, command.said
-    pauses = [
-        float(seconds) for seconds in re.findall(r"No space left on device.*: trying again in (.*) s;", command.said)
-    ]
-    assert len(pauses) == 1 + 5
-    assert pauses[-1] > pauses[0]
-    assert "died" not in command.said
-    lab.check_done()
-
-
 @pytest.mark.parametrize(
     ("options", "size", "what"),
     [
@@ -189,18 +165,6 @@ def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab, tmp_path, mo
     assert not [*lab.runs.rglob("*.lease")]
 
 
-def test_a_read_only_folder_can_be_looked_at(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
-    with small_disk(lab.runs, "size=64m") as runs:
-        lab.run()
-        subprocess.run(["mount", "-o", "remount,ro", runs], check=True)
-        assert main(["ablate", "status", lab.work.id, "--runs", str(runs)]) == 0
-        assert "4/4 cells complete" in capfd.readouterr().out
-        assert main(["ablate", "run", str(lab.work.files[0]), "--runs", str(runs)]) == 2
-        said = capfd.readouterr().err
-        assert "nothing can be written there (Read-only file system)" in said
-        assert said.count("\n") == 1
-
-
 DAMAGE = (b"", b"{", b"null", b"[1, 2]", b"[" * 200_000, b"\x00" * 64, b'{"format": 1}\n')
 
 
@@ -247,11 +211,3 @@ def test_a_storage_that_is_away_or_lost_midway_loses_nothing(lab: Lab, tmp_path:
         file.write_bytes(b"no database")
     assert command.wait() == 0, command.said
     lab.check_done()
-
-
-@pytest.mark.long
-def test_a_study_in_postgresql_has_every_cell(lab: Lab, postgres_storage: str) -> None:
-    lab.run(workers=2, storage=postgres_storage)
-    lab.check_done()
-    trials = open_study(postgres_storage, lab.folder).trials
-    assert sorted(trial.user_attrs["key"] for trial in trials if trial.state.name == "COMPLETE") == sorted(lab.keys)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from instant import INTERRUPTED, STEPS, Lab, hold, make_console, make_lab, read_pid, wait_until
+from instant import INTERRUPTED, STEPS, Lab, hold, make_lab, read_pid, wait_until
 
 from flash_lazy.cpu import library
 from lit_lazy.config.schema import RunConfig
@@ -24,10 +24,7 @@ from lit_lazy.grid.cell_state import MOST_DEATHS
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Ending, Grid, Job, is_over
 from lit_lazy.grid.pool import LocalPool, LocalWorker
-from lit_lazy.grid.progress import print_status
 from lit_lazy.grid.reused_results import TakenResult
-from lit_lazy.grid.runs_folder import RunsEntry
-from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.training import execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
@@ -99,23 +96,6 @@ def test_each_machine_trains_with_the_best_backend_it_has(lab: Lab, tmp_path: Pa
     )
     for grid in (here, other):
         assert f"{caveat}lazy (seed 1)." in read_grid(grid.folder).build_table().notes
-
-
-def test_rows_without_the_baseline_are_counted_alike_and_compared_with_nothing(lab: Lab, tmp_path: Path) -> None:
-    alone = make_lab(tmp_path, lab.training, "--rows", "lazy")
-    alone.run()
-    grid, (console, shown) = read_grid(alone.folder), make_console()
-    table = grid.build_table()
-    assert table.count_cells() == (2, 2)
-    assert RunsEntry(alone.folder.name, alone.folder, tracked=False).counts == {"complete": 2}
-    print_status(grid, console)
-    assert shown.getvalue() == f"{alone.folder.name}: 2/2 cells complete\n"
-    assert "effects" not in draw_table_figures(table)
-    (warning,) = table.warnings
-    assert warning.startswith("No differences: the baseline, softmax, is not among the rows; ")
-    make_lab(tmp_path, lab.training, "--rows", "softmax").run()
-    table = read_grid(alone.folder).build_table()
-    assert (table.baseline, table.warnings, table.count_cells()) == ("softmax", (), (4, 4))
 
 
 def test_a_failed_cell_is_tried_again_by_the_next_command(lab: Lab, tmp_path: Path) -> None:
@@ -194,22 +174,6 @@ def test_workers_that_cannot_start_end_the_command_with_their_reason(lab: Lab, m
     monkeypatch.setattr(LocalPool, "start", start_later)
     lab.run()
     lab.check_done()
-
-
-def test_an_interrupted_command_gives_its_cells_back(lab: Lab) -> None:
-    """At whatever moment; whatever had a checkpoint goes on from it."""
-    lab.training.at_step = lambda *_: time.sleep(0.05)
-    for tenth in range(1, 8, 2):
-        command = lab.start(workers=2)
-        if tenth > 1:
-            wait_until(lambda: lab.find("running") or not lab.find("waiting"))
-        time.sleep(0.05 + tenth / 100)
-        command.send(signal.SIGINT)
-        assert command.wait() in (INTERRUPTED, 0, -signal.SIGINT), command.said
-        assert "running" not in lab.states().values()
-        assert not list(lab.folder.glob("cells/*/holder.json"))
-    lab.run(workers=2)
-    lab.check_done(steps_repeated=4)  # of two workers, twice: real trainings end after their step, these anywhere
 
 
 def test_an_interrupt_at_the_end_of_a_cell_is_not_waited_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

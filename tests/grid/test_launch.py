@@ -1,4 +1,4 @@
-"""A grid from the command line to the table: real trainings, workers and MLflow store."""
+"""What the command of a grid reads and imports; a grid whose rows start from a trained model."""
 
 import subprocess
 import sys
@@ -11,41 +11,6 @@ from lit_lazy.api import results, train
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import Ablation, load_defined
 from lit_lazy.support.names_to_paths import find
-from lit_lazy.table.build import read_table
-
-ID = "pair-backcopy_tiny"
-
-
-def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One cell diverges: the others are executed, and the exit status reports it."""
-    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
-    assert main([*command, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "5 cells of pair-backcopy_tiny" in out
-    assert "Nothing was created" in out
-    assert [path.name for path in runs.iterdir()] == ["mlflow.db"]
-
-    assert main(command) == 1
-    out = capsys.readouterr().out
-    assert "5 cells, 0 already finished, 5 to train" in out
-    assert "4/5 cells done, 0 running, 1 failed" in out
-    assert "Also in the table" not in out
-    rows = {row.variant: row for row in read_table(runs / ID / "table.json").rows}
-    assert rows["softmax"].n == rows["lazy"].n == 2
-    assert (rows["wild"].n, rows["wild"].status) == (0, "failed")
-    assert "DivergedError: training loss is" in (runs / ID / "details.md").read_text()
-
-    chosen = [*command, "--rows", "softmax,lazy", "--seeds", "0"]
-    assert main(chosen) == 0
-    out = capsys.readouterr().out
-    assert "2 cells, all finished: nothing to do" in out
-    assert "\nAlso in the table, by earlier commands: softmax (seeds 1), lazy (seeds 1), wild (seeds 0).\n" in out
-
-    written = (runs / ID / "table.md").read_text()
-    (runs / ID / "table.md").unlink()
-    assert main(["ablate", "table", ID, "--runs", str(runs)]) == 0
-    assert capsys.readouterr().out.strip().startswith(f"pair on {ID.removeprefix('pair-')}\n\nNo row learned the task.")
-    assert (runs / ID / "table.md").read_text() == written
 
 
 @pytest.mark.long

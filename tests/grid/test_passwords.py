@@ -1,16 +1,12 @@
 """Passwords in the addresses of Optuna's storage and of MLflow are visible nowhere, during a grid and afterwards."""
 
-import http.client
 import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import postgres
@@ -30,60 +26,6 @@ TYPED = "hunter2%3A%C3%A9"
 TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()).rstrip(b"="), b"hunter2"]
 
 
-class Guard(BaseHTTPRequestHandler):
-    """Forwards authorised requests to MLflow's server, except a few batches of metrics."""
-
-    protocol_version = "HTTP/1.1"
-    behind = 0
-    batches: int
-
-    def log_message(self, *_: object) -> None:
-        """No log."""
-
-    def handle_one_request(self) -> None:
-        with suppress(ConnectionError):
-            super().handle_one_request()
-
-    def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Authorization") != f"Basic {b64encode(f'me:{PASSWORD}'.encode()).decode()}":
-            self._answer(401, b"who are you?", "text/plain")
-            return
-        if self.path.endswith("log-batch"):
-            type(self).batches += 1
-            if type(self).batches in (2, 3):  # the first is the parent run's
-                self._answer(400, b"not now", "text/plain")
-                return
-        connection = http.client.HTTPConnection("127.0.0.1", self.behind)
-        headers = {name: value for name, value in self.headers.items() if name not in ("Host", "Authorization")}
-        connection.request(self.command, self.path, body, headers)
-        answer = connection.getresponse()
-        self._answer(answer.status, answer.read(), answer.headers.get("Content-Type", "text/plain"))
-
-    def _answer(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass_on
-
-
-@pytest.fixture
-def guarded(tmp_path: Path, empty_store: Path) -> Iterator[str]:
-    """The address, with password, of an MLflow server that requires one."""
-    server = MlflowServer(tmp_path / "server", empty_store)
-    server.start()
-    handler = type("GuardOfOne", (Guard,), {"behind": server.port, "batches": 0})
-    guard = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=guard.serve_forever, daemon=True).start()
-    yield f"http://me:{TYPED}@127.0.0.1:{guard.server_port}"
-    guard.shutdown()
-    guard.server_close()
-    server.stop()
-
-
 def process_list(root: psutil.Process) -> set[bytes]:
     """What every user of this machine can read about a process and its children."""
     shown = set()
@@ -100,13 +42,16 @@ def assert_clean(name: str, shown: bytes) -> None:
 
 
 @pytest.mark.long
-def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server, tmp_path: Path) -> None:
-    """Real processes; MLflow rejects a few calls, so that errors are logged; then again without MLflow."""
+def test_a_grid_shows_no_password(
+    mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path
+) -> None:
+    """Real processes; MLflow dies when a worker trains, so that errors are logged; then again without MLflow."""
     storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
     ablation.write_text(two_rows("secret"))
     words = [sys.executable, "-P", "-m", "lit_lazy", "ablate", "run", str(ablation), "--seeds", "0"]
     words += ["--runs", str(runs), "--workers", "1", "--storage", storage]
+    guarded = mlflow_server.url.replace("//", f"//me:{TYPED}@")
     given = os.environ | {"MLFLOW_TRACKING_URI": guarded, "OMP_NUM_THREADS": "1"}
     out = (tmp_path / "out").open("wb")
     grid = psutil.Popen(words, stdout=out, stderr=out, env=given)
@@ -114,14 +59,16 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
     time.sleep(1)  # the user's arguments are visible until the command has started
     while grid.poll() is None:
         shown |= process_list(grid)
+        if any(runs.glob("*/cells/*")):
+            mlflow_server.stop()
         time.sleep(0.2)
     assert grid.returncode == 0, (tmp_path / "out").read_text()
     assert any(b"lit_lazy.grid.worker" in line for line in shown)
+    assert "MLflow lacks results (" in (tmp_path / "out").read_text()
     table = subprocess.run([*words[:4], "ablate", "table", "secret-backcopy_tiny", "--runs", str(runs)],
                            capture_output=True, env=given)  # fmt: skip
-    away = subprocess.run(
-        words, capture_output=True, env=given | {"MLFLOW_TRACKING_URI": guarded.replace("me:", "you:")}
-    )
+    away = subprocess.run(words, capture_output=True, env=given)
+    assert b"MLFLOW_TRACKING_URI" in away.stderr
     assert away.returncode == 2, "before anything is done, as the address is a mistake"
     assert_clean("the process list", b"\n".join(shown))
     study = open_study(storage, runs / "secret-backcopy_tiny")

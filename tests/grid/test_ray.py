@@ -23,6 +23,7 @@ from lit_lazy.grid.cell_state import read_state
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.job import Job
 from lit_lazy.grid.run import GridDriver
+from lit_lazy.table.build import read_table
 from lit_lazy.training.run_folder import read_failure, read_grid_id
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
@@ -66,6 +67,26 @@ def command(runs: Path, pair: str, *more: str) -> list[str]:
 def log_of(folder: Path) -> list[str]:
     (path,) = folder.glob("worker-*-ray.log")
     return [line.partition("lit_lazy.worker ")[2] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_the_table_is_that_of_local_workers(runs, pair, address, capsys, monkeypatch) -> None:
+    """Every cell is executed once; a diverging cell does not affect others."""
+    assert main(command(runs, pair)) == 1
+    local = read_table(runs / "pair-backcopy_tiny" / "table.json")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    capsys.readouterr()
+    assert main(command(runs / "ray", pair, "--launcher", "ray", "--gpus", "0")) == 1
+    assert "4/5 cells done, 0 running, 1 failed" in capsys.readouterr().out
+    folder = runs / "ray" / "pair-backcopy_tiny"
+    rows, theirs = (
+        [dataclasses.replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
+        for of in (read_table(folder / "table.json"), local)
+    )
+    assert rows == theirs
+    assert [row.n for row in rows] == [2, 2, 0]
+    started = [line for line in log_of(folder) if line.startswith("start ")]
+    assert len(started) == len(set(started)) == 5
 
 
 @pytest.mark.long
@@ -126,6 +147,7 @@ WRONG = [
     (["--gpus", "1"], "--gpus 1.0: needs --launcher ray"),
     (["--ray-address", "auto"], "--ray-address auto: needs --launcher ray"),
     (["--launcher", "ray", "--ray-address", "ray://head:10001"], "must be HOST:PORT of the cluster's head"),
+    (["--launcher", "ray", "--ray-address", "head:0"], "must be HOST:PORT of the cluster's head"),
     (["--launcher", "ray", "--ray-address", "127.0.0.1:{closed}"], "does not answer ([Errno 111] Connection refused)"),
     (["--launcher", "ray", "--ray-address", "127.0.0.1:{silent}"], "answers, but not as a Ray cluster"),
     *(
@@ -135,7 +157,8 @@ WRONG = [
             (["--threads", "5"], "asks for 5 CPUs and 1 GPU, which no"),
         )
     ),
-    (["--launcher", "ray", "--gpus", "1e-5"], "a fraction of one GPU"),
+    *((["--launcher", "ray", "--gpus", share], "a fraction of one GPU") for share in ("1.5", "1e-5")),
+    *((["--launcher", "ray", "--gpus", share], "must be a finite number of at least 0") for share in ("-1", "nan")),
 ]
 
 

@@ -1,13 +1,17 @@
 """Stores of several people, whose runs stay apart; artifacts of copied and moved stores."""
 
+import os
 import shutil
 import sqlite3
+import sys
 import tarfile
+import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
+import forked
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -19,6 +23,34 @@ from lit_lazy.tracking.tracker import MirroredRun, Tracker
 
 EXPERIMENT = "train-backcopy_tiny"
 TRAIN = ["train", "backcopy_tiny", "--train.steps=30", "--runs"]
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, runs: Path) -> str:
+    """The address of a store that belongs to no runs folder: a database, or a real server."""
+    if request.param == "server":
+        return request.getfixturevalue("mlflow_server").url
+    return f"sqlite:///{runs / 'mlflow.db'}"
+
+
+@pytest.mark.parametrize("shared", ["database", pytest.param("server", marks=pytest.mark.long)], indirect=True)
+def test_two_people_train_the_same_at_once(shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared)
+    first, second = tmp_path / "first", tmp_path / "second"
+    words, given = [sys.executable, "-m", "lit_lazy", *TRAIN, str(first)], os.environ | {"OMP_NUM_THREADS": "1"}
+    other = forked.Popen(words, stdout=forked.PIPE, stderr=forked.STDOUT, text=True, env=given)
+    end = time.monotonic() + 60
+    while not list(first.glob(f"*/*/{RUN_ID}")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert main([*TRAIN, str(second)]) == 0
+    out, _ = other.communicate(timeout=60)
+    assert other.returncode == 0, out
+    runs = Tracker(shared, EXPERIMENT).find({"kind": "run"})
+    assert {run.info.run_id for run in runs} == {
+        read_run_address(path.parent)[0] for folder in (first, second) for path in folder.glob(f"*/*/{RUN_ID}")
+    }
+    assert [run.data.tags["state"] for run in runs] == ["complete"] * 2
 
 
 def test_a_training_has_the_run_that_its_folder_names(runs: Path, tmp_path: Path) -> None:

@@ -214,6 +214,14 @@ class LitLM(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.average.restore(checkpoint.get(AVERAGE, {}))
+        # Only its steps count. Lightning counts micro-batches, of which this execution may have others in a step, also
+        # those of a step that was cut off. This is the state in which it saves at the end of a step:
+        loop, step = checkpoint["loops"]["fit_loop"], checkpoint["global_step"]
+        last = step * self.parts
+        counts = {"ready": last, "started": last, "processed": last, "completed": last - 1}
+        loop["epoch_loop.batch_progress"] |= {"total": counts, "current": counts}
+        loop["epoch_loop.state_dict"] = {"_batches_that_stepped": step - 1}
+        del loop["epoch_loop.val_loop.batch_progress"]
 
     def on_validation_epoch_start(self) -> None:
         self._validating.enter_context(self.average.swap_in())

@@ -11,12 +11,12 @@ from lit_lazy.attention import AttentionSpec, Elastic
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.optim import SGD, AdamW, Muon, Optimiser
-from lit_lazy.training.callbacks_and_loggers import MetricFile
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.parameter_groups import build_optimizer, freeze_others
+from lit_lazy.training.parameter_groups import build_optimizer, freeze_others, lr_factor
 from lit_lazy.training.run import run
 from lit_lazy.training.trainer import build_module, fit
 
@@ -118,3 +118,12 @@ class TestCost:
         freeze_others(model, ["*norm.weight"])
         matrices = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
         assert flops_per_token(model, 16) == whole - 2 * matrices
+
+
+def test_the_logged_rate_is_the_schedules(trained: str, tmp_path: Path) -> None:
+    """Not that of tau, here the only group, which has a factor of its own."""
+    attention, only_tau = AttentionSpec(Elastic(tau_lr_scale=10.0)), {"trainable": ("*.tau",), "log_every": 1}
+    cfg = replace(config(attention, steps=5, **only_tau), init_from=trained)
+    run(cfg, tmp_path, logger=MetricFile(tmp_path))
+    logged = [line.metrics["train/lr"] for line in read_lines(tmp_path / METRICS) if "train/lr" in line.metrics]
+    assert logged == [cfg.train.lr * lr_factor(step, cfg.train) for step in range(5)]

@@ -306,7 +306,8 @@ CONFIGS = {
     "return made(train=dict(lr=torch.tensor(0.1)))": "train.lr=tensor(0.1000): must be a finite number",
     "return made(data=None)": "data=None: must be a DataConfig, such as Backcopy()",
 }
-EVERY = "targets=100 * torch.eye(64, 16).long() - 100"
+UNEQUAL = "targets=-100 * ((torch.arange(80)[:, None] > 64) & (torch.arange(16) > 1)).long()"
+"""16 targets in each sequence at first, later 2."""
 LOADS = {
     "raise RuntimeError('a\\nb')": "data=Mine: RuntimeError (e.py, line ",
     "return None": "data=Mine: load() returned None; let it return a DataSource",
@@ -327,7 +328,9 @@ LOADS = {
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
         "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
     ),
-    f"return but(train=TokenDataset(NONE, {EVERY}))": "every sequence must have the same number, at least 1",
+    f"return but(train=TokenDataset(torch.zeros(80, 17).long(), {UNEQUAL}))": (
+        "train: targets=[2, 16]: every sequence must have the same number, at least 1"
+    ),
     "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }
 

@@ -342,6 +342,8 @@ def results(name: str, runs: str | Path = "runs") -> Results:
 
     name: as `table2-backcopy`; `table2` is enough if it is the only one on an experiment.
     runs: the folder with its results. Raises ValueError, in one line, where there is none of this name.
+    In `.curves`, as in `metrics.jsonl` and MLflow, the model after s steps has its `watch/...` at step s, but its
+    `val/...` at s - 1.
 
     >>> from lit_lazy import results
     >>> found = results("table2-backcopy")

@@ -5,6 +5,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 IGNORED = -100
 """Target value excluded from every loss."""
+SEQUENCES_AT_ONCE = 1024
+"""Sequences whose targets are counted at a time."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,14 @@ class TokenDataset(Dataset[Batch]):
         self.positions = positions or {}
         self.targets = targets
         self.check = check
+
+    @cached_property
+    def target_numbers(self) -> list[int]:
+        """The numbers of predicted targets that sequences have: all the same, if `targets` are right."""
+        if self.targets is None:
+            return [self.sequences.shape[1] - 1]
+        blocks = self.targets.split(SEQUENCES_AT_ONCE)
+        return sorted({number for block in blocks for number in (block.long() != IGNORED).sum(1).tolist()})
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -223,7 +223,7 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
     in_vocabulary = least >= 0 and most < source.vocab_size
     require(in_vocabulary, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}")
     if found.targets is not None:
-        _check_targets(part, found.targets, tokens, source.vocab_size)
+        _check_targets(part, found, found.targets, source.vocab_size)
     missing = sorted({*source.row_groups} - found.positions.keys()) if part.endswith("validation") else []
     require(not missing, f"{part}: row_groups", missing, "has no such positions")
 
@@ -235,13 +235,12 @@ def validates_on_training(source: DataSource) -> bool:
     return torch.equal(first, other)
 
 
-def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:
-    name, shape = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]
+def _check_targets(part: str, found: TokenDataset, targets: torch.Tensor, vocab_size: int) -> None:
+    name, shape = f"{part}: targets", [len(found), found.sequences.shape[1] - 1]
     fits = list(targets.shape) == shape and not targets.is_floating_point()
     require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {shape}")
     sample = targets[:CHECKED_SEQUENCES].long()
-    counted = sample != IGNORED
-    invalid = sample[counted & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
+    invalid = sample[(sample != IGNORED) & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
     require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
-    numbers = sorted({*counted.sum(1).tolist()})
+    numbers = found.target_numbers
     require(numbers[0] > 0 and len(numbers) == 1, name, numbers, "every sequence must have the same number, at least 1")

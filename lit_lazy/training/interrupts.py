@@ -127,10 +127,6 @@ class StopOnInterrupt(Callback):
     ) -> None:
         if self.group is None and self.interrupts.arrived:
             pl_module.on_validation_epoch_end()  # the trained weights, not their average
-            loop = trainer.fit_loop.epoch_loop
-            for progress in (loop.batch_progress.total, loop.batch_progress.current):  # as at the end of the step
-                progress.completed -= 1
-            loop.val_loop.batch_progress.reset()
             self._stop(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002

@@ -176,11 +176,14 @@ class LitLM(L.LightningModule):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
-            self._log_step(optimizer, norm)
+            self._log_step(norm)
         self._means = {}
 
-    def _log_step(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Log the step's terms (means over all devices, so that all of them stop if one diverges), rate and norm."""
+    def _log_step(self, norm: Tensor) -> None:
+        """Log the step's terms (means over all devices, so that all of them stop if one diverges), rate and norm.
+
+        The rate is the schedule's, of which parameter groups may have multiples.
+        """
         means = {name: self.trainer.strategy.reduce(x, reduce_op="mean") for name, x in self._means.items()}
         loss = means["loss"]
         if not torch.isfinite(loss):
@@ -188,7 +191,8 @@ class LitLM(L.LightningModule):
         self.log("train/loss", loss, prog_bar=True, logger=False)
         if self.logger is not None:
             step = {name: mean.item() for name, mean in means.items()}
-            step |= {"lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
+            rate = self.cfg.train.lr * lr_factor(self.global_step, self.cfg.train)
+            step |= {"lr": rate, "grad_norm": norm.item()}
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -214,6 +218,14 @@ class LitLM(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.average.restore(checkpoint.get(AVERAGE, {}))
+        # Only its steps count. Lightning counts micro-batches, of which this execution may have others in a step, also
+        # those of a step that was cut off. This is the state in which it saves at the end of a step:
+        loop, step = checkpoint["loops"]["fit_loop"], checkpoint["global_step"]
+        last = step * self.parts
+        counts = {"ready": last, "started": last, "processed": last, "completed": last - 1}
+        loop["epoch_loop.batch_progress"] |= {"total": counts, "current": counts}
+        loop["epoch_loop.state_dict"] = {"_batches_that_stepped": step - 1}
+        del loop["epoch_loop.val_loop.batch_progress"]
 
     def on_validation_epoch_start(self) -> None:
         self._validating.enter_context(self.average.swap_in())

@@ -215,7 +215,8 @@ CONFIGS = {
     "raise Odd('x')": "Odd: x",
     "raise Mute": "Mute",
 }
-EVERY = "targets=100 * torch.eye(64, 16).long() - 100"
+UNEQUAL = "targets=-100 * ((torch.arange(80)[:, None] > 64) & (torch.arange(16) > 1)).long()"
+"""16 targets in each sequence at first, later 2."""
 LOADS = {
     "raise RuntimeError('a\\nb')": "data=Mine: RuntimeError (e.py, line ",
     "return None": "data=Mine: load() returned None; let it return a DataSource",
@@ -223,11 +224,13 @@ LOADS = {
     "return but(vocab_size=3)": "tokens must be 0 to 2",
     "return but(context_length=9)": "must be whole numbers of shape [N, 10]",
     "return but(train=TokenDataset(NONE, targets=NONE))": "must be whole numbers of shape [64, 16]",
-    f"return but(train=TokenDataset(NONE, {EVERY}))": "every sequence must have the same number, at least 1",
     "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be one line",
     "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
         "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
+    ),
+    f"return but(train=TokenDataset(torch.zeros(80, 17).long(), {UNEQUAL}))": (
+        "train: targets=[2, 16]: every sequence must have the same number, at least 1"
     ),
     "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }

@@ -202,3 +202,28 @@ def test_a_compiled_run_ends_where_the_plain_one_does(finished: Path, tmp_path: 
     compiled = train(tmp_path, Execution(compile=True))
     for name, value in RunResult.read(finished).metrics.items():
         assert compiled.metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+
+
+def test_a_run_may_resume_in_other_parts_after_every_step(tmp_path: Path) -> None:
+    """Each of four executions follows each other one. Of a step's 8 sequences, a device's parts have 8, 4, 2 and 2."""
+    executions = Execution(), HALVES, Execution(micro_batch=2), Execution(devices=2, micro_batch=2)
+    cfg = config(checkpoint_every=1, log_every=1)
+    whole = train(tmp_path / "whole", Execution(), cfg=cfg)
+    for step, number in enumerate((0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3), start=1):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "parts", executions[number], At(step, interrupt), cfg=cfg)
+    assert_close(whole, train(tmp_path / "parts", Execution(), cfg=cfg))
+    curves = logged(tmp_path / "whole")
+    assert logged(tmp_path / "parts") == {point: pytest.approx(curves[point], rel=2e-4, abs=2e-5) for point in curves}
+
+
+def test_a_step_that_a_kill_cuts_off_is_repeated(tmp_path: Path) -> None:
+    """In the step after it resumes, Lightning writes a checkpoint before the last part."""
+    train(tmp_path / "undisturbed", HALVES)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", HALVES, At(11, interrupt))
+    with pytest.raises(IndexError):  # at the second part
+        train(tmp_path / "cut", HALVES, At(8, [None].pop))
+    train(tmp_path / "cut", HALVES)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "cut")
+    assert logged(tmp_path / "undisturbed") == logged(tmp_path / "cut")

@@ -18,13 +18,13 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.optim import SGD, AdamW, Muon, Optimiser
 from lit_lazy.training import trainer
-from lit_lazy.training.callbacks_and_loggers import MetricFile
+from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.check_settings import check_init_from
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.parameter_groups import build_optimizer, freeze_others
+from lit_lazy.training.parameter_groups import build_optimizer, freeze_others, lr_factor
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.trainer import build_module, fit
@@ -217,3 +217,12 @@ def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
     same = replace(changed, attention=AttentionSpec())
     with pytest.raises(ValueError, match=r"model\.init_std=0\.5: has no effect"):
         build(replace(config(LAZY), model=same, init_from=trained))
+
+
+def test_the_logged_rate_is_the_schedules(trained: str, tmp_path: Path) -> None:
+    """Not that of tau, here the only group, which has a factor of its own."""
+    attention, only_tau = AttentionSpec(Elastic(tau_lr_scale=10.0)), {"trainable": ("*.tau",), "log_every": 1}
+    cfg = replace(config(attention, steps=5, **only_tau), init_from=trained)
+    run(cfg, tmp_path, logger=MetricFile(tmp_path))
+    logged = [line.metrics["train/lr"] for line in read_lines(tmp_path / METRICS) if "train/lr" in line.metrics]
+    assert logged == [cfg.train.lr * lr_factor(step, cfg.train) for step in range(5)]

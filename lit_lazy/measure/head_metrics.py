@@ -97,9 +97,9 @@ class Sink(HeadMetric):
 class Mass(HeadMetric):
     """Surviving mass, the sum of a row's weights before renormalising.
 
-    `mass/row` `[H, T]`: mean by position; `mass/first_key` `[H, T]`: mean weight on the first key by position, before
-    renormalising; `mass/empty_rows` `[H]`: share of rows whose weights are all 0; `mass/dead` `[H]`: 1 if all rows from
-    position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
+    `mass/row` `[H, T]`: mean by position, over `mass/row_count` `[H, T]` rows; `mass/first_key` `[H, T]`: mean weight
+    on the first key by position, before renormalising; `mass/empty_rows` `[H]`: share of rows whose weights are all 0;
+    `mass/dead` `[H]`: 1 if all rows from position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
     """
 
     SUMS: ClassVar = {"mass": "HT", "first": "HT", "alive": "HT", "rows": "T"}
@@ -118,6 +118,7 @@ class Mass(HeadMetric):
         dead = (self.alive[:, 1:].sum(-1) == 0).double()
         return {
             "mass/row": self.mass / self.rows,
+            "mass/row_count": self.rows.expand_as(self.mass),
             "mass/first_key": self.first / self.rows,
             "mass/empty_rows": 1 - self.alive.sum(-1) / self.rows.sum(),
             "mass/dead": _mask_undefined(self.rows[1:].sum() > 0, dead),

@@ -30,14 +30,15 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure again the metrics that the run ended with, or the evaluations asked for. Creates nothing.
 
     Raises a one-line ValueError for a damaged checkpoint, if the data have changed since the training (which is not
-    checked for evaluations: some need none of it), and for an evaluation that the model or its data do not support.
+    checked for evaluations: some need none of it), and for an evaluation that the model or its data do not support;
+    DivergedError if a metric is not finite.
     """
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.measure.diagnostics import measure, sample_validation
-    from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
+    from lit_lazy.measure.evaluation import compute_size_metrics
     from lit_lazy.training import checkpoints
     from lit_lazy.training.check_before_run import check_evaluations
     from lit_lazy.training.execution import select_training_device
+    from lit_lazy.training.run import measure_model
 
     prepare_process(options)
     trained = checkpoints.load(options.checkpoint)
@@ -51,11 +52,8 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
             print_metrics(evaluation.measure(model, cfg.data))
         return 0
     source = checkpoints.load_data_for(options.checkpoint, trained, cfg.data)
-    train = module.cfg.train
-    diagnostics = measure(model, sample_validation(source), maps=None)
-    print_metrics(
-        evaluate(model, source, train.precision, train.batch_size) | compute_size_metrics(model) | diagnostics.scalars()
-    )
+    measured = measure_model(module, source, maps=None)
+    print_metrics(measured.metrics | compute_size_metrics(model) | measured.diagnostics.scalars())
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.measure.attention_metrics import States
-from lit_lazy.measure.head_metrics import SINK_WEIGHT, HeadMetric, reverse_cumsum
+from lit_lazy.measure.head_metrics import SINK_WEIGHT, HeadMetric, find_long, reverse_cumsum
 from lit_lazy.measure.row_statistics import RowSummary
 
 MASSIVE_ABS = 100.0
@@ -165,8 +165,9 @@ class SinkKinds(HeadMetric):
     With u_j = W_h v_j, the value of token j by the head's part of the output projection, the sink's ratio is |u_s| over
     the mean |u_j| of the other tokens. With U `[T, d]`, what the head adds to the residual stream, its stable rank is
     |U|_F^2 / |U|_2^2.
-    `sink/no_operation`: share of sequences with a sink of a ratio of at most `NO_OPERATION_RATIO`; `sink/broadcast`: of
-    a ratio of at least `BROADCAST_RATIO` and a stable rank of at most `BROADCAST_RANK`; `sink/neither`: of neither.
+    `sink/no_operation`: share of `find_long` sequences with a sink of a ratio of at most `NO_OPERATION_RATIO`;
+    `sink/broadcast`: of a ratio of at least `BROADCAST_RATIO` and a stable rank of at most `BROADCAST_RANK`;
+    `sink/neither`: of neither.
     `sink/value_ratio`, `sink/stable_rank`: means over the sequences with a sink; NaN without any.
     """
 
@@ -186,7 +187,8 @@ class SinkKinds(HeadMetric):
         size = torch.where(counted, (values @ factor.mT).norm(dim=-1), 0)
         own = size.gather(-1, key[..., None])[..., 0]
         others = (size.sum(-1) - own) / (counted.sum(-1) - 1).clamp(min=1)
-        found = (alpha > SINK_WEIGHT) & (others > 0)
+        long = find_long(summary)
+        found = (alpha > SINK_WEIGHT) & (others > 0) & long[:, None]
         ratio, rank = torch.zeros(2, *found.shape, dtype=torch.float64, device=found.device)
         ratio[found] = own[found] / others[found]
         heads = outputs.double().unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
@@ -198,7 +200,7 @@ class SinkKinds(HeadMetric):
         self.no_operation += (found & (ratio <= NO_OPERATION_RATIO)).sum(0)
         self.broadcast += ((ratio >= BROADCAST_RATIO) & (rank > 0) & (rank <= BROADCAST_RANK)).sum(0)
         self.sinks += found.sum(0)
-        self.sequences += summary.counted.any(1).sum()
+        self.sequences += long.sum()
 
     def compute(self) -> dict[str, Tensor]:
         return {

@@ -17,6 +17,16 @@ def fit_slope(values: np.ndarray) -> np.ndarray:
     return depth @ np.asarray(values, np.float64) / (depth @ depth)
 
 
+def pool(means: Any, counts: Any) -> Any:
+    """The ratio of sums `[]`, fp64, from means and from what each is over, fp64 of the same shape; NaN if over nothing.
+
+    Both are tensors, or both arrays. Relative counts leave the bits of a plain mean if all are equal.
+    """
+    there = counts > 0
+    weights = counts[there] / counts[there][:1]
+    return (means[there] * weights).sum() / weights.sum()
+
+
 MOST_BYTES = 2**30
 """Arrays of an npz file that are read, together."""
 SCALARS = {
@@ -56,6 +66,8 @@ SAMPLED = {
     "sink/share": ("sink/share", lambda x: x[..., 0]),
 }
 """The same of metrics that a run measures on its full validation set instead."""
+COUNTS = {"loss/by_position": "loss/target_count", "mass/row": "mass/row_count"}
+"""Array of means by position -> array of the number that each is over."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,8 @@ class Diagnostics:
     absent without tau or bias.
     `watch/tau`, `watch/learned/*` and `watch/bias/learned.*` `[S, layers, H]`, or `[S, layers, 1]` of what heads share:
     their means at the training's S steps `watch/step` (int64); absent without training.
-    `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: rise of the mean loss in nats
-    over the rows from position 9 on when the first 1 to 4 keys are hidden in every layer;
+    `loss/by_position` `[T]`, nats, over `loss/target_count` `[T]` targets, NaN over none. `loss/evicted` `[4]`: rise of
+    the mean loss in nats over the targets from position 9 on when the first 1 to 4 keys are hidden in every layer;
     `loss/evicted_n_held` `[]`: the same for 4 keys with unchanged n, and thus unchanged theta.
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence (with `place`: of the sequence with the longest
     first document), NaN at hidden keys, first n = min(T, 128) rows (of that document);
@@ -120,12 +132,14 @@ class Diagnostics:
         return self._average(SCALARS | SAMPLED | {f"{name}/mean": (name, lambda x: x) for name in learned})
 
     def _average(self, parts: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]) -> dict[str, float]:
-        """Means in fp64 over the values that are not NaN, without those that are not finite."""
+        """Means in fp64 over the values that are not NaN, or by their counts, without those that are not finite."""
         found = {}
         for prefix in self.prefixes:
             for name, (source, part) in parts.items():
-                values = part(self.arrays[prefix + source]) if prefix + source in self.arrays else np.zeros(0)
-                defined = np.asarray(values, np.float64)[~np.isnan(values)]
-                if defined.size and np.isfinite(mean := float(defined.mean())):
-                    found[prefix + name] = mean
+                if not {prefix + source, prefix + COUNTS.get(source, source)} <= self.arrays.keys():
+                    continue
+                values = np.asarray(part(self.arrays[prefix + source]), np.float64)
+                counts = self.arrays[prefix + COUNTS[source]] if source in COUNTS else ~np.isnan(values)
+                if counts.any() and np.isfinite(mean := pool(values, counts.astype(np.float64))):
+                    found[prefix + name] = float(mean)
         return found

@@ -15,7 +15,7 @@ from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
 from lit_lazy.measure.collapse_and_sink_kinds import Collapse, SinkKinds, repeated_gap
-from lit_lazy.measure.diagnostic_arrays import Diagnostics
+from lit_lazy.measure.diagnostic_arrays import Diagnostics, pool
 from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms
 from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_curves, fit_alibi
 from lit_lazy.measure.row_statistics import RowSummary, summarise
@@ -140,6 +140,11 @@ def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
         return torch.ones_like(targets, dtype=torch.bool), targets
     counted = batch["place"] == torch.arange(targets.shape[1], device=targets.device)
     return counted, targets.masked_fill(~counted, IGNORED)
+
+
+def count_targets(batch: Batch) -> Tensor:
+    """Targets of first documents by position, float64 `[T]`."""
+    return (select_first_documents(batch)[1] != IGNORED).sum(0).double()
 
 
 def _take_sequences(batches: Iterable[Batch], sample: int) -> Batch:
@@ -317,11 +322,11 @@ class _Accumulator:
             found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
         found["hidden/repeated_gap"] = self.gap / self.whole if self.whole else torch.full_like(self.gap, torch.nan)
         by_position = self.nll / self.predicted
-        found["loss/by_position"] = by_position[0]
+        found |= {"loss/by_position": by_position[0], "loss/target_count": self.predicted}
         if self.evicted:
             late = by_position[:, EVICTION_ROW - 1 :]
-            predicted = self.predicted[EVICTION_ROW - 1 :] > 0
-            rise = (late[1:] - late[0])[:, predicted].mean(-1)
+            predicted = self.predicted[EVICTION_ROW - 1 :]
+            rise = torch.stack([pool(loss - late[0], predicted) for loss in late[1:]])
             found["loss/evicted"], found["loss/evicted_n_held"] = rise[:-1], rise[-1]
         found |= collect_learned(self.model)
         if (curves := compute_bias_curves(self.model, self.length)) is not None:

@@ -17,6 +17,9 @@ from lit_lazy.measure.row_statistics import FIRST_KEYS, TILES, RowSummary
 
 SINK_WEIGHT = 0.3
 """A key with a mean weight above this is a sink (epsilon of Gu et al., arXiv 2410.10781)."""
+SINK_MIN_ROWS = 10
+"""Sequences with fewer rows are left out of shares of sequences with a sink: equal weights alone would be one, as their
+mean on the first key is the mean of 1, 1/2, ... 1/n over n rows."""
 SPREAD_MIN_KEYS = 8
 """Rows that see fewer keys are excluded from the spread of scores."""
 
@@ -45,16 +48,15 @@ class Sink(HeadMetric):
 
     `sink/weight` `[H, K]`: alpha_k over all sequences.
     `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows; undefined if signed.
-    `sink/rate`, `sink/rate_share` `[H, K]`: fraction of sequences whose alpha_k, or whose share, exceeds `SINK_WEIGHT`;
-    a sequence without mass has no sink.
+    `sink/rate`, `sink/rate_share` `[H, K]`: fraction of `find_long` sequences whose alpha_k, or whose share, exceeds
+    `SINK_WEIGHT`; a sequence without mass has no sink.
     `sink/position` `[H]`: 1-based key of the largest alpha in the first half of the sequence. The last keys have so few
     rows that a token's weight on itself makes alpha large.
     """
 
     SUMS: ClassVar = {
         **dict.fromkeys(("weight", "total", "sinks", "share_sinks"), "HK"),
-        "shares": "K",
-        "sequences": "K",
+        **dict.fromkeys(("shares", "sequences"), ""),
         "columns": "HT",
         "rows": "T",
     }
@@ -67,13 +69,14 @@ class Sink(HeadMetric):
         total = reverse_cumsum(summary.total.double())[..., :keys] * (not summary.signed)
         alpha = weight / rows.clamp(min=1)
         share = torch.where(total / rows.clamp(min=1) < MIN_MASS, 0, weight / total)
+        long = find_long(summary)
 
         self.weight[:, :keys] += weight.sum(0)
         self.total[:, :keys] += total.sum(0)
-        self.sinks[:, :keys] += (alpha > SINK_WEIGHT).sum(0)
-        self.share_sinks[:, :keys] += (share > SINK_WEIGHT).sum(0)
-        self.sequences[:keys] += (rows > 0).sum((0, 1))
-        self.shares[:keys] += (rows > 0).sum((0, 1)) * (not summary.signed)
+        self.sinks[:, :keys] += (alpha > SINK_WEIGHT)[long].sum(0)
+        self.share_sinks[:, :keys] += (share > SINK_WEIGHT)[long].sum(0)
+        self.sequences += long.sum()
+        self.shares += long.sum() * (not summary.signed)
         self.columns[:, :length] += summary.columns.double().sum(0)
         self.rows[:length] += summary.counted.sum(0)
 
@@ -94,9 +97,9 @@ class Sink(HeadMetric):
 class Mass(HeadMetric):
     """Surviving mass, the sum of a row's weights before renormalising.
 
-    `mass/row` `[H, T]`: mean by position; `mass/first_key` `[H, T]`: mean weight on the first key by position, before
-    renormalising; `mass/empty_rows` `[H]`: share of rows whose weights are all 0; `mass/dead` `[H]`: 1 if all rows from
-    position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
+    `mass/row` `[H, T]`: mean by position, over `mass/row_count` `[H, T]` rows; `mass/first_key` `[H, T]`: mean weight
+    on the first key by position, before renormalising; `mass/empty_rows` `[H]`: share of rows whose weights are all 0;
+    `mass/dead` `[H]`: 1 if all rows from position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
     """
 
     SUMS: ClassVar = {"mass": "HT", "first": "HT", "alive": "HT", "rows": "T"}
@@ -115,6 +118,7 @@ class Mass(HeadMetric):
         dead = (self.alive[:, 1:].sum(-1) == 0).double()
         return {
             "mass/row": self.mass / self.rows,
+            "mass/row_count": self.rows.expand_as(self.mass),
             "mass/first_key": self.first / self.rows,
             "mass/empty_rows": 1 - self.alive.sum(-1) / self.rows.sum(),
             "mass/dead": _mask_undefined(self.rows[1:].sum() > 0, dead),
@@ -254,6 +258,11 @@ def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
     above = torch.special.ndtr(d1 - sigma)
     mass = torch.where(strike > 0, torch.special.ndtr(d1) - strike * above, 1 - strike)
     return torch.where(strike > 0, 1 - above, 0), mass
+
+
+def find_long(summary: RowSummary) -> Tensor:
+    """Sequences of at least `SINK_MIN_ROWS` counted rows, bool `[B]`."""
+    return summary.counted.sum(1) >= SINK_MIN_ROWS
 
 
 def reverse_cumsum(x: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
+from lit_lazy.measure.diagnostic_arrays import pool
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
+    count_targets,
     evaluation_mode,
     include_evicted_keys,
     limit_tokens,
@@ -80,21 +82,22 @@ def compute_streaming_arrays(model: DecoderLM, batch: Batch, eviction: Eviction)
 
 
 def compute_length_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of one measurement's arrays, including `loss/by_position`.
+    """Metrics of one measurement's arrays, including `loss/by_position` and `loss/target_count`.
 
     `perplexity` over all positions, `perplexity_beyond` over those beyond the trained context, `perplexity_evicted`
     over those after the first eviction; `n` and mean `theta` of the last row.
     """
-    context = int(arrays["context"])
+    counts = arrays["loss/target_count"].astype(np.float64)
     found = {}
     for group, loss in (("length/", arrays["loss/by_position"]), (STREAMED, arrays.get(f"{STREAMED}loss"))):
         if loss is None:
             continue
-        parts = {"perplexity": loss, "perplexity_beyond": loss[context:]}
+        starts = {"perplexity": 0, "perplexity_beyond": int(arrays["context"])}
         if group == STREAMED:
-            parts["perplexity_evicted"] = loss[int(arrays[f"{STREAMED}kept"].sum()) :]
-        defined = {name: x[~np.isnan(x)] for name, x in parts.items()}
-        found |= {group + name: float(np.exp(x.mean(dtype=np.float64))) for name, x in defined.items() if len(x)}
+            starts["perplexity_evicted"] = int(arrays[f"{STREAMED}kept"].sum())
+        for name, start in starts.items():
+            if counts[start:].any():
+                found[group + name] = float(np.exp(pool(loss[start:], counts[start:])))
         found[f"{group}n"] = float(arrays[f"{group}n"][-1])
         if (theta := arrays.get(f"{group}theta")) is not None:
             found[f"{group}theta"] = float(theta[..., -1].mean(dtype=np.float64))
@@ -121,8 +124,9 @@ class Lengths(Evaluation):
         for times in self.times:
             source = data.at_length(times * model.context_length).load()
             (batch,) = sample_validation(source, self.sequences)
-            loss = loss_by_position(model, batch)
-            parts = {"loss": loss, "loss_last_quarter": loss[3 * len(loss) // 4 :]}
+            loss, late = loss_by_position(model, batch), 3 * source.context_length // 4
+            counts = count_targets(batch).to(loss.device)
+            parts = {"loss": pool(loss, counts), "loss_last_quarter": pool(loss[late:], counts[late:])}
             found |= make_loss_metrics(f"length_{times}x/", parts, source)
         return found
 
@@ -167,12 +171,14 @@ class Streaming(Evaluation):
         source = data.at_length(self._find_length(model)).load()
         (batch,) = sample_validation(source, self.sequences)
         after = max(self.first) + self.window
+        counts = count_targets(batch)[after:].to(model.device)
         full = loss_by_position(model, batch)[after:]
-        found = make_loss_metrics("streaming/whole/", {"loss": full}, source)
+        found = make_loss_metrics("streaming/whole/", {"loss": pool(full, counts)}, source)
         for first, n_held in product(self.first, (False, True)[: 1 + self.n_held]):
             loss = loss_by_position(model, batch, Eviction(first, self.window), n_held)[after:]
             prefix = f"streaming/{first}_and_{self.window}{'_n_held' * n_held}/"
-            found |= make_loss_metrics(prefix, {"loss": loss, "loss_excess": loss - full}, source)
+            parts = {"loss": loss, "loss_excess": loss - full}
+            found |= make_loss_metrics(prefix, {name: pool(x, counts) for name, x in parts.items()}, source)
         return found
 
     def _find_length(self, model: DecoderLM) -> int:
@@ -186,8 +192,8 @@ def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:
 
 
 def make_loss_metrics(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:
-    """Means of losses by position in nats, for text also in bits per byte."""
-    found = {prefix + name: loss.nanmean().item() for name, loss in losses.items()}
+    """Losses `[]` in nats, for text also in bits per byte."""
+    found = {prefix + name: loss.item() for name, loss in losses.items()}
     if "bytes_per_token" in source.info:
         nats = math.log(2) * float(source.info["bytes_per_token"])
         found |= {name.replace("loss", "bits_per_byte"): value / nats for name, value in found.items()}

@@ -43,8 +43,8 @@ class RowSummary(NamedTuple):
     alive_tiles: tile size -> `[B, H]`, number of tiles with a weight; 0 for a sequence shorter than the tile.
     tiles: tile size -> `[B]`, number of tiles with a visible key; 0 for a sequence shorter than the tile.
     counted: bool `[B, T]`, the counted rows.
-    thresholded: whether theta is nonzero anywhere.
-    can_zero: whether weights can be exactly 0: as declared by the normaliser, but False for a theta of 0.
+    thresholded: whether the normaliser has a threshold, of any value.
+    can_zero: whether weights can be exactly 0, as declared by the normaliser.
     signed: whether weights can be negative.
     """
 
@@ -88,7 +88,7 @@ def summarise(
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
     by_row: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(columns))
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
-    thresholded, theta = False, None
+    theta = None
     for sequences, rows in _split_into_blocks(batch, heads * normaliser.maps, length, most_scores):
         keys = k[sequences, :, : rows.stop]
         x = None if call.x is None else call.x[sequences, rows]
@@ -106,10 +106,9 @@ def summarise(
         used = pad(used, (0, -rows.stop % size)).unflatten(-1, (-1, size)).any(-1).to(touched.dtype)
         tile_rows = torch.arange(rows.start, rows.stop, device=q.device) // size
         touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
-        thresholded = thresholded or (theta is not None and bool((theta != 0).any()))
 
     by_row |= {"first": first, "columns": columns}
-    return _join(normaliser, call, by_row, touched, counted, thresholded, theta is not None)
+    return _join(normaliser, call, by_row, touched, counted, theta is not None)
 
 
 def _summarise_compiled(
@@ -124,9 +123,8 @@ def _summarise_compiled(
     seen = (tile <= row) & (tile + size > oldest) & counted[..., None]
     seen_tiles = pad(seen, (0, 0, 0, -length % size)).unflatten(1, (-1, size)).sum(2, dtype=torch.int32)[:, None]
     touched = torch.cat((found.pop("touched"), seen_tiles), 1)
-    thresholded = threshold.tau is not None and bool((threshold.tau != 0).any())
     found["columns"] = found["columns"].to(call.q.dtype)
-    return _join(normaliser, call, found, touched, counted, thresholded, has_theta=True)
+    return _join(normaliser, call, found, touched, counted, threshold.tau is not None)
 
 
 def _join(
@@ -136,7 +134,6 @@ def _join(
     touched: Tensor,
     counted: Tensor,
     thresholded: bool,
-    has_theta: bool,
 ) -> RowSummary:
     """touched: rows of each tile with a nonzero weight; at the last index of the head axis, with a visible key."""
     length = call.q.shape[2]
@@ -148,7 +145,7 @@ def _join(
         tiles={tile: number[:, -1] for tile, number in alive.items()},
         counted=counted,
         thresholded=thresholded,
-        can_zero=normaliser.can_zero and (thresholded or not has_theta),
+        can_zero=normaliser.can_zero,
         signed=normaliser.signed,
     )
 

@@ -357,7 +357,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path
     runs = tmp_path_factory.mktemp("trained")
     shutil.copy(empty_store, runs / "mlflow.db")
     torch.set_num_threads(1)
-    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias"]
+    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias", "--diagnosed_sequences=2"]
     assert main([*TRAIN, *lazy, "--keep-checkpoint", "--runs", str(runs)]) == 0
     return next((runs / "train-backcopy_tiny").glob("*/"))
 

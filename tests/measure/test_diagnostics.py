@@ -415,3 +415,14 @@ def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser: Normalise
     assert ratios.get("sparsity/zero", share) == pytest.approx(share)
     assert diagnostics.arrays["sparsity/zero"].mean() == pytest.approx(share if cuts else np.nan, abs=1e-6, nan_ok=True)
     assert np.isnan(diagnostics.arrays["sparsity/null"]).all()
+
+
+def test_a_layer_whose_tau_is_0_counts_in_the_sparsity() -> None:
+    """As at the smallest tau, which cuts as little."""
+    model, found = make(LAZY).model, []
+    for tau in (0.0, 1e-30):
+        model.attentions[1].normaliser.tau.data.fill_(tau)
+        found.append({name: x for name, x in measure(model, [draw()]).metrics().items() if name.startswith("sparsity")})
+    assert found[0] == pytest.approx(found[1])
+    assert 0.1 < found[0]["sparsity/zero"] < 0.5
+    assert "sparsity/over_null" in found[0]

@@ -103,6 +103,8 @@ CLOSED_FORMS = {
         {"sink/weight 1": [1 / LENGTH], "sink/position": [LENGTH // 2]}
         | {"sparsity/zero": [OFF_DIAGONAL], "sparsity/small": [OFF_DIAGONAL]},
     ),
+    "equal weights of ten rows": (given(uniform(10)), {"sink/rate": [[0] * 8], "sink/rate_share": [[0] * 8]}),
+    "too few rows to tell": (given(uniform(9)), {"sink/rate": [[math.nan] * 8], "sink/rate_share": [[math.nan] * 8]}),
     "a sink elsewhere": (
         given(sink_at(5), sink_at(1)),
         {"sink/position": [5, 1], "sink/weight": [[0, 0, 0, 0, 1, 0, 0, 0], [1, *[0] * 7]]},
@@ -129,13 +131,13 @@ CLOSED_FORMS = {
         given_batch([[sink_at(1)], [uniform()], [uniform()], [NONE]]),
         {"sink/rate 1": [0.25], "sink/rate_share 1": [0.25], "sink/weight 1": [(1 + 2 * ALPHA) / 4]},
     ),
-    "a sequence has a rate only for keys it has": (
-        given_batch([[sink_at(5)], [sink_at(1)]], counted=torch.arange(LENGTH) < torch.tensor([[LENGTH], [3]])),
-        {"sink/rate": [[0.5, 0, 0, 0, 1, 0, 0, 0]]},
+    "a sequence of too few rows does not count": (
+        given_batch([[sink_at(5)], [sink_at(1)]], counted=torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])),
+        {"sink/rate": [[0, 0, 0, 0, 1, 0, 0, 0]]},
     ),
-    "small weights without a threshold": (
+    "small weights above a threshold of 0": (
         given(torch.eye(LENGTH) + 1e-6 * torch.ones(LENGTH, LENGTH).tril()),
-        {"sparsity/zero": [math.nan], "sparsity/small": [OFF_DIAGONAL]},
+        {"sparsity/zero": [0], "sparsity/small": [OFF_DIAGONAL]},
     ),
     "tiles: of 4 x 4 ten are causal, of 2 x 2 three": (
         given(torch.eye(256), sink_at(1, 256), torch.zeros(256, 256)),
@@ -175,7 +177,7 @@ def test_closed_forms(name):
 
 
 @pytest.mark.parametrize(
-    ("spec", "zero"), [(Softmax(), math.nan), (Elastic(0.0), math.nan), (Elastic(0.99), 0), (Elastic(1.01), 1)]
+    ("spec", "zero"), [(Softmax(), math.nan), (Elastic(0.0), 0), (Elastic(0.99), 0), (Elastic(1.01), 1)]
 )
 def test_sparsity_of_equal_scores(spec, zero):
     """p = 1 / i: all entries are cut above tau = 1, and none below."""
@@ -334,3 +336,11 @@ def test_a_late_key_is_no_sink():
 def test_what_adds_nothing_broadcasts_nothing():
     arrays = measure_kinds(on_key(0)[None, None], normal(1, 1, T, D), torch.zeros(WIDTH, D))
     assert [arrays[name].tolist() for name in KINDS] == [[0], [0], [0]]
+
+
+def test_sequences_of_too_few_rows_do_not_count():
+    """Of 9 rows, equal weights make a sink of the first key, and the identity makes none."""
+    weights = torch.stack([on_key(2), uniform(T).double(), torch.eye(T, dtype=torch.float64)])[:, None]
+    counted = torch.arange(T) < torch.tensor([[T], [9], [9]])
+    arrays = measure_kinds(weights, normal(3, 1, T, D), normal(WIDTH, D, seed=1), counted)
+    assert sum(arrays[name] for name in KINDS).tolist() == [1]

@@ -115,16 +115,18 @@ class TestThresholds:
 
 def test_scalars_are_perplexities_of_parts_and_the_last_row():
     loss = np.linspace(1, 3, T).astype(np.float32)
+    counts = np.arange(T, 0, -1)
     short = {"context": np.array(T), "loss/by_position": loss, "length/n": np.arange(1, T + 1)}
+    short["loss/target_count"] = counts
     arrays = short | {"context": np.array(16), "streamed/loss": loss + 1, "streamed/kept": np.array([4, 20])}
     arrays |= {"streamed/n": np.full(T, 24), "streamed/theta": np.full((1, 2, T), 0.375)}
     expected = {
-        "length/perplexity": np.exp(loss.mean()),
-        "length/perplexity_beyond": np.exp(loss[16:].mean()),
+        "length/perplexity": np.exp(np.average(loss, weights=counts)),
+        "length/perplexity_beyond": np.exp(np.average(loss[16:], weights=counts[16:])),
         "length/n": T,
-        "streamed/perplexity": np.exp(loss.mean() + 1),
-        "streamed/perplexity_beyond": np.exp(loss[16:].mean() + 1),
-        "streamed/perplexity_evicted": np.exp(loss[24:].mean() + 1),
+        "streamed/perplexity": np.exp(np.average(loss, weights=counts) + 1),
+        "streamed/perplexity_beyond": np.exp(np.average(loss[16:], weights=counts[16:]) + 1),
+        "streamed/perplexity_evicted": np.exp(np.average(loss[24:], weights=counts[24:]) + 1),
         "streamed/n": 24,
         "streamed/theta": 0.375,
     }

@@ -30,6 +30,7 @@ from lit_lazy.attention import (
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.source_interface import DataSource, DocumentDataset
 from lit_lazy.data.text import Text
+from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import loss_by_position
@@ -154,6 +155,9 @@ def test_diagnostics_look_at_the_first_document_of_each_window(name):
     expected = (nll.sum(0) / first.sum(0)).detach().numpy()
     assert found["loss/by_position"] == pytest.approx(expected, abs=1e-5)
     assert loss_by_position(made, batch).numpy() == pytest.approx(expected, abs=1e-5)
+    metrics = Diagnostics(found).metrics()
+    assert metrics["loss/sample"] == pytest.approx((nll.sum() / first.sum()).item(), rel=1e-5)
+    assert metrics["mass/all"] == pytest.approx(np.average(found["mass/row"].mean((0, 1)), weights=first.sum(0)))
     assert found["maps/weights"].shape[1:] == (L, L)  # from the second window, which is a single document
 
     other = torch.randint(VOCABULARY, first.shape, generator=torch.Generator().manual_seed(1))

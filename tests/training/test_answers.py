@@ -12,7 +12,8 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
-from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
+from lit_lazy.measure.diagnostics import evaluation_mode
+from lit_lazy.measure.lengths import Lengths, compute_length_metrics, loss_by_position
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
@@ -105,8 +106,15 @@ def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> Non
     decoded = loss_by_position(model, batch)
     np.testing.assert_allclose(decoded.numpy(), by_position, rtol=1e-4)
     lengths = compute_length_metrics(arrays | {"length/n": np.ones(1, np.int64)})
-    assert lengths["length/perplexity"] == pytest.approx(sums.mean().exp().item(), rel=1e-4)
-    assert np.isfinite(metrics["sink/eviction"])
+    assert np.log(lengths["length/perplexity"]) == pytest.approx(expected, rel=1e-5)
+    assert Diagnostics(arrays).metrics()["loss/sample"] == pytest.approx(expected, rel=1e-5)
+    if name == "mqar":  # in whose sequences early positions have more targets than late ones
+        assert Lengths((1,)).measure(model, cfg.data)["length_1x/loss"] == pytest.approx(expected, rel=1e-4)
+    seen = torch.ones_like(counted).index_fill_(1, torch.arange(4), value=False)
+    with torch.no_grad(), evaluation_mode(model):
+        rise = token_nll(model(batch["tokens"], key_mask=seen), batch["targets"]).double() - nll
+    late = counted.index_fill(1, torch.arange(8), value=False)
+    assert metrics["sink/eviction"] == pytest.approx(rise[late].mean().item(), rel=1e-4, abs=1e-6)
 
     parts = run(cfg, tmp_path / "parts", execution=Execution(micro_batch=2))
     assert parts.metrics["loss/val"] == pytest.approx(metrics["loss/val"], rel=1e-4)

@@ -31,7 +31,7 @@ GROUPS = {
     ),
     "statistics": (["lit_lazy/table/statistics.py", "lit_lazy/table/sequential_looks.py"], "tests/table"),
     "store": (
-        [f"lit_lazy/grid/{name}.py" for name in ("cells", "plan", "run", "packed", "study", "worker")],
+        [f"lit_lazy/grid/{name}.py" for name in ("cell_state", "plan", "run", "reused_results", "study", "worker")],
         "tests/grid/test_grid.py tests/grid/test_plan.py tests/grid/test_packed.py tests/grid/test_state_machine.py",
     ),
     "keys and checkpoints": (

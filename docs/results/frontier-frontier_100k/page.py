@@ -52,7 +52,8 @@ Learning rates were chosen with one seed and a quarter of the tokens ([100k](../
 [300k](../frontier_rates-frontier_300k/table.md)). With all tokens at 300k, twice the rate changes the loss
 by {doubled} ([rates.jsonl.xz](rates.jsonl.xz)).
 So the rate of softmax + bias was too low. At twice the rate,
-[Lazy Attention still gains](../q_frontier_length_2-frontier_100k/table.md) at four times the length. The {count} cells took {hours:.0f} hours of one CPU core, at commits
+[Lazy Attention still gains](../q_frontier_length_2-frontier_100k/table.md) at four times the length.
+The {count} cells took {hours:.0f} hours of one CPU core, at commits
 {commits}. [page.py](page.py) writes this page and its figure from [cells.jsonl.xz](cells.jsonl.xz).
 """
 

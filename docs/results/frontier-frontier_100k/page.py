@@ -115,8 +115,8 @@ def compare_rates(ladder: Ladder) -> str:
     usual = next(rules for place, rules in ladder.cells.items() if place.size == "300k")
     for cell in read_pack(RATES).values():
         rule, config = cell.row.partition(" at ")[0], cell.result.config
-        same = usual[rule][config["seed"]]
-        if config["train"]["lr"] == 2 * same.config["train"]["lr"]:
+        same = usual[rule].get(config["seed"])
+        if same is not None and config["train"]["lr"] == 2 * same.config["train"]["lr"]:
             found[rule].append(cell.result.metrics[LOSS] - same.metrics[LOSS])
     return ", ".join(f"{fmean(x):+.3f} nats under {rule} (n = {len(x)})" for rule, x in found.items())
 

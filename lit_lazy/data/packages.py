@@ -151,8 +151,14 @@ class Packages(Text):
         first, last = {DOCUMENTS: (0, documents), APART: (documents, len(ends))}[self.validated]
         is_cut = self.max_tokens is not None and last == len(ends) and len(corpus.validation) > self.max_tokens
         whole = last - is_cut
-        require(first < whole, "data.max_tokens", self.max_tokens, f"holds no whole document of {self.validated}")
-        lines = (line for file in sorted(folder.glob(f"{self.validated}-*.jsonl")) for line in file.open("rb"))
+        require(
+            first < whole,
+            "data.max_tokens",
+            self.max_tokens,
+            f"must hold a whole document of {self.validated}; give more",
+        )
+        files = sorted(folder.glob(f"{self.validated}-*.jsonl"))
+        lines = (line for file in files for line in file.read_bytes().splitlines())
         size = sum(len(json.loads(line)["text"].encode()) + 1 for line in islice(lines, whole - first))
         start = int(ends[first - 1]) if first else 0
         return slice(start, int(ends[last - 1])), size / (int(ends[whole - 1]) - start)

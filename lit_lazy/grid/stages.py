@@ -63,7 +63,9 @@ def choose_best_rates(table: Table) -> dict[str, float]:
     """
     column = table.columns_by_key.get(table.primary or "")
     better = None if column is None else column.better
-    require(better is not None, f"{table.ablation}: primary", table.primary, "has no direction, so no rate is the best")
+    require(
+        better is not None, f"{table.ablation}: primary", table.primary, "has no direction; give its column better="
+    )
     best = min if better == "lower" else max
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for row in table.rows:

@@ -278,8 +278,6 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
         if left:
             trained = checkpoints.load(model).model.to(select_training_device())
             evaluated = _evaluate(trained, left, cfg.data, kept.metrics.keys())
-        for file in filter(Path.exists, map(path.with_name, (METRICS, DIAGNOSTICS, FINAL_CHECKPOINT))):
-            shutil.copyfile(file, folder / file.name)
         result = replace(
             kept,
             key=key,
@@ -288,6 +286,10 @@ def _measure_known(cfg: RunConfig, key: str, source: DataSource, folder: Path) -
             evaluations=kept.evaluations | {name: sorted(found) for name, found in evaluated.items()},
             timings=kept.timings | {"evaluate_seconds": time.perf_counter() - begun},
         )
+        if result.keep_evaluations(asked) is None:
+            continue
+        for file in filter(Path.exists, map(path.with_name, (METRICS, DIAGNOSTICS, FINAL_CHECKPOINT))):
+            shutil.copyfile(file, folder / file.name)
         result.write(folder)
         return result
     return None

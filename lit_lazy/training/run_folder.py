@@ -207,10 +207,12 @@ class RunResult:
     def keep_evaluations(self, keys: Collection[str]) -> "RunResult | None":
         """The result without the metrics of other evaluations than these.
 
-        None if two of its evaluations gave the same name, whose value is that of one of them.
+        None if one gave a name that another had: what it is called, and in results of earlier versions its value, then
+        depends on the others.
         """
         names = [name for measured in self.evaluations.values() for name in measured]
-        if len(set(names)) < len(names):
+        apart = any(f"-{key[:6]}/" in name for key, measured in self.evaluations.items() for name in measured)
+        if apart or len(set(names)) < len(names):
             return None
         kept = {key: measured for key, measured in self.evaluations.items() if key in keys}
         unasked = set(names).difference(*kept.values())

@@ -98,7 +98,7 @@ def test_with_a_limit_of_tokens_the_whole_documents_tell_the_bytes_of_a_token() 
     lengths = [len(x) + 1 for x in config.load_tokenizer().encode([first, second, apart])]
     limited = replace(config, max_tokens=lengths[0] + 5).load()
     assert limited.info["bytes_per_token"] == (len(first) + 1) / lengths[0]
-    with pytest.raises(ValueError, match=r"data.max_tokens=\d+: holds no whole document of packages"):
+    with pytest.raises(ValueError, match=r"data.max_tokens=\d+: must hold a whole document of packages; give more"):
         replace(config, max_tokens=sum(lengths) - 5, validated="packages").load()
 
 

@@ -216,6 +216,6 @@ def test_the_best_rate_is_the_best_of_its_column_and_exact() -> None:
     }
     assert found["lower"] == first_stage.BEST
     assert all(found["higher"][row] != best for row, best in first_stage.BEST.items())
-    with pytest.raises(ValueError, match="primary='loss': has no direction, so no rate is the best"):
+    with pytest.raises(ValueError, match="primary='loss': has no direction; give its column better="):
         choose_best_rates(replace(table, columns=(replace(LOSS, better=None),)))
     assert float(at_rate("softmax", rate).removeprefix("softmax at ")) == rate

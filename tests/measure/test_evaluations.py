@@ -183,10 +183,13 @@ def test_no_metric_takes_the_place_of_another(tmp_path):
     """Neither of the run's own nor of those that another evaluation of the same class gives."""
     few, more = (Lengths((1,), sequences=n) for n in (2, 16))
     alone = [run(dataclasses.replace(TINY, evaluations=(one,)), tmp_path / str(one)).metrics for one in (few, more)]
-    metrics = run(dataclasses.replace(TINY, evaluations=(few, Clashing(), more)), tmp_path / "all").metrics
+    every = dataclasses.replace(TINY, evaluations=(few, Clashing(), more))
+    metrics = run(every, tmp_path / "all" / "a", keep_checkpoint=True).metrics
     name, (first, second) = "length_1x/loss", alone
     assert first[name] != second[name]
     assert metrics[name] == first[name]
     assert metrics[f"Lengths-{evaluation_key(more)[:6]}/{name}"] == second[name]
     assert all(metrics[own] == first[own] for own in Clashing().measure(None, None))
     assert metrics[f"Clashing-{evaluation_key(Clashing())[:6]}/loss/excess"] == -5
+    again = run(dataclasses.replace(TINY, evaluations=(more,)), tmp_path / "all" / "b").metrics
+    assert again[name] == second[name], "the names of one do not depend on what else was measured before"
